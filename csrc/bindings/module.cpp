@@ -1,0 +1,17 @@
+#include "bindings/module.h"
+
+#include <torch/csrc/Exceptions.h>
+
+PYBIND11_MODULE(_C, module) {
+  // Errors keep the type and the text that torch gives them; those of the torch-free rooms are pybind11's to translate.
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(error);
+    }
+  });
+  dltrain::bindings::bind_adamw(module);
+  dltrain::bindings::bind_plans(module);
+  dltrain::bindings::bind_communicator(module);
+}

@@ -1,0 +1,67 @@
+#include "bindings/module.h"
+#include "comm/codec.h"
+#include "comm/plan.h"
+#include "comm/verify.h"
+#include "core/check.h"
+
+namespace dltrain::bindings {
+
+namespace {
+
+constexpr comm::Op ops[] = {comm::Op::send_partial, comm::Op::recv_reduce, comm::Op::finalize, comm::Op::send_final, comm::Op::recv_final};
+
+comm::Op op_of(const std::string& name) {
+  std::string names;
+  for (comm::Op op : ops) {
+    if (name == comm::name(op)) return op;
+    names += (names.empty() ? "" : ", ") + std::string(comm::name(op));
+  }
+  throw std::invalid_argument(text("op: expected one of ", names, ", got '", name, "'"));
+}
+
+std::vector<std::string> codec_names() {
+  std::vector<std::string> names;
+  for (const auto& codec : comm::codecs()) names.push_back(codec.name);
+  return names;
+}
+
+}  // namespace
+
+void bind_plans(py::module_& module) {
+  py::class_<comm::Step>(module, "Step", "One message or one local act of a plan.")
+      .def(py::init([](const std::string& op, int peer, std::pair<int, int> chunks) {
+             return comm::Step{op_of(op), peer, {chunks.first, chunks.second}};
+           }),
+           py::arg("op"), py::arg("peer"), py::arg("chunks"))
+      .def_property_readonly("op", [](const comm::Step& step) { return comm::name(step.op); })
+      .def_readonly("peer", &comm::Step::peer)
+      .def_property_readonly("chunks", [](const comm::Step& step) { return std::pair(step.chunks.begin, step.chunks.end); })
+      .def("__eq__", [](const comm::Step& a, const comm::Step& b) { return a == b; })
+      .def("__repr__", [](const comm::Step& step) {
+        return text("Step('", comm::name(step.op), "', peer=", step.peer, ", chunks=(", step.chunks.begin, ", ", step.chunks.end, "))");
+      });
+
+  py::class_<comm::Plan>(module, "Plan", "What one rank does in an all-reduce: rounds of steps over abstract chunks. print() draws it.")
+      .def(py::init([](std::string algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds) {
+             return comm::Plan{std::move(algorithm), rank, world_size, chunks, std::move(rounds)};
+           }),
+           py::arg("algorithm"), py::arg("rank"), py::arg("world_size"), py::arg("chunks"), py::arg("rounds"))
+      .def_readonly("algorithm", &comm::Plan::algorithm)
+      .def_readonly("rank", &comm::Plan::rank)
+      .def_readonly("world_size", &comm::Plan::world_size)
+      .def_readonly("chunks", &comm::Plan::chunks)
+      .def_readonly("rounds", &comm::Plan::rounds)
+      .def("to_json", &comm::to_json, "The plan as JSON text.")
+      .def("__eq__", [](const comm::Plan& a, const comm::Plan& b) { return a == b; })
+      .def("__str__", &comm::draw)
+      .def("__repr__", [](const comm::Plan& plan) {
+        return text("<Plan ", plan.algorithm, ": rank ", plan.rank, " of ", plan.world_size, ", ", plan.rounds.size(), " rounds>");
+      });
+
+  module.def("algorithms", &comm::algorithms);
+  module.def("codecs", &codec_names);
+  module.def("make_plan", &comm::make_plan);
+  module.def("verify", &comm::verify, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace dltrain::bindings

@@ -1,0 +1,114 @@
+#include "comm/executor.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "kernels/fold.h"
+
+namespace dltrain::comm {
+
+namespace {
+
+double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+// A few segments hide folding behind sending; many only add messages.
+int choose_segments(int64_t nbytes) {
+  constexpr int64_t segment = 4 << 20, most = 8;
+  return static_cast<int>(std::clamp<int64_t>(nbytes / segment, 1, most));
+}
+
+}  // namespace
+
+void Executor::all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call) {
+  check(numel >= 0, "numel: expected at least 0, got ", numel);
+  check(call.segments >= 0, "segments: expected at least 0, got ", call.segments);
+  if (const std::string reason = failure(); !reason.empty()) throw AllReduceError(reason);
+  const Program& program = this->program(call, numel);
+  run(program, call, place, values);
+  ++calls_;
+  wire_bytes_ += program.sent * static_cast<int64_t>(sizeof(float));
+}
+
+const Program& Executor::program(const AllReduce& call, int64_t numel) {
+  constexpr size_t most = 256;
+  const int64_t nbytes = numel * static_cast<int64_t>(sizeof(float));
+  const std::string algorithm = resolve(call.algorithm, world_size(), nbytes);
+  const int segments = call.segments ? call.segments : choose_segments(nbytes);
+  const auto key = std::make_tuple(algorithm, call.codec, numel, segments);
+  if (const auto found = programs_.find(key); found != programs_.end()) return found->second;
+  if (programs_.size() == most) programs_.clear();
+  return programs_[key] = lower(make_plan(algorithm, rank(), world_size()), find_codec(call.codec), numel, segments);
+}
+
+void Executor::run(const Program& program, const AllReduce& call, const Place& place, float* values) {
+  const float scale = call.average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
+  const auto start = Clock::now();
+  const Deadline deadline = start + call.timeout;
+  inbox_ = static_cast<float*>(buffer_.reserve(program.inbox * static_cast<int64_t>(sizeof(float))));
+
+  const Transfer* waiting = nullptr;
+  try {
+    const auto post_receives = [&](const Tick& tick) {
+      for (const Transfer& transfer : tick.receives) post(*(waiting = &transfer), false, values, ahead_);
+    };
+    post_receives(program.ticks[0]);
+    for (size_t tick = 0; tick < program.ticks.size(); ++tick) {
+      {
+        std::lock_guard lock(mutex_);
+        now_.swap(ahead_);
+      }
+      for (const Part& part : program.ticks[tick].parts) {
+        for (const FoldStep& step : part.folds) fold(step, place, values, scale);
+        for (const Transfer& transfer : part.sends) post(*(waiting = &transfer), true, values, now_);
+      }
+      if (tick + 1 < program.ticks.size()) post_receives(program.ticks[tick + 1]);
+      for (Posted& posted : now_) {
+        waiting = &posted.transfer;
+        posted.request->wait(deadline);
+      }
+      std::lock_guard lock(mutex_);
+      now_.clear();
+    }
+  } catch (const TransportError& error) {
+    const std::string reason =
+        text("all_reduce with ", program.algorithm, " on rank ", rank(), " of ", world_size(), ": waiting for rank ", waiting->peer,
+             " in round ", waiting->round, " of ", program.rounds, " failed after ", seconds(Clock::now() - start), " s (deadline ",
+             seconds(call.timeout), " s): ", error.what());
+    std::lock_guard lock(mutex_);
+    now_.clear();
+    ahead_.clear();
+    if (failure_.empty()) failure_ = reason;
+    throw AllReduceError(failure_);
+  }
+}
+
+void Executor::post(const Transfer& transfer, bool send, float* values, std::vector<Posted>& to) {
+  float* data = (transfer.inbox ? inbox_ : values) + transfer.span.first;
+  const int64_t bytes = transfer.span.count * static_cast<int64_t>(sizeof(float));
+  std::lock_guard lock(mutex_);
+  if (!failure_.empty()) throw TransportError(failure_);
+  to.push_back({transfer, send ? transport_->send(transfer.peer, data, bytes) : transport_->recv(transfer.peer, data, bytes)});
+}
+
+void Executor::fold(const FoldStep& step, const Place& place, float* values, float scale) {
+  const math::Fold arithmetic{step.scales ? scale : 1.0f};
+  if (step.inboxes.empty() && arithmetic.scale == 1.0f) return;
+  std::vector<const float*> received;
+  for (int64_t inbox : step.inboxes) received.push_back(inbox_ + inbox);
+  dltrain::fold(place, values + step.span.first, received, step.own_place, step.span.count, arithmetic);
+}
+
+void Executor::abort(const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (failure_.empty()) failure_ = reason;
+  for (auto* posted : {&now_, &ahead_}) {
+    for (Posted& each : *posted) each.request->abort();
+  }
+}
+
+std::string Executor::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+}  // namespace dltrain::comm

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "comm/program.h"
+#include "comm/transport.h"
+#include "core/buffer.h"
+#include "core/place.h"
+
+namespace dltrain::comm {
+
+// An all-reduce that cannot complete. The text names the rank waited for, the algorithm, the round and the deadline.
+class AllReduceError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct AllReduce {
+  std::string algorithm = "auto";
+  std::string codec = "raw";
+  bool average = false;
+  int segments = 0;  // 0: chosen by size
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+};
+
+struct Stats {
+  int64_t calls = 0;
+  int64_t wire_bytes = 0;  // sent by this rank
+};
+
+// Runs plans over a transport, one at a time: whoever calls brings the order (a Queue).
+class Executor {
+ public:
+  explicit Executor(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
+
+  // Sums (or averages) values over the ranks, in place. After an error the messages of the group are out of step, so every later call fails.
+  void all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call);
+
+  // From any thread: what is under way and all that comes later fails with `reason`.
+  void abort(const std::string& reason);
+
+  std::string failure() const;  // why calls fail now; empty while they do not
+
+  int rank() const { return transport_->rank(); }
+  int world_size() const { return transport_->world_size(); }
+  Stats stats() const { return {calls_, wire_bytes_}; }
+
+ private:
+  struct Posted {
+    Transfer transfer;
+    std::unique_ptr<Request> request;
+  };
+
+  const Program& program(const AllReduce& call, int64_t numel);
+  void run(const Program& program, const AllReduce& call, const Place& place, float* values);
+  void post(const Transfer& transfer, bool send, float* values, std::vector<Posted>& to);
+  void fold(const FoldStep& step, const Place& place, float* values, float scale);
+
+  std::unique_ptr<Transport> transport_;
+  Buffer buffer_;
+  float* inbox_ = nullptr;
+  std::map<std::tuple<std::string, std::string, int64_t, int>, Program> programs_;
+  std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
+
+  mutable std::mutex mutex_;            // guards what follows
+  std::vector<Posted> now_, ahead_;  // of this tick; the next tick's receives
+  std::string failure_;
+};
+
+}  // namespace dltrain::comm

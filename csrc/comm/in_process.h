@@ -1,0 +1,13 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm/transport.h"
+
+namespace dltrain::comm {
+
+// The ends of a group whose ranks are threads of this process: many virtual ranks without a network.
+std::vector<std::unique_ptr<Transport>> in_process_group(int world_size);
+
+}  // namespace dltrain::comm

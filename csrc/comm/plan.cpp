@@ -1,0 +1,62 @@
+#include "comm/plan.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+
+namespace dltrain::comm {
+
+namespace {
+
+using Builder = Plan (*)(int rank, int world_size);
+
+const std::vector<std::pair<std::string, Builder>>& registry() {
+  static const std::vector<std::pair<std::string, Builder>> entries = {
+      {"ring", ring},
+      {"direct", direct},
+  };
+  return entries;
+}
+
+}  // namespace
+
+const char* name(Op op) {
+  switch (op) {
+    case Op::send_partial: return "send_partial";
+    case Op::recv_reduce: return "recv_reduce";
+    case Op::finalize: return "finalize";
+    case Op::send_final: return "send_final";
+    case Op::recv_final: return "recv_final";
+  }
+  return "?";
+}
+
+const std::vector<std::string>& algorithms() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const auto& [name, builder] : registry()) all.push_back(name);
+    return all;
+  }();
+  return names;
+}
+
+Plan make_plan(const std::string& algorithm, int rank, int world_size) {
+  check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
+  check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
+  std::string names;
+  for (const auto& [name, builder] : registry()) {
+    if (name == algorithm) return builder(rank, world_size);
+    names += (names.empty() ? "" : ", ") + name;
+  }
+  throw std::invalid_argument(text("algorithm: expected one of ", names, ", got '", algorithm, "'"));
+}
+
+std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes) {
+  if (algorithm != "auto") return algorithm;
+  // direct has the fewest rounds; from some size on the ring wins, since it never has several ranks send to one at a time.
+  constexpr int64_t ring_from = 1 << 20;
+  return world_size > 2 && nbytes >= ring_from ? "ring" : "direct";
+}
+
+}  // namespace dltrain::comm

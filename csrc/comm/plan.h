@@ -1,0 +1,66 @@
+#pragma once
+
+// A plan is what ONE rank does in an all-reduce, as data: a pure function of (algorithm, rank, world size). It acts on abstract chunks and
+// knows nothing of bytes, codecs or segments. A round is: finalize what is complete, send from what is held, receive; then fold what came.
+// All its messages are posted together and may complete in any order.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace dltrain::comm {
+
+enum class Op {
+  send_partial,  // encode my part plus what I have folded in, once; equal chunks to several peers are the same bytes
+  recv_reduce,   // fold the peer's partial into mine; several in one round in rank order, mine at my own place
+  finalize,      // I own it and it is complete: encode it once; my own copy becomes the decoded bytes
+  send_final,    // hand on the final bytes, verbatim
+  recv_final,
+};
+
+const char* name(Op op);
+inline bool sends(Op op) { return op == Op::send_partial || op == Op::send_final; }
+inline bool receives(Op op) { return op == Op::recv_reduce || op == Op::recv_final; }
+
+// The chunks begin, ..., end - 1: contiguous, so that they travel as one message.
+struct Chunks {
+  int begin, end;
+  bool operator==(const Chunks&) const = default;
+};
+
+struct Step {
+  Op op;
+  int peer;  // the rank at the other end; -1 for finalize
+  Chunks chunks;
+  bool operator==(const Step&) const = default;
+};
+
+using Round = std::vector<Step>;
+
+struct Plan {
+  std::string algorithm;
+  int rank;
+  int world_size;
+  int chunks;
+  std::vector<Round> rounds;
+  bool operator==(const Plan&) const = default;
+};
+
+// The names of all algorithms that are plans; "auto" is none of them.
+const std::vector<std::string>& algorithms();
+
+// Throws std::invalid_argument for an unknown algorithm or a rank outside the world.
+Plan make_plan(const std::string& algorithm, int rank, int world_size);
+
+// The algorithm that "auto" stands for; any other name is returned as it is.
+std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes);
+
+// A picture of the plan: a line for each round, a column for each chunk.
+std::string draw(const Plan& plan);
+std::string to_json(const Plan& plan);
+
+// The builders, one file each in plans/.
+Plan ring(int rank, int world_size);
+Plan direct(int rank, int world_size);
+
+}  // namespace dltrain::comm

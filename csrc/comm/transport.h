@@ -1,0 +1,37 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+
+namespace dltrain::comm {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+// A message that will not come: the peer is gone or late, or the wait was aborted. The text is the transport's own.
+class TransportError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A posted send or receive. Dropping it gives its memory back, whether it has completed or not.
+class Request {
+ public:
+  virtual ~Request() = default;
+  virtual void wait(Deadline deadline) = 0;  // throws TransportError
+  virtual void abort() = 0;                  // from any thread: wait throws
+};
+
+// Carries bytes between the ranks of one group. Between two ranks messages arrive in the order in which they were posted.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  virtual std::unique_ptr<Request> send(int peer, const void* data, int64_t bytes) = 0;
+  virtual std::unique_ptr<Request> recv(int peer, void* data, int64_t bytes) = 0;
+};
+
+}  // namespace dltrain::comm

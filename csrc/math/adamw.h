@@ -1,0 +1,69 @@
+#pragma once
+
+// AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, Algorithm 2), bias correction placed as in torch.optim.AdamW:
+//
+//   p <- p (1 - lr wd)
+//   m <- m + (1 - b1)(g - m)            v <- b2 v + (1 - b2) g^2
+//   p <- p - lr / (1 - b1^t)  m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+//
+// AMSGrad (Reddi, Kale & Kumar, 2018) puts the largest v so far in the place of v.
+
+#include <cmath>
+
+#include "core/host_device.h"
+
+namespace dltrain::math {
+
+// What one step does to one element.
+struct AdamWElement {
+  float decay;       // 1 - lr wd
+  float one_less_beta1, beta2, one_less_beta2;
+  float step_size;   // lr / (1 - b1^t)
+  float correction;  // 1 / sqrt(1 - b2^t)
+  float eps;
+  float grad_factor;
+
+  DLT_HD void operator()(float& p, float g, float& m, float& v) const {
+    moments(g, m, v);
+    p = moved(p, m, v);
+  }
+
+  DLT_HD void operator()(float& p, float g, float& m, float& v, float& max_v) const {
+    moments(g, m, v);
+    // Written so that a NaN in v stays.
+    max_v = max_v > v ? max_v : v;
+    p = moved(p, m, max_v);
+  }
+
+ private:
+  DLT_HD void moments(float g, float& m, float& v) const {
+    g *= grad_factor;
+    m += one_less_beta1 * (g - m);
+    v = beta2 * v + one_less_beta2 * (g * g);
+  }
+
+  DLT_HD float moved(float p, float m, float v) const {
+    return p * decay - step_size * (m / (sqrtf(v) * correction + eps));
+  }
+};
+
+// The hyper-parameters of a group; the terms that depend on the step count are worked out in double, once per tensor.
+struct AdamW {
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2;
+  double grad_factor = 1.0;  // 1 / loss scale; negative to maximise
+
+  DLT_HD AdamWElement at(double step) const {
+    AdamWElement element;
+    element.decay = static_cast<float>(1.0 - lr * weight_decay);
+    element.one_less_beta1 = static_cast<float>(1.0 - beta1);
+    element.beta2 = static_cast<float>(beta2);
+    element.one_less_beta2 = static_cast<float>(1.0 - beta2);
+    element.step_size = static_cast<float>(lr / (1.0 - pow(beta1, step)));
+    element.correction = static_cast<float>(1.0 / sqrt(1.0 - pow(beta2, step)));
+    element.eps = static_cast<float>(eps);
+    element.grad_factor = static_cast<float>(grad_factor);
+    return element;
+  }
+};
+
+}  // namespace dltrain::math

@@ -1,0 +1,6 @@
+"""All-reduce by plans that are data: choose, print and verify them, and run them over a torch.distributed group."""
+
+from dltrain_ext.comm.communicator import Communicator, Work, all_reduce
+from dltrain_ext.comm.plans import ALGORITHMS, Plan, Step, plan, verify, verify_plans
+
+__all__ = ["ALGORITHMS", "Communicator", "Plan", "Step", "Work", "all_reduce", "plan", "verify", "verify_plans"]

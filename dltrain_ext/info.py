@@ -1,0 +1,59 @@
+"""What to paste into a bug report: ``python -m dltrain_ext.info``."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from dltrain_ext import __version__, _build_info, codecs, comm
+
+
+def collect() -> dict[str, str]:
+    """Versions, build flags and machine, by name."""
+    return {
+        "dltrain_ext": __version__,
+        "package": str(Path(_build_info.__file__).parent),
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "built against": f"torch {_build_info.TORCH}, Python {_build_info.PYTHON}",
+        "build flags": _build_info.FLAGS,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "CPU": _cpu(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "instruction set": f"{platform.machine()} baseline (torch runs {torch.backends.cpu.get_cpu_capability()})",
+        "CUDA": "none: built for the CPU",
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "algorithms": ", ".join(comm.ALGORITHMS),
+        "codecs": ", ".join(codecs.CODECS),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
+
+
+def _commit() -> str:
+    """The commit of the checkout that Python runs in, if it is one of this project."""
+    root = Path(__file__).parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    if not (root / ".git").exists():
+        return "unknown: not run from a checkout"
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: git does not answer"
+
+
+if __name__ == "__main__":
+    facts = collect()
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:<{width}}  {value}")
