@@ -1,0 +1,66 @@
+"""Several ranks for a test: real processes in a real Gloo group."""
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Children fork from a server that has imported torch once and never started a thread.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.nn.parallel", "dltrain_ext"])
+
+
+def _rank(body: Callable, rank: int, world_size: int, folder: str, results: Any, args: tuple) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(Path(folder, "store")), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        # Pickled here: the queue would pass tensors by file descriptor, which a rank that has left no longer serves.
+        results.put((rank, pickle.dumps(body(rank, world_size, *args)), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    dist.destroy_process_group()
+
+
+def run_ranks(world_size: int, body: Callable, *args: Any, dying: tuple[int, ...] = (), timeout: float = 60) -> list[Any]:
+    """Calls ``body(rank, world_size, *args)`` on every rank and returns what each returned (None for the ``dying``).
+
+    Fails when a rank raises, hangs or leaves with an exit status other than 0.
+    """
+    deadline = time.monotonic() + timeout
+    results: dict[int, Any] = dict.fromkeys(dying)
+    with tempfile.TemporaryDirectory() as folder:
+        queue = _context.Queue()
+        processes = [
+            _context.Process(target=_rank, args=(body, rank, world_size, folder, queue, args)) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            while len(results) < world_size:
+                rank, result, error = queue.get(timeout=max(0.1, deadline - time.monotonic()))
+                assert error is None, f"rank {rank}:\n{error}"
+                results[rank] = pickle.loads(result)
+            for rank, process in enumerate(processes):
+                process.join(max(0.1, deadline - time.monotonic()))
+                assert rank in dying or process.exitcode == 0, f"rank {rank} left with {process.exitcode}"
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,191 @@
+"""comm.all_reduce over real Gloo: exact sums, identical bits, order, errors."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from dltrain_ext import comm
+
+WORLDS = [1, 2, 3, 4, 5, 8]
+
+
+def given(rank: int, numel: int) -> torch.Tensor:
+    """Small integers: any order of summation is exact."""
+    return ((torch.arange(numel) * 7 + rank * 13) % 31 - 15).float()
+
+
+def total(world_size: int, numel: int) -> torch.Tensor:
+    return sum((given(rank, numel) for rank in range(world_size)), torch.zeros(numel))
+
+
+def check_exact_sums(rank, world_size):
+    for algorithm in (*comm.ALGORITHMS, "auto"):
+        for numel in (0, 1, max(world_size - 1, 1), world_size + 1, 15, 16, 17, 1000, 300_001):
+            tensor = given(rank, numel)
+            assert comm.all_reduce(tensor, algorithm=algorithm) is None
+            assert torch.equal(tensor, total(world_size, numel)), (algorithm, numel)
+    large = given(rank, 6_000_001)  # several segments
+    comm.all_reduce(large, dist.ReduceOp.SUM, algorithm="ring")
+    assert torch.equal(large, total(world_size, large.numel()))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_sums_are_exact(world_size):
+    run_ranks(world_size, check_exact_sums)
+
+
+def averages(rank, world_size):
+    torch.manual_seed(rank)
+    given = torch.randn(10_007)
+    everyone = [torch.empty_like(given) for _ in range(world_size)]
+    dist.all_gather(everyone, given)
+    mean = torch.stack(everyone).double().mean(0)
+    results = []
+    for algorithm in comm.ALGORITHMS:
+        for op in ("avg", dist.ReduceOp.AVG):
+            result = given.clone()
+            comm.all_reduce(result, op, algorithm=algorithm)
+            assert (result - mean).abs().max() < 1e-6
+            results.append(result)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_averages_are_right_and_identical_on_all_ranks(world_size):
+    first, *others = run_ranks(world_size, averages)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def overflowing_average(rank, world_size):
+    tensor = torch.full((100,), torch.finfo(torch.float32).max)
+    comm.all_reduce(tensor, "avg")
+    return tensor
+
+
+def test_an_average_that_fits_does_not_overflow():
+    for result in run_ranks(2, overflowing_average):
+        assert torch.equal(result, torch.full((100,), torch.finfo(torch.float32).max))
+
+
+def check_layouts(rank, world_size):
+    dense = given(rank, 24).reshape(4, 6)
+    expected = total(world_size, 24).reshape(4, 6)
+    # The layouts differ between the ranks, the elements they name do not.
+    transposed = dense.t().contiguous().t() if rank == 0 else dense.clone()
+    comm.all_reduce(transposed)
+    assert torch.equal(transposed, expected)
+
+    wide = torch.zeros(4, 12)
+    strided = wide[:, ::2]
+    strided.copy_(dense)
+    comm.all_reduce(strided, async_op=True).wait()
+    assert torch.equal(strided, expected)
+    assert wide[:, 1::2].count_nonzero() == 0
+
+    scalar = torch.tensor(float(rank))
+    comm.all_reduce(scalar)
+    assert scalar == sum(range(world_size))
+
+
+def test_any_layout():
+    run_ranks(3, check_layouts)
+
+
+def check_async(rank, world_size):
+    tensors = [given(rank, 1000 + i) for i in range(20)]
+    works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors[:-1]]
+    comm.all_reduce(tensors[-1])  # waits its turn behind the others
+    assert all(work.is_completed() for work in works)
+    for work, tensor in zip(works, tensors, strict=False):
+        assert work.wait() is True
+        assert work.get_future().value() is tensor
+    for i, tensor in enumerate(tensors):
+        assert torch.equal(tensor, total(world_size, 1000 + i))
+
+    chained = comm.all_reduce(given(rank, 10), async_op=True).get_future().then(lambda future: future.value() * 2)
+    assert torch.equal(chained.wait(), total(world_size, 10) * 2)
+
+
+def test_async_works_keep_their_order():
+    run_ranks(3, check_async)
+
+
+def check_groups_and_threads(rank, world_size):
+    pair = dist.new_group([0, 1])
+    rest = dist.new_group([1, 2])
+    mine = [group for group, members in ((pair, (0, 1)), (rest, (1, 2))) if rank in members]
+    for group in mine:
+        tensor = given(rank, 100)
+        comm.all_reduce(tensor, group=group)
+        members = dist.get_process_group_ranks(group)
+        assert torch.equal(tensor, sum(given(member, 100) for member in members))
+    if rank == 0:
+        with pytest.raises(TypeError, match="group: expected .* that this rank belongs to"):
+            comm.all_reduce(torch.zeros(1), group=rest)
+
+    # Two communicators of one group at once, each from a thread of its own.
+    communicators = [comm.Communicator(), comm.Communicator(timeout=timedelta(seconds=30))]
+    results = [given(rank, 50_000) for _ in communicators]
+
+    def work(communicator, tensor):
+        for _ in range(10):
+            tensor.copy_(given(rank, 50_000))
+            communicator.all_reduce(tensor)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(communicators, results, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for communicator, result in zip(communicators, results, strict=True):
+        assert torch.equal(result, total(world_size, 50_000))
+        stats = communicator.stats()
+        assert stats["calls"] == 10
+        assert stats["wire_bytes"] == pytest.approx(10 * 2 * 50_000 * 4 * (world_size - 1) / world_size, rel=0.01)
+
+
+def test_groups_and_threads():
+    run_ranks(3, check_groups_and_threads)
+
+
+def check_errors(rank, world_size):
+    values = torch.zeros(8)
+    wrong = [
+        (TypeError, "tensor: expected dtype float32, got Half", dict(tensor=values.half())),
+        (TypeError, "tensor: expected a plain dense tensor, got layout Sparse", dict(tensor=values.to_sparse())),
+        (ValueError, "tensor: expected a tensor on the CPU, got one on meta", dict(tensor=values.to("meta"))),
+        (ValueError, r"tensor: expected elements .* got shape \[8, 3\]", dict(tensor=values[:, None].expand(8, 3))),
+        (ValueError, "op: expected 'sum', 'avg', ReduceOp.SUM or ReduceOp.AVG, got 'max'", dict(op="max")),
+        (ValueError, "op: expected .* got <RedOpType.MAX", dict(op=dist.ReduceOp.MAX)),
+        (ValueError, "algorithm: expected one of ring, direct.*, got 'rign'", dict(algorithm="rign")),
+        (ValueError, "codec: expected one of raw.*, got 'int3'", dict(codec="int3")),
+        (TypeError, "group: expected a torch.distributed.ProcessGroup", dict(group=7)),
+    ]
+    for error, match, change in wrong:
+        for async_op in (False, True):
+            with pytest.raises(error, match=match):
+                comm.all_reduce(**{"tensor": values, "async_op": async_op, **change})
+    with pytest.raises(ValueError, match=r"timeout: expected a positive datetime.timedelta or None, got 5"):
+        comm.Communicator(timeout=5)
+    tensor = given(rank, 8)
+    comm.all_reduce(tensor)  # none of this has put the ranks out of step
+    assert torch.equal(tensor, total(world_size, 8))
+
+    communicator = comm.Communicator()
+    communicator.close()
+    with pytest.raises(dist.DistBackendError, match="the communicator was closed"):
+        communicator.all_reduce(values)
+
+
+def test_bad_input_names_the_argument():
+    run_ranks(2, check_errors)
+
+
+def test_without_a_group():
+    with pytest.raises(ValueError, match="group: expected an initialized default group"):
+        comm.all_reduce(torch.zeros(1))

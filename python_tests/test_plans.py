@@ -1,0 +1,168 @@
+"""Plans as data: verified for every world size, and the verifier against plans that are broken."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dltrain_ext import comm
+from dltrain_ext.comm import Plan, Step
+
+
+@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+def test_every_world_size_verifies(algorithm):
+    for world_size in [*range(1, 65), 100, 128]:
+        comm.verify(algorithm, world_size)
+
+
+def edited(plan: Plan, edit) -> Plan:
+    """The plan with ``edit`` applied to its rounds, a list of lists of steps."""
+    rounds = [list(steps) for steps in plan.rounds]
+    edit(rounds)
+    return Plan(plan.algorithm, plan.rank, plan.world_size, plan.chunks, rounds)
+
+
+def plans(algorithm, world_size=4, edits=None):
+    made = [comm.plan(algorithm, rank, world_size) for rank in range(world_size)]
+    for rank, edit in (edits or {}).items():
+        made[rank] = edited(made[rank], edit)
+    return made
+
+
+def drop(round_, index):
+    return lambda rounds: rounds[round_].pop(index)
+
+
+def with_peer(round_, index, peer):
+    def edit(rounds):
+        step = rounds[round_][index]
+        rounds[round_][index] = Step(step.op, peer, step.chunks)
+
+    return edit
+
+
+def receive_first(rounds):
+    """Every receive a round before its send: with all ranks so, each would wait for the others."""
+    first = [[step for step in steps if step.op.startswith("recv")] for steps in rounds]
+    then = [[step for step in steps if not step.op.startswith("recv")] for steps in rounds]
+    rounds[:] = [steps for pair in zip(first, then, strict=True) for steps in pair]
+
+
+def finalize_early(rounds):
+    rounds[1].insert(0, Step("finalize", -1, rounds[3][0].chunks))
+    del rounds[3][0]
+
+
+BROKEN = {
+    "dropped send": ("R1", plans("ring", edits={2: drop(1, 0)})),
+    "dropped receive": ("R1", plans("ring", edits={2: drop(1, 1)})),
+    "dropped message": ("R2", plans("direct", edits={0: drop(0, 0), 1: drop(0, 1)})),
+    "dropped finalize": ("R4", plans("ring", edits={3: drop(3, 0)})),
+    "dropped last message": ("R2", plans("ring", edits={0: drop(5, 0), 1: drop(5, 1)})),
+    "swapped peer": ("R1", plans("ring", edits={1: with_peer(0, 0, 3)})),
+    "peer outside the world": ("R1", plans("ring", edits={1: with_peer(0, 0, 4)})),
+    "itself as peer": ("R1", plans("ring", edits={1: with_peer(0, 0, 1)})),
+    "cycle": ("R1", plans("ring", edits={0: receive_first})),
+    "cycle through all ranks": ("R1", plans("ring", edits=dict.fromkeys(range(4), receive_first))),
+    "incomplete sum finalized": ("R2", plans("ring", edits={0: finalize_early})),
+    "final sent before it came": ("R4", plans("ring", edits={0: lambda rounds: rounds[3:5].reverse() or rounds.insert(3, rounds.pop(4))})),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_plans_are_rejected_by_their_rule(case):
+    rule, broken = BROKEN[case]
+    with pytest.raises(ValueError, match=f"^{rule}: "):
+        comm.verify_plans(broken)
+
+
+def test_a_doubled_contribution_is_rejected():
+    # Rank 1 sends its part to rank 0 in both rounds.
+    twice = [
+        Plan("twice", 0, 2, 1, [[Step("recv_reduce", 1, (0, 1))]] * 2 + [[Step("finalize", -1, (0, 1)), Step("send_final", 1, (0, 1))]]),
+        Plan("twice", 1, 2, 1, [[Step("send_partial", 0, (0, 1))]] * 2 + [[Step("recv_final", 0, (0, 1))]]),
+    ]
+    with pytest.raises(ValueError, match="^R4: .* encodes chunk 0 a second time"):
+        comm.verify_plans(twice)
+
+    # Rank 2 gets rank 0's part on its own and once more inside rank 1's.
+    chunk = (0, 1)
+    doubled = [
+        Plan("doubled", 0, 3, 1, [[Step("send_partial", 1, chunk), Step("send_partial", 2, chunk)], [], [Step("recv_final", 2, chunk)]]),
+        Plan("doubled", 1, 3, 1, [[Step("recv_reduce", 0, chunk)], [Step("send_partial", 2, chunk)], [Step("recv_final", 2, chunk)]]),
+        Plan(
+            "doubled",
+            2,
+            3,
+            1,
+            [
+                [Step("recv_reduce", 0, chunk)],
+                [Step("recv_reduce", 1, chunk)],
+                [Step("finalize", -1, chunk), Step("send_final", 0, chunk), Step("send_final", 1, chunk)],
+            ],
+        ),
+    ]
+    with pytest.raises(ValueError, match="^R2: .* counts the contribution of rank 0 twice"):
+        comm.verify_plans(doubled)
+
+
+def test_final_bytes_are_made_and_taken_once():
+    def again(rank):
+        peers = [peer for peer in range(4) if peer != rank]
+        steps = [Step("send_final", peer, (rank, rank + 1)) for peer in peers]
+        steps += [Step("recv_final", peer, (peer, peer + 1)) for peer in peers]
+        return lambda rounds: rounds.append(steps)
+
+    with pytest.raises(ValueError, match="^R3: .* which it holds as final already"):
+        comm.verify_plans(plans("direct", edits={rank: again(rank) for rank in range(4)}))
+    with pytest.raises(ValueError, match="^R3: .* which is final already"):
+        comm.verify_plans(plans("direct", edits={1: lambda rounds: rounds.append([Step("finalize", -1, (1, 2))])}))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    algorithm=st.sampled_from(comm.ALGORITHMS),
+    world_size=st.integers(2, 9),
+    data=st.data(),
+)
+def test_any_dropped_step_is_noticed(algorithm, world_size, data):
+    rank = data.draw(st.integers(0, world_size - 1))
+    plan = comm.plan(algorithm, rank, world_size)
+    round_ = data.draw(st.integers(0, len(plan.rounds) - 1))
+    index = data.draw(st.integers(0, len(plan.rounds[round_]) - 1))
+    with pytest.raises(ValueError, match=r"^R[1-4]: "):
+        comm.verify_plans(plans(algorithm, world_size, {rank: drop(round_, index)}))
+
+
+def test_a_plan_is_printed_and_written():
+    plan = comm.plan("ring", 1, 4)
+    drawn = str(plan)
+    assert "ring, rank 1 of 4: 6 rounds over 4 chunks" in drawn
+    assert "send 1 to 2, fold 0 from 0" in drawn
+    assert len(drawn.splitlines()) == 2 + 6 + 1
+
+    written = json.loads(plan.to_json())
+    steps = [[Step(s["op"], s["peer"], tuple(s["chunks"])) for s in steps] for steps in written["rounds"]]
+    assert Plan(written["algorithm"], written["rank"], written["world_size"], written["chunks"], steps) == plan
+    assert str(comm.plan("direct", 0, 100)).count("\n") == 3  # too wide for a picture: words alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("rign", 0, 4), "algorithm: expected one of ring, direct.*, got 'rign'"),
+        (("ring", 4, 4), "rank: expected 0 to 3, got 4"),
+        (("ring", 0, 0), "world_size: expected at least 1, got 0"),
+    ],
+)
+def test_bad_input_names_the_argument(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        comm.plan(*arguments)
+
+
+def test_plans_of_different_worlds_do_not_mix():
+    with pytest.raises(ValueError, match=r"plans\[1\]: expected rank 1 of 2"):
+        comm.verify_plans([comm.plan("ring", 0, 2), comm.plan("ring", 1, 3)])
+    with pytest.raises(ValueError, match="op: expected one of send_partial"):
+        Step("send", 0, (0, 1))
