@@ -19,12 +19,13 @@ from dltrain_ext._C import (  # noqa: E402
     Plan,
     Step,
     algorithms,
+    check_names,
     codecs,
     make_plan,
     verify,
 )
 
-__all__ = ["AdamWGroup", "Communicator", "Plan", "Step", "adamw_", "algorithms", "codecs", "make_plan", "verify"]
+__all__ = ["AdamWGroup", "Communicator", "Plan", "Step", "adamw_", "algorithms", "check_names", "codecs", "make_plan", "verify"]
 
 
 def adamw_(

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from dltrain_ext import _ops
 from dltrain_ext.comm import Communicator
 
 
@@ -19,6 +20,9 @@ class AllReduceState:
         codec: one of ``codecs.CODECS``.
         algorithm: one of ``comm.ALGORITHMS``, or ``"auto"``: by the size of the bucket.
         timeout: how long one bucket may wait for its peers; torch.distributed's default (30 minutes) where None.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
     """
 
     def __init__(
@@ -29,6 +33,7 @@ class AllReduceState:
         algorithm: str = "auto",
         timeout: timedelta | None = None,
     ):
+        _ops.check_names(algorithm, codec)
         self.communicator = Communicator(process_group, timeout=timeout)
         self.codec = codec
         self.algorithm = algorithm

@@ -56,9 +56,9 @@ def run_ranks(world_size: int, body: Callable, *args: Any, dying: tuple[int, ...
                 rank, result, error = queue.get(timeout=max(0.1, deadline - time.monotonic()))
                 assert error is None, f"rank {rank}:\n{error}"
                 results[rank] = pickle.loads(result)
-            for rank, process in enumerate(processes):
-                process.join(max(0.1, deadline - time.monotonic()))
-                assert rank in dying or process.exitcode == 0, f"rank {rank} left with {process.exitcode}"
+            for rank in set(range(world_size)) - set(dying):
+                processes[rank].join(max(0.1, deadline - time.monotonic()))
+                assert processes[rank].exitcode == 0, f"rank {rank} left with {processes[rank].exitcode}"
         finally:
             for process in processes:
                 process.kill()

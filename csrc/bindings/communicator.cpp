@@ -5,7 +5,6 @@
 
 #include "bindings/c10d_transport.h"
 #include "bindings/module.h"
-#include "comm/codec.h"
 
 namespace dltrain::bindings {
 
@@ -67,8 +66,7 @@ Communicator::~Communicator() {
 
 comm::AllReduce Communicator::call(const std::string& algorithm, const std::string& codec, bool average) const {
   if (const std::string reason = executor_.failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
-  comm::find_codec(codec);
-  if (algorithm != "auto") comm::make_plan(algorithm, 0, 1);
+  comm::check_names(algorithm, codec);
   return {algorithm, codec, average, 0, timeout_};
 }
 
@@ -106,6 +104,7 @@ void Communicator::close() {
 }
 
 void bind_communicator(py::module_& module) {
+  module.def("check_names", &comm::check_names);
   py::class_<Communicator>(module, "Communicator")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, double timeout) {
              return std::make_unique<Communicator>(std::move(backend), std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3)));

@@ -19,6 +19,11 @@ int choose_segments(int64_t nbytes) {
 
 }  // namespace
 
+void check_names(const std::string& algorithm, const std::string& codec) {
+  if (algorithm != "auto") make_plan(algorithm, 0, 1);
+  find_codec(codec);
+}
+
 void Executor::all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call) {
   check(numel >= 0, "numel: expected at least 0, got ", numel);
   check(call.segments >= 0, "segments: expected at least 0, got ", call.segments);

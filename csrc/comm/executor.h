@@ -22,6 +22,9 @@ class AllReduceError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Throws std::invalid_argument naming what there is.
+void check_names(const std::string& algorithm, const std::string& codec);
+
 struct AllReduce {
   std::string algorithm = "auto";
   std::string codec = "raw";

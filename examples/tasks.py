@@ -1,0 +1,144 @@
+"""What the example trains on: two data sets that are already on your disk, and a small model for each."""
+
+import math
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+CONTEXT = 128  # bytes a transformer looks back
+
+
+@dataclass(frozen=True)
+class Task:
+    """Data, model, and how well it does."""
+
+    train: tuple[Tensor, Tensor]  # inputs and targets, one example a row
+    test: tuple[Tensor, Tensor]
+    model: Callable[[], nn.Module]
+    score: Callable[[Tensor, Tensor], Tensor]  # logits, targets -> each target's score; the report shows their mean
+    metric: str
+    style: str  # how the metric is written
+    unit: str  # what a target is: the throughput counts these
+    steps: int  # this and the next two: defaults of the options
+    batch_size: int
+    lr: float
+
+
+def loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats; logits (..., classes), targets (...)."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction=reduction)
+
+
+def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.argmax(-1) == targets
+
+
+def bits(logits: Tensor, targets: Tensor) -> Tensor:
+    return loss(logits, targets, reduction="none") / math.log(2)
+
+
+def digits() -> Task:
+    """1,797 handwritten digits of 8 x 8 pixels; every fifth is held out."""
+    bunch = load_digits()
+    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(bunch.target)
+    held_out = torch.arange(len(labels)) % 5 == 0
+    return Task(
+        train=(images[~held_out], labels[~held_out]),
+        test=(images[held_out], labels[held_out]),
+        model=digit_cnn,
+        score=accuracy,
+        metric="test accuracy",
+        style="{:.2%}",
+        unit="images",
+        steps=400,
+        batch_size=64,
+        lr=2e-3,
+    )
+
+
+def digit_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def python_source() -> Task:
+    """The standard library of the running Python, byte by byte; every tenth file is held out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = {"site-packages", "dist-packages", "test", "tests"}
+    files = [file for file in sorted(root.rglob("*.py")) if skip.isdisjoint(file.relative_to(root).parts)]
+    if len(files) < 20:
+        raise FileNotFoundError(f"{root} holds {len(files)} .py files: this Python came without its library's sources")
+    inputs, targets = windows(files[::10])
+    some = slice(None, None, math.ceil(len(inputs) / 256))  # spread over all held-out files, and quick to evaluate
+    return Task(
+        train=windows([file for i, file in enumerate(files) if i % 10]),
+        test=(inputs[some], targets[some]),
+        model=ByteTransformer,
+        score=bits,
+        metric="test bits per byte",
+        style="{:.3f}",
+        unit="bytes",
+        steps=300,
+        batch_size=32,
+        lr=4e-3,
+    )
+
+
+def windows(files: list[Path]) -> tuple[Tensor, Tensor]:
+    """The files end to end, cut in rows of CONTEXT bytes, and the same one byte further. Views: nothing is copied."""
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    return text[:-1].unfold(0, CONTEXT, CONTEXT), text[1:].unfold(0, CONTEXT, CONTEXT)
+
+
+class ByteTransformer(nn.Module):
+    """Predicts every next byte from those before it. bytes (batch, time) -> logits (batch, time, 256)."""
+
+    def __init__(self, width: int = 128, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, width)
+        # Hands each place its last 4 bytes: attention alone spends most of a run this short on finding its neighbours.
+        self.nearby = nn.Conv1d(width, width, kernel_size=4)
+        self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+
+    def forward(self, text: Tensor) -> Tensor:
+        past = F.pad(self.byte(text.int()).transpose(1, 2), (3, 0))
+        return self.head(self.blocks(self.nearby(past).transpose(1, 2) + self.position[: text.shape[1]]))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).flatten(-2))
+        return x + self.mlp(x)
+
+
+TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "python-source": python_source}

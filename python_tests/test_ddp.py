@@ -1,0 +1,191 @@
+"""The DDP comm hook against plain DDP, over real Gloo."""
+
+import copy
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import comm, ddp, optim
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        self.head = nn.Linear(64, 1)
+        self.spare = nn.Linear(64, 64)  # used by some batches only
+
+    def forward(self, x, spare=False):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(self.spare(x) if spare else x)
+
+
+def make(rank, **options):
+    torch.manual_seed(0)
+    # 16 KiB buckets: one layer each.
+    return DistributedDataParallel(Net(), bucket_cap_mb=16 / 1024, **options)
+
+
+def train(model, rank, steps=4, spare=lambda step: True, optimizer=optim.AdamW):
+    """Returns each step's averaged gradients, and the parameters at the end."""
+    torch.manual_seed(100 + rank)
+    optimizer = optimizer(model.parameters(), lr=0.01)
+    grads = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 64), spare(step)).square().mean().backward()
+        grads.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    return grads, [p.detach().clone() for p in model.parameters()]
+
+
+def assert_close(ours, theirs):
+    for a, b in zip(ours[0], theirs[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-6)
+
+
+def check_against_plain(rank, world_size, algorithm, options):
+    plain = train(make(rank, **options), rank)
+    model = make(rank, **options)
+    state = ddp.register(model, algorithm=algorithm)
+    ours = train(model, rank)
+    assert_close(ours, plain)
+    stats = state.stats()
+    assert stats["buckets"] > 4 * 4  # several a step
+    sent = 4 * 4 * sum(p.numel() for p in model.parameters()) * 2 * (world_size - 1) / world_size
+    assert stats["wire_bytes"] == pytest.approx(sent, rel=0.15)
+    return ours[1]
+
+
+OPTIONS = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}]
+
+
+@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_like_plain_ddp(world_size, algorithm):
+    first, *others = run_ranks(world_size, check_against_plain, algorithm, {})
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
+def test_like_plain_ddp_with(options):
+    run_ranks(2, check_against_plain, "auto", options)
+
+
+def check_unused(rank, world_size):
+    def spare(step):
+        return step % 2 == 0
+
+    options = {"find_unused_parameters": True}
+    plain = train(make(rank, **options), rank, spare=spare)
+    model = make(rank, **options)
+    ddp.register(model)
+    assert_close(train(model, rank, spare=spare), plain)
+
+
+def test_unused_parameters():
+    run_ranks(2, check_unused)
+
+
+def check_accumulation(rank, world_size):
+    results = []
+    for ours in (False, True):
+        model = make(rank)
+        state = ddp.register(model) if ours else None
+        torch.manual_seed(rank)
+        with model.no_sync():
+            model(torch.randn(5, 64), True).mean().backward()
+        assert not ours or state.stats()["buckets"] == 0
+        model(torch.randn(5, 64), True).mean().backward()
+        results.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
+def test_gradient_accumulation():
+    run_ranks(2, check_accumulation)
+
+
+def check_conventional_form(rank, world_size):
+    plain = train(make(rank), rank)
+    model = make(rank)
+    model.register_comm_hook(ddp.AllReduceState(algorithm="ring", codec="raw"), ddp.allreduce_hook)
+    assert_close(train(model, rank), plain)
+
+
+def test_conventional_form():
+    run_ranks(2, check_conventional_form)
+
+
+def check_subgroup(rank, world_size):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    state = ddp.register(model)
+    x = torch.full((1, 4), float(rank))
+    model(x).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.ones(4, 4))  # the mean of 0 and 2
+    assert state.stats()["buckets"] == 1
+
+
+def test_a_group_of_some_ranks():
+    run_ranks(3, check_subgroup)
+
+
+class Pause(torch.autograd.Function):
+    """Stops backward for a second, and notes how many buckets are reduced by then."""
+
+    @staticmethod
+    def forward(ctx, x, state, notes):
+        ctx.state, ctx.notes = state, notes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(1)
+        ctx.notes.append(ctx.state.stats()["buckets"])
+        return grad, None, None
+
+
+def reduced_in_the_middle_of_backward(rank, world_size):
+    model = make(rank)
+    state = ddp.register(model)
+    train(model, rank, steps=2)  # by now the buckets have their final form
+    forward, notes, before = model.module.layers[3].forward, [], state.stats()["buckets"]
+    model.module.layers[3].forward = lambda x: forward(Pause.apply(x, state, notes))
+    model(torch.randn(5, 64), True).mean().backward()
+    return notes[0] - before
+
+
+def test_buckets_are_reduced_while_backward_goes_on():
+    assert all(buckets >= 3 for buckets in run_ranks(2, reduced_in_the_middle_of_backward))
+
+
+def check_errors(rank, world_size):
+    with pytest.raises(TypeError, match="model: expected a DistributedDataParallel, got Linear"):
+        ddp.register(nn.Linear(2, 2))
+    half = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half()))
+    with pytest.raises(TypeError, match=r"expected float32 parameters on the CPU, got 1.weight of torch.float16 on cpu"):
+        ddp.register(half)
+    with pytest.raises(ValueError, match="algorithm: expected one of ring, direct.*, got 'rign'"):
+        ddp.register(make(rank), algorithm="rign")
+    with pytest.raises(ValueError, match="codec: expected one of raw.*, got 'int3'"):
+        ddp.AllReduceState(codec="int3")
+    with pytest.raises(ValueError, match="timeout: expected a positive"):
+        ddp.register(make(rank), timeout=timedelta(0))
+    with pytest.raises(TypeError):
+        copy.deepcopy(ddp.AllReduceState())
+
+
+def test_bad_input_names_the_argument():
+    run_ranks(2, check_errors)

@@ -1,0 +1,112 @@
+"""A dead or stopped rank becomes an error on the others within the deadline, and they leave cleanly."""
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import comm, ddp
+
+DEADLINE = timedelta(seconds=3)
+MESSAGE = r"all_reduce with {algorithm} on rank {rank} of {world_size}: waiting for rank (\d+) in round \d+ of \d+ failed after .* s \(deadline 3 s\): "
+
+
+def survive(rank, world_size, algorithm, how, async_op):
+    """Returns the error and the seconds it took; rank 1 dies after two all-reduces."""
+    communicator = comm.Communicator(timeout=DEADLINE)
+    tensor = torch.ones(300_000)
+    for _ in range(2):
+        communicator.all_reduce(tensor, "avg", algorithm=algorithm)
+    assert torch.equal(tensor, torch.ones(300_000))
+    if rank == 1:
+        os.kill(os.getpid(), how)
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as error:
+        work = communicator.all_reduce(tensor, "avg", algorithm=algorithm, async_op=async_op)
+        if async_op:
+            work.wait()
+    took = time.monotonic() - start
+    with pytest.raises(dist.DistBackendError):  # at once, from now on
+        communicator.all_reduce(tensor)
+    return str(error.value), took
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_dead_rank_is_an_error_on_the_others(algorithm, how, async_op):
+    world_size = 4
+    results = run_ranks(world_size, survive, algorithm, how, async_op, dying=(1,))
+    blamed = set()
+    for rank in (0, 2, 3):
+        text, took = results[rank]
+        assert took < DEADLINE.total_seconds() + 1
+        match = re.match(MESSAGE.format(algorithm=algorithm, rank=rank, world_size=world_size), text)
+        assert match, text
+        blamed.add(int(match[1]))
+    assert 1 in blamed
+    if algorithm == "direct":  # everybody is a neighbour of the dead one
+        assert how == signal.SIGSTOP or blamed == {1}
+
+
+def survive_in_backward(rank, world_size):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=16 / 1024)
+    ddp.register(model, timeout=DEADLINE)
+    for _ in range(3):
+        model(torch.randn(2, 64)).sum().backward()
+    if rank == 1:
+        model.module[2].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"all_reduce with \w+ on rank \d of 3: waiting for rank \d in round"):
+        model(torch.randn(2, 64)).sum().backward()
+    return time.monotonic() - start
+
+
+def test_a_rank_killed_in_backward():
+    results = run_ranks(3, survive_in_backward, dying=(1,))
+    assert all(results[rank] < DEADLINE.total_seconds() + 1 for rank in (0, 2))
+
+
+def leave_in_flight(rank, world_size):
+    communicator = comm.Communicator(timeout=timedelta(minutes=30))
+    if rank == 0:
+        work = communicator.all_reduce(torch.ones(10), async_op=True)
+        time.sleep(0.3)
+        assert not work.is_completed()
+        return time.time()
+    time.sleep(6)
+    return time.time()
+
+
+def test_leaving_with_work_in_flight_does_not_wait_for_it():
+    """Rank 0 leaves while rank 1, alive, still owes it a message."""
+    run_ranks(2, leave_in_flight, timeout=20)
+
+
+def close_in_flight(rank, world_size):
+    communicator = comm.Communicator(timeout=timedelta(minutes=30))
+    if rank == 0:
+        works = [communicator.all_reduce(torch.ones(10), async_op=True) for _ in range(3)]
+        time.sleep(0.3)
+        communicator.close()
+        for work in works:
+            with pytest.raises(dist.DistBackendError, match="the communicator was closed"):
+                work.wait()
+    # The user's group is as good as before.
+    dist.barrier()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((3,), 2.0))
+
+
+def test_close_fails_what_is_under_way():
+    run_ranks(2, close_in_flight, timeout=20)
