@@ -422,7 +422,7 @@ def test_the_same_bits_for_any_number_of_threads():
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            params = make_params([(70_001,), (3,), (40_000,)])
+            params = make_params([(700_001,), (3,), (400_000,)])
             optimizer = optim.AdamW(params)
             for seed in range(3):
                 give_grads(params, seed)

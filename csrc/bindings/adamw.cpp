@@ -30,7 +30,7 @@ void check_step(const at::Tensor& step, int64_t index) {
                    "]: expected one float32 number on the CPU, got ", step.toString(), " of shape ", step.sizes());
 }
 
-// The rows of one fused step, its vectors reused from step to step.
+// The rows of one fused step, their vectors reused from step to step. The caller keeps the tensors alive.
 class Rows {
  public:
   void clear() {
@@ -38,7 +38,7 @@ class Rows {
     plain_.steps.clear();
     amsgrad_.list.clear();
     amsgrad_.steps.clear();
-    alive_.clear();
+    dense_grads_.clear();
     copies_.clear();
   }
 
@@ -52,12 +52,12 @@ class Rows {
     check_step(update.step, index);
 
     const bool in_place = one_layout(update);
-    const auto writable = [&](const at::Tensor& tensor) { return (in_place ? keep(tensor) : copy(tensor)).mutable_data_ptr<float>(); };
-    const at::Tensor& grad = keep(in_place ? update.grad : update.grad.contiguous());
+    const auto writable = [&](const at::Tensor& tensor) { return (in_place ? tensor : copy(tensor)).mutable_data_ptr<float>(); };
+    const at::Tensor& grad = in_place ? update.grad : dense_grads_.emplace_back(update.grad.contiguous());
     // Kernels only read the gradient; the list has one pointer type for all its streams.
     float* const g = const_cast<float*>(grad.const_data_ptr<float>());
     float *const p = writable(update.param), *const m = writable(update.exp_avg), *const v = writable(update.exp_avg_sq);
-    float* const step = keep(update.step).mutable_data_ptr<float>();
+    float* const step = update.step.mutable_data_ptr<float>();
     if (amsgrad) {
       amsgrad_.list.add({p, g, m, v, writable(update.max_exp_avg_sq)}, update.param.numel());
       amsgrad_.steps.push_back(step);
@@ -85,9 +85,6 @@ class Rows {
            (update.param.is_non_overlapping_and_dense() && all([&](const at::Tensor& t) { return t.strides() == update.param.strides(); }));
   }
 
-  // Another thread may drop a tensor while the kernel runs without the GIL.
-  const at::Tensor& keep(const at::Tensor& tensor) { return alive_.emplace_back(tensor); }
-
   const at::Tensor& copy(const at::Tensor& tensor) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     return copies_.emplace_back(tensor, tensor.contiguous().is_same(tensor) ? tensor.clone() : tensor.contiguous()).second;
@@ -95,7 +92,7 @@ class Rows {
 
   AdamWTensors<4> plain_;
   AdamWTensors<5> amsgrad_;
-  std::deque<at::Tensor> alive_;
+  std::deque<at::Tensor> dense_grads_;
   std::deque<std::pair<at::Tensor, at::Tensor>> copies_;  // written back after the step
 };
 

@@ -76,17 +76,17 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _complete_state(self, params: Sequence[Tensor], amsgrad: bool) -> None:
-        """Gives each parameter what its state lacks, as views of a few flat tensors: 4,000 small ones would lie all over memory."""
+        """Gives each parameter what its state lacks, as views of flat tensors: 4,000 small ones would lie all over memory."""
         moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
-        arenas = {name: torch.zeros(sum(p.numel() for p in params)) for name in moments}
-        steps = torch.zeros(len(params))
+        total = sum(p.numel() for p in params)
+        arena, steps = torch.zeros(len(moments) * total), torch.zeros(len(params))
         offset = 0
         for index, p in enumerate(params):
             state = self.state[p]
             step = state.get("step")
             state["step"] = steps[index] if step is None else torch.as_tensor(step, dtype=torch.float32)
             dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no holes
-            for name in moments:
+            for place, name in enumerate(moments):
                 if name not in state:
-                    state[name] = arenas[name].as_strided(p.shape, dense.stride(), offset)
+                    state[name] = arena.as_strided(p.shape, dense.stride(), place * total + offset)
             offset += p.numel()

@@ -20,7 +20,8 @@ void apply(const Element& element, const std::array<float*, K>& data, int64_t be
 // Calls element(x_0[i], ..., x_{K-1}[i]) for every element of every row, where element = prepare(row index).
 template <int K, class Prepare>
 void for_each(const Place& place, const TensorList<K>& list, const Prepare& prepare) {
-  constexpr int64_t grain = 16384;
+  // So much takes a core longer than waking another one.
+  constexpr int64_t grain = 1 << 18;
   place.parallel_for(list.numel(), grain, [&](int64_t begin, int64_t end) {
     list.visit(begin, end, [&](int64_t index, const auto& row, int64_t first, int64_t last) {
       const auto element = prepare(index);
