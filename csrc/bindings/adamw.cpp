@@ -6,6 +6,7 @@
 #include <deque>
 
 #include "bindings/module.h"
+#include "bindings/trail.h"
 
 namespace dltrain::bindings {
 
@@ -16,7 +17,24 @@ struct Update {
   const at::Tensor &param, &grad, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &step;
 };
 
+bool same_shape(const at::Tensor& a, const at::Tensor& b) {
+  // Small tensors by the thousand: calling memcmp for a dimension or two is what it would cost.
+  const auto x = a.sizes(), y = b.sizes();
+  if (x.size() != y.size()) return false;
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (x[i] != y[i]) return false;
+  }
+  return true;
+}
+
+inline bool fits(const at::Tensor& tensor, const at::Tensor& param) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return impl.is_cpu() && impl.layout() == at::kStrided && !impl.is_python_dispatch() && impl.dtype() == caffe2::TypeMeta::Make<float>() &&
+         same_shape(tensor, param);
+}
+
 void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
+  if (fits(tensor, param)) return;
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch(), name, "[", index,
                    "]: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, "[", index, "]: expected a tensor on the CPU, got one on ", tensor.device());
@@ -52,12 +70,12 @@ class Rows {
     check_step(update.step, index);
 
     const bool in_place = one_layout(update);
-    const auto writable = [&](const at::Tensor& tensor) { return (in_place ? tensor : copy(tensor)).mutable_data_ptr<float>(); };
+    const auto writable = [&](const at::Tensor& tensor) { return static_cast<float*>((in_place ? tensor : copy(tensor)).mutable_data_ptr()); };
     const at::Tensor& grad = in_place ? update.grad : dense_grads_.emplace_back(update.grad.contiguous());
     // Kernels only read the gradient; the list has one pointer type for all its streams.
-    float* const g = const_cast<float*>(grad.const_data_ptr<float>());
+    float* const g = static_cast<float*>(const_cast<void*>(grad.const_data_ptr()));
     float *const p = writable(update.param), *const m = writable(update.exp_avg), *const v = writable(update.exp_avg_sq);
-    float* const step = update.step.mutable_data_ptr<float>();
+    float* const step = static_cast<float*>(update.step.mutable_data_ptr());
     if (amsgrad) {
       amsgrad_.list.add({p, g, m, v, writable(update.max_exp_avg_sq)}, update.param.numel());
       amsgrad_.steps.push_back(step);
@@ -110,17 +128,20 @@ class AdamWGroup {
     rows_.clear();
     py::list incomplete;
     const Py_ssize_t size = PyList_GET_SIZE(params.ptr());
+    trail_.restart(static_cast<size_t>(size));
     for (Py_ssize_t index = 0; index < size; ++index) {
+      trail_.next();
       PyObject* object = PyList_GET_ITEM(params.ptr(), index);
       const at::Tensor& param = THPVariable_Unpack(object);
       const at::Tensor& grad = param.grad();
       if (!grad.defined()) continue;
-      PyObject* const values = PyDict_GetItemWithError(state.ptr(), object);
-      if (!values && PyErr_Occurred()) throw py::error_already_set();
+      PyObject* const values = state_of(state.ptr(), object);
       const at::Tensor *step = find(values, step_), *exp_avg = find(values, exp_avg_), *exp_avg_sq = find(values, exp_avg_sq_),
                        *max_exp_avg_sq = amsgrad ? find(values, max_exp_avg_sq_) : &undefined_;
       if (step && exp_avg && exp_avg_sq && max_exp_avg_sq && step->scalar_type() == at::kFloat) {
         rows_.add({param, grad, *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *step}, index);
+        trail_.note(object, values);
+        trail_.note({&param, &grad, exp_avg, exp_avg_sq, step});
       } else {
         incomplete.append(py::reinterpret_borrow<py::object>(object));
       }
@@ -136,12 +157,21 @@ class AdamWGroup {
   }
 
  private:
+  // A tensor's hash is its address, but asking for it calls Python code: 4,000 calls are a third of a step of 4,000 small tensors.
+  static PyObject* state_of(PyObject* state, PyObject* param) {
+    PyObject* values = _PyDict_GetItem_KnownHash(state, param, static_cast<Py_hash_t>(reinterpret_cast<uintptr_t>(param)));
+    if (!values) values = PyDict_GetItemWithError(state, param);
+    if (!values && PyErr_Occurred()) throw py::error_already_set();
+    return values;
+  }
+
   static const at::Tensor* find(PyObject* values, const py::str& key) {
     PyObject* const value = values && PyDict_Check(values) ? PyDict_GetItemWithError(values, key.ptr()) : nullptr;
     return value && THPVariable_Check(value) ? &THPVariable_Unpack(value) : nullptr;
   }
 
   Rows rows_;
+  Trail trail_;
   const at::Tensor undefined_;
   const py::str step_ = "step", exp_avg_ = "exp_avg", exp_avg_sq_ = "exp_avg_sq", max_exp_avg_sq_ = "max_exp_avg_sq";
 };

@@ -29,6 +29,7 @@ class TensorList {
   }
 
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
+  const Row& row(int64_t index) const { return rows_[index]; }
   int64_t numel() const { return ends_.empty() ? 0 : ends_.back(); }
 
   // Calls visit(row index, row, first, last) for each stretch [first, last) of a row that lies in [begin, end) of the index space.

@@ -24,6 +24,12 @@ void for_each(const Place& place, const TensorList<K>& list, const Prepare& prep
   constexpr int64_t grain = 1 << 18;
   place.parallel_for(list.numel(), grain, [&](int64_t begin, int64_t end) {
     list.visit(begin, end, [&](int64_t index, const auto& row, int64_t first, int64_t last) {
+      // The processor foresees where a tensor goes on, but not where the next small one lies.
+      if (constexpr int64_t ahead = 4; index + ahead < list.size()) {
+        for (const float* stream : list.row(index + ahead).data) {
+          for (int line = 0; line < 4; ++line) __builtin_prefetch(stream + 16 * line);
+        }
+      }
       const auto element = prepare(index);
       const auto data = row.data;
       detail::apply<decltype(element), K>(element, data, first, last, std::make_index_sequence<K>{});
