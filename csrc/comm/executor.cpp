@@ -13,7 +13,7 @@ double seconds(Clock::duration duration) { return std::chrono::duration<double>(
 
 // A few segments hide folding behind sending; many only add messages.
 int choose_segments(int64_t nbytes) {
-  constexpr int64_t segment = 4 << 20, most = 8;
+  constexpr int64_t segment = 8 << 20, most = 8;
   return static_cast<int>(std::clamp<int64_t>(nbytes / segment, 1, most));
 }
 
@@ -51,48 +51,52 @@ void Executor::run(const Program& program, const AllReduce& call, const Place& p
   const Deadline deadline = start + call.timeout;
   inbox_ = static_cast<float*>(buffer_.reserve(program.inbox * static_cast<int64_t>(sizeof(float))));
 
-  const Transfer* waiting = nullptr;
   try {
-    const auto post_receives = [&](const Tick& tick) {
-      for (const Transfer& transfer : tick.receives) post(*(waiting = &transfer), false, values, ahead_);
-    };
-    post_receives(program.ticks[0]);
-    for (size_t tick = 0; tick < program.ticks.size(); ++tick) {
-      {
-        std::lock_guard lock(mutex_);
-        now_.swap(ahead_);
-      }
-      for (const Part& part : program.ticks[tick].parts) {
+    in_flight_.resize(program.segments);
+    for (const Transfer& transfer : program.first) post(transfer, false, values);
+    for (const auto& tick : program.ticks) {
+      for (const Part& part : tick) {
+        complete(in_flight_[part.segment], deadline);
         for (const FoldStep& step : part.folds) fold(step, place, values, scale);
-        for (const Transfer& transfer : part.sends) post(*(waiting = &transfer), true, values, now_);
+        for (const Transfer& transfer : part.sends) post(transfer, true, values);
+        for (const Transfer& transfer : part.ahead) post(transfer, false, values);
       }
-      if (tick + 1 < program.ticks.size()) post_receives(program.ticks[tick + 1]);
-      for (Posted& posted : now_) {
-        waiting = &posted.transfer;
-        posted.request->wait(deadline);
-      }
-      std::lock_guard lock(mutex_);
-      now_.clear();
     }
   } catch (const TransportError& error) {
     const std::string reason =
-        text("all_reduce with ", program.algorithm, " on rank ", rank(), " of ", world_size(), ": waiting for rank ", waiting->peer,
-             " in round ", waiting->round, " of ", program.rounds, " failed after ", seconds(Clock::now() - start), " s (deadline ",
+        text("all_reduce with ", program.algorithm, " on rank ", rank(), " of ", world_size(), ": waiting for rank ", waiting_.peer,
+             " in round ", waiting_.round, " of ", program.rounds, " failed after ", seconds(Clock::now() - start), " s (deadline ",
              seconds(call.timeout), " s): ", error.what());
     std::lock_guard lock(mutex_);
-    now_.clear();
-    ahead_.clear();
+    in_flight_.clear();
     if (failure_.empty()) failure_ = reason;
     throw AllReduceError(failure_);
   }
 }
 
-void Executor::post(const Transfer& transfer, bool send, float* values, std::vector<Posted>& to) {
+void Executor::post(const Transfer& transfer, bool send, float* values) {
   float* data = (transfer.inbox ? inbox_ : values) + transfer.span.first;
   const int64_t bytes = transfer.span.count * static_cast<int64_t>(sizeof(float));
   std::lock_guard lock(mutex_);
   if (!failure_.empty()) throw TransportError(failure_);
-  to.push_back({transfer, send ? transport_->send(transfer.peer, data, bytes) : transport_->recv(transfer.peer, data, bytes)});
+  waiting_ = transfer;
+  InFlight& segment = in_flight_[transfer.segment];
+  if (send) {
+    segment.now.push_back({transfer, transport_->send(transfer.peer, data, bytes)});
+  } else {
+    segment.ahead.push_back({transfer, transport_->recv(transfer.peer, data, bytes)});
+  }
+}
+
+// Waits for what the segment has under way; the receives posted ahead are under way from now on.
+void Executor::complete(InFlight& segment, Deadline deadline) {
+  for (Posted& posted : segment.now) {
+    waiting_ = posted.transfer;
+    posted.request->wait(deadline);
+  }
+  std::lock_guard lock(mutex_);
+  segment.now.clear();
+  segment.now.swap(segment.ahead);
 }
 
 void Executor::fold(const FoldStep& step, const Place& place, float* values, float scale) {
@@ -106,8 +110,10 @@ void Executor::fold(const FoldStep& step, const Place& place, float* values, flo
 void Executor::abort(const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (failure_.empty()) failure_ = reason;
-  for (auto* posted : {&now_, &ahead_}) {
-    for (Posted& each : *posted) each.request->abort();
+  for (InFlight& segment : in_flight_) {
+    for (auto* posted : {&segment.now, &segment.ahead}) {
+      for (Posted& each : *posted) each.request->abort();
+    }
   }
 }
 

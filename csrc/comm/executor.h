@@ -60,10 +60,14 @@ class Executor {
     Transfer transfer;
     std::unique_ptr<Request> request;
   };
+  struct InFlight {  // of one segment
+    std::vector<Posted> now, ahead;  // of the round under way; the next round's receives
+  };
 
   const Program& program(const AllReduce& call, int64_t numel);
   void run(const Program& program, const AllReduce& call, const Place& place, float* values);
-  void post(const Transfer& transfer, bool send, float* values, std::vector<Posted>& to);
+  void post(const Transfer& transfer, bool send, float* values);
+  void complete(InFlight& segment, Deadline deadline);
   void fold(const FoldStep& step, const Place& place, float* values, float scale);
 
   std::unique_ptr<Transport> transport_;
@@ -72,8 +76,10 @@ class Executor {
   std::map<std::tuple<std::string, std::string, int64_t, int>, Program> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
 
-  mutable std::mutex mutex_;            // guards what follows
-  std::vector<Posted> now_, ahead_;  // of this tick; the next tick's receives
+  Transfer waiting_{};  // the latest transfer posted or waited for
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::vector<InFlight> in_flight_;
   std::string failure_;
 };
 

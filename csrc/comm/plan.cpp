@@ -55,7 +55,7 @@ Plan make_plan(const std::string& algorithm, int rank, int world_size) {
 std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes) {
   if (algorithm != "auto") return algorithm;
   // direct has the fewest rounds; from some size on the ring wins, since it never has several ranks send to one at a time.
-  constexpr int64_t ring_from = 1 << 20;
+  constexpr int64_t ring_from = 8 << 20;
   return world_size > 2 && nbytes >= ring_from ? "ring" : "direct";
 }
 

@@ -78,16 +78,15 @@ class Lowering {
     Program program;
     program.algorithm = plan_.algorithm;
     program.rounds = rounds_;
+    program.segments = static_cast<int>(segments_.size());
+    program.first = lower_receives(0, 0);
     program.ticks.resize(rounds_ + segments_.size());
-    const int ticks = static_cast<int>(program.ticks.size());
-    lower_receives(0, program.ticks[0]);
-    for (int tick = 0; tick < ticks; ++tick) {
-      each_segment(tick, [&](Segment& segment, int round) { program.ticks[tick].parts.push_back(lower_part(segment, round)); });
-      if (tick + 1 < ticks) lower_receives(tick + 1, program.ticks[tick + 1]);
-    }
-    for (const Tick& tick : program.ticks) {
-      for (const Part& part : tick.parts) {
-        for (const Transfer& send : part.sends) program.sent += send.span.count;
+    for (int tick = 0; tick < static_cast<int>(program.ticks.size()); ++tick) {
+      for (int segment = 0; segment < program.segments; ++segment) {
+        if (const int round = tick - segment; 0 <= round && round <= rounds_) {
+          program.ticks[tick].push_back(lower_part(segment, round));
+          for (const Transfer& send : program.ticks[tick].back().sends) program.sent += send.span.count;
+        }
       }
     }
     program.inbox = inbox_.size();
@@ -95,38 +94,39 @@ class Lowering {
   }
 
  private:
-  template <class Visit>
-  void each_segment(int tick, Visit&& visit) {
-    for (int s = 0; s < static_cast<int>(segments_.size()); ++s) {
-      if (const int round = tick - s; 0 <= round && round <= rounds_) visit(segments_[s], round);
-    }
-  }
-
-  void lower_receives(int tick, Tick& out) {
-    each_segment(tick, [&](Segment& segment, int round) {
-      if (round == rounds_) return;
-      for (const Step& step : plan_.rounds[round]) {
-        const Span span = segment.span_of(step.chunks);
-        if (!receives(step.op) || span.count == 0) continue;
-        if (step.op == Op::recv_final) {
-          out.receives.push_back({step.peer, round, false, span});
-        } else {
-          segment.arriving.push_back({step.peer, step.chunks, inbox_.take()});
-          out.receives.push_back({step.peer, round, true, {segment.arriving.back().place, span.count}});
-        }
+  std::vector<Transfer> lower_receives(int index, int round) {
+    std::vector<Transfer> out;
+    if (index == static_cast<int>(segments_.size()) || round >= rounds_) return out;
+    Segment& segment = segments_[index];
+    for (const Step& step : plan_.rounds[round]) {
+      const Span span = segment.span_of(step.chunks);
+      if (!receives(step.op) || span.count == 0) continue;
+      if (step.op == Op::recv_final) {
+        out.push_back({step.peer, round, index, false, span});
+      } else {
+        segment.arriving.push_back({step.peer, step.chunks, inbox_.take()});
+        out.push_back({step.peer, round, index, true, {segment.arriving.back().place, span.count}});
       }
-    });
+    }
+    return out;
   }
 
-  Part lower_part(Segment& segment, int round) {
-    Part part;
+  Part lower_part(int index, int round) {
+    Segment& segment = segments_[index];
+    Part part{index, {}, {}, {}};
     fold_arrived(segment, part);
     if (round == rounds_) return part;
     for (const Step& step : plan_.rounds[round]) {
       if (receives(step.op)) continue;
       for (int chunk = step.chunks.begin; chunk < step.chunks.end; ++chunk) add_fold(segment.chunks[chunk], {}, 0, part);
       const Span span = segment.span_of(step.chunks);
-      if (sends(step.op) && span.count > 0) part.sends.push_back({step.peer, round, false, span});
+      if (sends(step.op) && span.count > 0) part.sends.push_back({step.peer, round, index, false, span});
+    }
+    // In the order in which the peers send: by tick, then by segment. A segment's first round follows the one of the segment before it.
+    part.ahead = lower_receives(index, round + 1);
+    if (round == 0) {
+      const auto next = lower_receives(index + 1, 0);
+      part.ahead.insert(part.ahead.end(), next.begin(), next.end());
     }
     return part;
   }

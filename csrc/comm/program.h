@@ -31,26 +31,27 @@ struct FoldStep {
 struct Transfer {
   int peer;
   int round;
+  int segment;
   bool inbox;  // the span lies in the inbox, not in the tensor
   Span span;
 };
 
-struct Part {  // one segment's share of a tick
+// One segment's share of a tick. It begins when the segment's round before is complete, whatever the other segments wait for.
+struct Part {
+  int segment;
   std::vector<FoldStep> folds;
   std::vector<Transfer> sends;
-};
-
-struct Tick {
-  std::vector<Transfer> receives;  // may be posted once the folds of the tick before are done
-  std::vector<Part> parts;
+  std::vector<Transfer> ahead;  // receives of the next tick, which may be posted once the folds have emptied their places
 };
 
 struct Program {
   std::string algorithm;
   int rounds = 0;
+  int segments = 0;
   int64_t inbox = 0;  // elements
   int64_t sent = 0;   // elements
-  std::vector<Tick> ticks;
+  std::vector<Transfer> first;  // the receives of tick 0
+  std::vector<std::vector<Part>> ticks;
 };
 
 // Lowers a verified plan onto numel elements cut into `segments`.
