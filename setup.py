@@ -14,7 +14,7 @@ BUILDING = {"build", "build_ext", "bdist_wheel", "dist_info", "editable_wheel", 
 
 
 def import_torch():
-    """The environment's torch, also from inside pip's build isolation, which hides site-packages but keeps sys.prefix."""
+    """The environment's torch, also from inside pip's build isolation: it hides site-packages but keeps sys.prefix."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -23,7 +23,8 @@ def import_torch():
             import torch
         except ModuleNotFoundError:
             sys.exit(
-                "dltrain_ext is built against PyTorch, and this build sees none. Run: pip install torch && pip install . "
+                "dltrain_ext is built against PyTorch, and this build sees none. "
+                "Run: pip install torch && pip install . "
                 "(if torch is installed and the installer hides it, as uv does: pip install ninja setuptools && "
                 "pip install --no-build-isolation .)"
             )
@@ -36,7 +37,7 @@ def extension_arguments() -> dict:
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
     class Build(BuildExtension):
-        """Leaves a note beside the extension of what it was built against, which is read before the extension is loaded."""
+        """Leaves a note of what the extension was built against, to be read before it is loaded."""
 
         def run(self):
             super().run()

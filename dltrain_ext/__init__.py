@@ -9,8 +9,8 @@ def _is_built(package: Path) -> bool:
     return any((package / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
 
 
-# Where Python starts in the checkout (python -m benchmarks), this folder hides the installed package, which alone holds the
-# compiled part after `pip install .`: then the installed package is taken, whole.
+# Where Python starts in the checkout (python -m benchmarks), this folder hides the installed package, which alone holds
+# the compiled part after `pip install .`: then the installed package is taken, whole.
 if not _is_built(Path(__path__[0])):
     _installed = next((path for entry in sys.path if _is_built(path := Path(entry, "dltrain_ext"))), None)
     if _installed is None:

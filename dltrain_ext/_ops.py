@@ -9,11 +9,11 @@ from dltrain_ext._build_info import TORCH
 
 if torch.__version__ != TORCH:
     raise ImportError(
-        f"dltrain_ext was built against torch {TORCH}, and this is torch {torch.__version__}. Build it again, in its checkout: "
-        "pip install --force-reinstall --no-deps --no-cache-dir ."
+        f"dltrain_ext was built against torch {TORCH}, and this is torch {torch.__version__}. Build it again, "
+        "in its checkout: pip install --force-reinstall --no-deps --no-cache-dir ."
     )
 
-from dltrain_ext._C import (  # noqa: E402
+from dltrain_ext._C import (
     AdamWGroup,
     Communicator,
     Plan,
@@ -25,7 +25,18 @@ from dltrain_ext._C import (  # noqa: E402
     verify,
 )
 
-__all__ = ["AdamWGroup", "Communicator", "Plan", "Step", "adamw_", "algorithms", "check_names", "codecs", "make_plan", "verify"]
+__all__ = [
+    "AdamWGroup",
+    "Communicator",
+    "Plan",
+    "Step",
+    "adamw_",
+    "algorithms",
+    "check_names",
+    "codecs",
+    "make_plan",
+    "verify",
+]
 
 
 def adamw_(
@@ -46,8 +57,9 @@ def adamw_(
 ) -> None:
     """One AdamW step over lists of float32 CPU tensors, in place; its meaning is :func:`dltrain_ext.reference.adamw_`.
 
-    The lists run in parallel, one entry a parameter, equal shapes within an entry; ``steps`` are one-element tensors and advance by
-    one. ``max_exp_avg_sqs`` is empty without AMSGrad. Gradients are divided by ``grad_scale`` on the way and not written.
+    The lists run in parallel, one entry a parameter, equal shapes within an entry; ``steps`` are one-element tensors
+    and advance by one. ``max_exp_avg_sqs`` is empty without AMSGrad. Gradients are divided by ``grad_scale`` on the
+    way and not written.
 
     Raises:
         TypeError, ValueError: naming the list and the index, what was expected and what came.

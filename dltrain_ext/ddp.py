@@ -52,7 +52,7 @@ def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.futu
 def register(
     model: DistributedDataParallel, codec: str = "raw", algorithm: str = "auto", *, timeout: timedelta | None = None
 ) -> AllReduceState:
-    """Registers :func:`allreduce_hook` on a DDP model and returns its state. The arguments are :class:`AllReduceState`'s.
+    """Registers :func:`allreduce_hook` on a DDP model and returns its state, whose arguments these are.
 
     Raises:
         TypeError: ``model`` is no DDP model, or a parameter is not float32 on the CPU; the parameter is named.

@@ -23,7 +23,7 @@ def adamw_(
     maximize: bool = False,
     grad_scale: float = 1.0,
 ) -> None:
-    """Loshchilov & Hutter 2019, Algorithm 2; AMSGrad as in Reddi, Kale & Kumar 2018 where ``max_exp_avg_sqs`` is given."""
+    """Loshchilov & Hutter 2019, Algorithm 2; with ``max_exp_avg_sqs`` AMSGrad (Reddi, Kale & Kumar 2018)."""
     for i, (p, g, m, v, step) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)):
         step += 1
         t = step.item()

@@ -37,7 +37,9 @@ def _rank(body: Callable, rank: int, world_size: int, folder: str, results: Any,
     dist.destroy_process_group()
 
 
-def run_ranks(world_size: int, body: Callable, *args: Any, dying: tuple[int, ...] = (), timeout: float = 60) -> list[Any]:
+def run_ranks(
+    world_size: int, body: Callable, *args: Any, dying: tuple[int, ...] = (), timeout: float = 60
+) -> list[Any]:
     """Calls ``body(rank, world_size, *args)`` on every rank and returns what each returned (None for the ``dying``).
 
     Fails when a rank raises, hangs or leaves with an exit status other than 0.
@@ -47,7 +49,8 @@ def run_ranks(world_size: int, body: Callable, *args: Any, dying: tuple[int, ...
     with tempfile.TemporaryDirectory() as folder:
         queue = _context.Queue()
         processes = [
-            _context.Process(target=_rank, args=(body, rank, world_size, folder, queue, args)) for rank in range(world_size)
+            _context.Process(target=_rank, args=(body, rank, world_size, folder, queue, args))
+            for rank in range(world_size)
         ]
         for process in processes:
             process.start()

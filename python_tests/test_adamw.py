@@ -443,9 +443,21 @@ BAD_STATE = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq":
         (TypeError, r"params\[1\]: expected dtype float32, got Half", lambda: (torch.zeros(2).half(), None)),
         (TypeError, r"params\[1\]: expected dtype float32, got Double", lambda: (torch.zeros(2).double(), None)),
         (TypeError, r"params\[1\]: expected dtype float32, got ComplexFloat", lambda: (torch.zeros(2) + 0j, None)),
-        (ValueError, r"params\[1\]: expected a tensor on the CPU, got one on meta", lambda: (torch.zeros(2).to("meta"), None)),
-        (ValueError, r"exp_avg_sqs\[1\]: expected shape \[2\].*, got \[3\]", lambda: (torch.zeros(2), {"exp_avg_sq": torch.zeros(3)})),
-        (TypeError, r"exp_avgs\[1\]: expected dtype float32, got BFloat16", lambda: (torch.zeros(2), {"exp_avg": torch.zeros(2).bfloat16()})),
+        (
+            ValueError,
+            r"params\[1\]: expected a tensor on the CPU, got one on meta",
+            lambda: (torch.zeros(2).to("meta"), None),
+        ),
+        (
+            ValueError,
+            r"exp_avg_sqs\[1\]: expected shape \[2\].*, got \[3\]",
+            lambda: (torch.zeros(2), {"exp_avg_sq": torch.zeros(3)}),
+        ),
+        (
+            TypeError,
+            r"exp_avgs\[1\]: expected dtype float32, got BFloat16",
+            lambda: (torch.zeros(2), {"exp_avg": torch.zeros(2).bfloat16()}),
+        ),
         (TypeError, r"steps\[1\]: expected one float32 number", lambda: (torch.zeros(2), {"step": torch.zeros(2)})),
     ],
 )

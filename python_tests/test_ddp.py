@@ -175,7 +175,9 @@ def check_errors(rank, world_size):
     with pytest.raises(TypeError, match="model: expected a DistributedDataParallel, got Linear"):
         ddp.register(nn.Linear(2, 2))
     half = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half()))
-    with pytest.raises(TypeError, match=r"expected float32 parameters on the CPU, got 1.weight of torch.float16 on cpu"):
+    with pytest.raises(
+        TypeError, match=r"expected float32 parameters on the CPU, got 1.weight of torch.float16 on cpu"
+    ):
         ddp.register(half)
     with pytest.raises(ValueError, match="algorithm: expected one of ring, direct.*, got 'rign'"):
         ddp.register(make(rank), algorithm="rign")

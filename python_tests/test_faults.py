@@ -16,7 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dltrain_ext import comm, ddp
 
 DEADLINE = timedelta(seconds=3)
-MESSAGE = r"all_reduce with {algorithm} on rank {rank} of {world_size}: waiting for rank (\d+) in round \d+ of \d+ failed after .* s \(deadline 3 s\): "
+MESSAGE = (
+    r"all_reduce with {algorithm} on rank {rank} of {world_size}: waiting for rank (\d+) in round \d+ of \d+ "
+    r"failed after .* s \(deadline 3 s\): "
+)
 
 
 def survive(rank, world_size, algorithm, how, async_op):

@@ -66,7 +66,10 @@ BROKEN = {
     "cycle": ("R1", plans("ring", edits={0: receive_first})),
     "cycle through all ranks": ("R1", plans("ring", edits=dict.fromkeys(range(4), receive_first))),
     "incomplete sum finalized": ("R2", plans("ring", edits={0: finalize_early})),
-    "final sent before it came": ("R4", plans("ring", edits={0: lambda rounds: rounds[3:5].reverse() or rounds.insert(3, rounds.pop(4))})),
+    "final sent before it came": (
+        "R4",
+        plans("ring", edits={0: lambda rounds: rounds[3:5].reverse() or rounds.insert(3, rounds.pop(4))}),
+    ),
 }
 
 
@@ -80,7 +83,13 @@ def test_broken_plans_are_rejected_by_their_rule(case):
 def test_a_doubled_contribution_is_rejected():
     # Rank 1 sends its part to rank 0 in both rounds.
     twice = [
-        Plan("twice", 0, 2, 1, [[Step("recv_reduce", 1, (0, 1))]] * 2 + [[Step("finalize", -1, (0, 1)), Step("send_final", 1, (0, 1))]]),
+        Plan(
+            "twice",
+            0,
+            2,
+            1,
+            [[Step("recv_reduce", 1, (0, 1))]] * 2 + [[Step("finalize", -1, (0, 1)), Step("send_final", 1, (0, 1))]],
+        ),
         Plan("twice", 1, 2, 1, [[Step("send_partial", 0, (0, 1))]] * 2 + [[Step("recv_final", 0, (0, 1))]]),
     ]
     with pytest.raises(ValueError, match="^R4: .* encodes chunk 0 a second time"):
@@ -89,8 +98,20 @@ def test_a_doubled_contribution_is_rejected():
     # Rank 2 gets rank 0's part on its own and once more inside rank 1's.
     chunk = (0, 1)
     doubled = [
-        Plan("doubled", 0, 3, 1, [[Step("send_partial", 1, chunk), Step("send_partial", 2, chunk)], [], [Step("recv_final", 2, chunk)]]),
-        Plan("doubled", 1, 3, 1, [[Step("recv_reduce", 0, chunk)], [Step("send_partial", 2, chunk)], [Step("recv_final", 2, chunk)]]),
+        Plan(
+            "doubled",
+            0,
+            3,
+            1,
+            [[Step("send_partial", 1, chunk), Step("send_partial", 2, chunk)], [], [Step("recv_final", 2, chunk)]],
+        ),
+        Plan(
+            "doubled",
+            1,
+            3,
+            1,
+            [[Step("recv_reduce", 0, chunk)], [Step("send_partial", 2, chunk)], [Step("recv_final", 2, chunk)]],
+        ),
         Plan(
             "doubled",
             2,

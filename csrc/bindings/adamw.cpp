@@ -70,7 +70,9 @@ class Rows {
     check_step(update.step, index);
 
     const bool in_place = one_layout(update);
-    const auto writable = [&](const at::Tensor& tensor) { return static_cast<float*>((in_place ? tensor : copy(tensor)).mutable_data_ptr()); };
+    const auto writable = [&](const at::Tensor& tensor) {
+      return static_cast<float*>((in_place ? tensor : copy(tensor)).mutable_data_ptr());
+    };
     const at::Tensor& grad = in_place ? update.grad : dense_grads_.emplace_back(update.grad.contiguous());
     // Kernels only read the gradient; the list has one pointer type for all its streams.
     float* const g = static_cast<float*>(const_cast<void*>(grad.const_data_ptr()));
@@ -118,8 +120,8 @@ math::AdamW hyper_parameters(double lr, double beta1, double beta2, double eps, 
   return {lr, beta1, beta2, eps, weight_decay, (maximize ? -1.0 : 1.0) / grad_scale};
 }
 
-// One parameter group of an optimizer, re-read from Python's objects at every step: parameters may come, go or be replaced, and state may be
-// edited by hand.
+// One parameter group of an optimizer, re-read from Python's objects at every step: parameters may come, go or be replaced, and state may
+// be edited by hand.
 class AdamWGroup {
  public:
   // Collects the tensors of the next step. Parameters without gradient are passed over; those with a gradient whose state is incomplete are
@@ -180,7 +182,8 @@ void adamw_op(at::TensorList params, at::TensorList grads, at::TensorList exp_av
               at::TensorList max_exp_avg_sqs, at::TensorList steps, double lr, double beta1, double beta2, double eps, double weight_decay,
               bool maximize, double grad_scale) {
   const auto check_length = [&](at::TensorList list, const char* name) {
-    TORCH_CHECK_VALUE(list.size() == params.size(), name, ": expected ", params.size(), " tensors, one for each of params, got ", list.size());
+    TORCH_CHECK_VALUE(list.size() == params.size(), name, ": expected ", params.size(), " tensors, one for each of params, got ",
+                      list.size());
   };
   check_length(grads, "grads");
   check_length(exp_avgs, "exp_avgs");
@@ -200,7 +203,8 @@ void adamw_op(at::TensorList params, at::TensorList grads, at::TensorList exp_av
 TORCH_LIBRARY_FRAGMENT(dltrain_ext, library) {
   library.def(
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
-      "Tensor(e!)[] steps, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize=False, float grad_scale=1.0) "
+      "Tensor(e!)[] steps, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize=False, float "
+      "grad_scale=1.0) "
       "-> ()");
 }
 

@@ -32,8 +32,8 @@ void reduce(comm::Executor& executor, const Place& place, const at::Tensor& tens
   if (!dense.is_same(tensor)) tensor.copy_(dense);
 }
 
-// The value of a Python hook's future must be a Python object. This one is made under the GIL when the work is submitted, so that the worker
-// completes the future without it.
+// The value of a Python hook's future must be a Python object. This one is made under the GIL when the work is submitted, so that the
+// worker completes the future without it.
 class TensorHolder final : public c10::ivalue::PyObjectHolder {
  public:
   explicit TensorHolder(py::object tensor) : tensor_(std::move(tensor)) {}
@@ -77,8 +77,8 @@ void Communicator::all_reduce(const at::Tensor& tensor, const std::string& algor
   queue_.run([&] { reduce(executor_, caller_place(), tensor, call); });
 }
 
-std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const std::string& algorithm, const std::string& codec,
-                                                                      bool average) {
+std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const std::string& algorithm,
+                                                                      const std::string& codec, bool average) {
   const auto tensor = object.cast<at::Tensor>();
   check_values(tensor);
   const auto call = this->call(algorithm, codec, average);

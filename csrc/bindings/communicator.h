@@ -1,7 +1,7 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <memory>
 #include <string>
@@ -21,7 +21,8 @@ class Communicator {
   void all_reduce(const at::Tensor& tensor, const std::string& algorithm, const std::string& codec, bool average);
 
   // The same by the worker. The future's value is the tensor.
-  std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const std::string& algorithm, const std::string& codec, bool average);
+  std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const std::string& algorithm, const std::string& codec,
+                                                          bool average);
 
   // Aborts what is under way and fails what waits. Does not block on any peer.
   void close();

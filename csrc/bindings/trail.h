@@ -9,8 +9,8 @@
 
 namespace dltrain::bindings {
 
-// Where the objects of each parameter of a group lay at the last step. Reading a parameter anew follows a chain of pointers, a cache miss each;
-// fetching the lines of those that come next lets the misses overlap. A line that has moved costs nothing but its fetch.
+// Where the objects of each parameter of a group lay at the last step. Reading a parameter anew follows a chain of pointers, a cache miss
+// each; fetching the lines of those that come next lets the misses overlap. A line that has moved costs nothing but its fetch.
 class Trail {
  public:
   void restart(size_t parameters) {

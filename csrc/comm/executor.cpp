@@ -63,10 +63,9 @@ void Executor::run(const Program& program, const AllReduce& call, const Place& p
       }
     }
   } catch (const TransportError& error) {
-    const std::string reason =
-        text("all_reduce with ", program.algorithm, " on rank ", rank(), " of ", world_size(), ": waiting for rank ", waiting_.peer,
-             " in round ", waiting_.round, " of ", program.rounds, " failed after ", seconds(Clock::now() - start), " s (deadline ",
-             seconds(call.timeout), " s): ", error.what());
+    const std::string reason = text("all_reduce with ", program.algorithm, " on rank ", rank(), " of ", world_size(), ": waiting for rank ",
+                                    waiting_.peer, " in round ", waiting_.round, " of ", program.rounds, " failed after ",
+                                    seconds(Clock::now() - start), " s (deadline ", seconds(call.timeout), " s): ", error.what());
     std::lock_guard lock(mutex_);
     in_flight_.clear();
     if (failure_.empty()) failure_ = reason;

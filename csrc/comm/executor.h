@@ -43,7 +43,8 @@ class Executor {
  public:
   explicit Executor(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
-  // Sums (or averages) values over the ranks, in place. After an error the messages of the group are out of step, so every later call fails.
+  // Sums (or averages) values over the ranks, in place. After an error the messages of the group are out of step, so every later call
+  // fails.
   void all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call);
 
   // From any thread: what is under way and all that comes later fails with `reason`.
@@ -60,7 +61,7 @@ class Executor {
     Transfer transfer;
     std::unique_ptr<Request> request;
   };
-  struct InFlight {  // of one segment
+  struct InFlight {                  // of one segment
     std::vector<Posted> now, ahead;  // of the round under way; the next round's receives
   };
 

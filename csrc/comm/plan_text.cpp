@@ -86,8 +86,8 @@ std::string to_json(const Plan& plan) {
     out << std::exchange(between_rounds, ", ") << "[";
     const char* between_steps = "";
     for (const Step& step : round) {
-      out << std::exchange(between_steps, ", ") << R"({"op": ")" << name(step.op) << R"(", "peer": )" << step.peer
-          << R"(, "chunks": [)" << step.chunks.begin << ", " << step.chunks.end << "]}";
+      out << std::exchange(between_steps, ", ") << R"({"op": ")" << name(step.op) << R"(", "peer": )" << step.peer << R"(, "chunks": [)"
+          << step.chunks.begin << ", " << step.chunks.end << "]}";
     }
     out << "]";
   }

@@ -58,8 +58,7 @@ struct Segment {
 
 class Lowering {
  public:
-  Lowering(const Plan& plan, const Codec& codec, int64_t numel, int segments)
-      : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
+  Lowering(const Plan& plan, const Codec& codec, int64_t numel, int segments) : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
     for (int s = 0; s < segments; ++s) {
       const Span span = cut({0, numel}, codec.block, segments, s);
       Segment& segment = segments_.emplace_back();

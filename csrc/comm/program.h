@@ -1,7 +1,7 @@
 #pragma once
 
-// A program is a plan lowered onto a tensor: chunks became spans of elements, and the rounds of all segments were laid out in ticks. Segment s
-// runs round t in tick s + t, so that while one segment is on the wire another is folded:
+// A program is a plan lowered onto a tensor: chunks became spans of elements, and the rounds of all segments were laid out in ticks.
+// Segment s runs round t in tick s + t, so that while one segment is on the wire another is folded:
 //
 //   tick         0    1    2    3    4
 //   segment 0   r0   r1   r2
@@ -48,8 +48,8 @@ struct Program {
   std::string algorithm;
   int rounds = 0;
   int segments = 0;
-  int64_t inbox = 0;  // elements
-  int64_t sent = 0;   // elements
+  int64_t inbox = 0;            // elements
+  int64_t sent = 0;             // elements
   std::vector<Transfer> first;  // the receives of tick 0
   std::vector<std::vector<Part>> ticks;
 };

@@ -103,9 +103,7 @@ class Walk {
  private:
   static std::string describe(Op op, const Chunks& chunks) { return text(name(op), " of chunks ", chunks.begin, " to ", chunks.end - 1); }
 
-  const Round* round_of(const Plan& plan) const {
-    return round_ < static_cast<int>(plan.rounds.size()) ? &plan.rounds[round_] : nullptr;
-  }
+  const Round* round_of(const Plan& plan) const { return round_ < static_cast<int>(plan.rounds.size()) ? &plan.rounds[round_] : nullptr; }
 
   void check_step(const Plan& plan, const Step& step) const {
     const bool chunks_fit = 0 <= step.chunks.begin && step.chunks.begin < step.chunks.end && step.chunks.end <= plan.chunks;
@@ -163,8 +161,8 @@ class Walk {
     const Op sent = step.op == Op::recv_reduce ? Op::send_partial : Op::send_final;
     auto& queue = in_flight_[{step.peer, plan.rank}];
     if (queue.empty() || queue.front().op != sent || queue.front().chunks != step.chunks) {
-      broken("R1", "round ", round_, ": rank ", plan.rank, " expects ", describe(sent, step.chunks), " from rank ", step.peer, ", which sends ",
-             queue.empty() ? "nothing more" : describe(queue.front().op, queue.front().chunks));
+      broken("R1", "round ", round_, ": rank ", plan.rank, " expects ", describe(sent, step.chunks), " from rank ", step.peer,
+             ", which sends ", queue.empty() ? "nothing more" : describe(queue.front().op, queue.front().chunks));
     }
     Message message = std::move(queue.front());
     queue.erase(queue.begin());
@@ -233,7 +231,7 @@ class Walk {
   const int world_size_;
   size_t rounds_ = 0;
   int round_ = 0;
-  std::vector<std::vector<Held>> held_;                              // rank, chunk
+  std::vector<std::vector<Held>> held_;                            // rank, chunk
   std::map<std::pair<int, int>, std::vector<Message>> in_flight_;  // (from, to)
 };
 

@@ -8,7 +8,8 @@
 
 namespace dltrain {
 
-// The tensors of one fused step. Streams: parameter, gradient, exp_avg, exp_avg_sq and, for AMSGrad, max_exp_avg_sq. Gradients are only read.
+// The tensors of one fused step. Streams: parameter, gradient, exp_avg, exp_avg_sq and, for AMSGrad, max_exp_avg_sq. Gradients are only
+// read.
 template <int K>
 struct AdamWTensors {
   TensorList<K> list;

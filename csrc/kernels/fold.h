@@ -9,7 +9,6 @@
 namespace dltrain {
 
 // own[i] = the sum, in order, of received[0..own_place)[i], fold.own(own[i]), received[own_place..)[i].
-void fold(const Place& place, float* own, const std::vector<const float*>& received, int own_place, int64_t numel,
-          const math::Fold& fold);
+void fold(const Place& place, float* own, const std::vector<const float*>& received, int own_place, int64_t numel, const math::Fold& fold);
 
 }  // namespace dltrain

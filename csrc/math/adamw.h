@@ -16,7 +16,7 @@ namespace dltrain::math {
 
 // What one step does to one element.
 struct AdamWElement {
-  float decay;       // 1 - lr wd
+  float decay;  // 1 - lr wd
   float one_less_beta1, beta2, one_less_beta2;
   float step_size;   // lr / (1 - b1^t)
   float correction;  // 1 / sqrt(1 - b2^t)
@@ -42,9 +42,7 @@ struct AdamWElement {
     v = beta2 * v + one_less_beta2 * (g * g);
   }
 
-  DLT_HD float moved(float p, float m, float v) const {
-    return p * decay - step_size * (m / (sqrtf(v) * correction + eps));
-  }
+  DLT_HD float moved(float p, float m, float v) const { return p * decay - step_size * (m / (sqrtf(v) * correction + eps)); }
 };
 
 // The hyper-parameters of a group; the terms that depend on the step count are worked out in double, once per tensor.

@@ -35,17 +35,18 @@ std::string broken_rule(const std::function<void(std::vector<Plan>&)>& damage) {
 
 TEST(Verify, NamesTheRule) {
   EXPECT_EQ(broken_rule([](auto&) {}), "none");
-  EXPECT_EQ(broken_rule([](auto& plans) { plans[2].rounds[1].pop_back(); }), "R1");           // dropped receive
-  EXPECT_EQ(broken_rule([](auto& plans) { plans[1].rounds[0][0].peer = 3; }), "R1");          // swapped peer
-  EXPECT_EQ(broken_rule([](auto& plans) { plans[1].rounds[0][0].peer = 9; }), "R1");          // nobody
-  EXPECT_EQ(broken_rule([](auto& plans) { plans[0].rounds[3][0].chunks = {2, 3}; }), "R2");   // finalizes what is incomplete
+  EXPECT_EQ(broken_rule([](auto& plans) { plans[2].rounds[1].pop_back(); }), "R1");                      // dropped receive
+  EXPECT_EQ(broken_rule([](auto& plans) { plans[1].rounds[0][0].peer = 3; }), "R1");                     // swapped peer
+  EXPECT_EQ(broken_rule([](auto& plans) { plans[1].rounds[0][0].peer = 9; }), "R1");                     // nobody
+  EXPECT_EQ(broken_rule([](auto& plans) { plans[0].rounds[3][0].chunks = {2, 3}; }), "R2");              // finalizes what is incomplete
   EXPECT_EQ(broken_rule([](auto& plans) { std::swap(plans[0].rounds[3], plans[0].rounds[4]); }), "R4");  // hands on too early
 }
 
 TEST(Verify, RejectsValuesMadeTwice) {
   // Each of two ranks finalizes the whole sum itself: complete, but not the bytes of one finalize.
   const auto plan = [](int rank) {
-    return Plan{"own", rank, 2, 1, {{{Op::recv_reduce, 1 - rank, {0, 1}}, {Op::send_partial, 1 - rank, {0, 1}}}, {{Op::finalize, -1, {0, 1}}}}};
+    return Plan{
+        "own", rank, 2, 1, {{{Op::recv_reduce, 1 - rank, {0, 1}}, {Op::send_partial, 1 - rank, {0, 1}}}, {{Op::finalize, -1, {0, 1}}}}};
   };
   try {
     verify({plan(0), plan(1)});

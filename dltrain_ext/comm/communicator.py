@@ -27,7 +27,7 @@ class Work:
         self._future = future
 
     def wait(self) -> bool:
-        """Returns True when the tensor holds the result. Raises ``torch.distributed.DistBackendError`` when it cannot come."""
+        """Returns True when the tensor holds the result; raises ``DistBackendError`` when it cannot come."""
         self._future.wait()
         return True
 
@@ -107,11 +107,13 @@ def all_reduce(
 ) -> Work | None:
     """Sums or averages a tensor over the ranks of a group, in place, like ``torch.distributed.all_reduce``.
 
-    Sums are in fp32; every rank ends with the same bits. The first call on a group is collective: it makes the group's communicator.
+    Sums are in fp32; every rank ends with the same bits. The first call on a group is collective: it makes the
+    group's communicator.
 
     Args:
         tensor: float32 on the CPU, any shape (also empty), the same on all ranks.
-        op: ``"sum"``, ``"avg"`` or the ``ReduceOp`` of that name. An average scales each contribution before it is sent.
+        op: ``"sum"``, ``"avg"`` or the ``ReduceOp`` of that name. For an average each contribution is scaled before
+            it is sent.
         group: the default group where None.
         algorithm: one of ``comm.ALGORITHMS``, or ``"auto"``: by size.
         codec: one of ``codecs.CODECS``.
@@ -119,8 +121,8 @@ def all_reduce(
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
-        torch.distributed.DistBackendError: a peer is gone or late; names the rank waited for, the algorithm, the round and the
-            deadline. The communicator is of no use afterwards; the group is.
+        torch.distributed.DistBackendError: a peer is gone or late; names the rank waited for, the algorithm, the
+            round and the deadline. The communicator is of no use afterwards; the group is.
     """
     group = _group(group)
     communicator = _communicators.get(group)
@@ -131,7 +133,9 @@ def all_reduce(
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
-        raise ValueError("group: expected an initialized default group, call torch.distributed.init_process_group first")
+        raise ValueError(
+            "group: expected an initialized default group, call torch.distributed.init_process_group first"
+        )
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup that this rank belongs to, got {group!r}")

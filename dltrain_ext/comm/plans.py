@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dltrain_ext._ops import Plan, Step, algorithms, make_plan
 from dltrain_ext._ops import verify as _verify
 
+__all__ = ["ALGORITHMS", "Plan", "Step", "plan", "verify", "verify_plans"]
+
 ALGORITHMS: tuple[str, ...] = tuple(algorithms())
 
 
@@ -26,9 +28,9 @@ def verify(algorithm: str, world_size: int) -> None:
     """Proves, symbolically, that the plans of all ranks together are an all-reduce.
 
     Raises:
-        ValueError: with the rule that is broken and where. R1: the sends of each round match its receives. R2: every final chunk
-            counts every contribution exactly once. R3: all ranks end with the same bits. R4: nothing is used before it came, and each
-            rank encodes each chunk exactly once.
+        ValueError: with the rule that is broken and where. R1: the sends of each round match its receives. R2: every
+            final chunk counts every contribution exactly once. R3: all ranks end with the same bits. R4: nothing is
+            used before it came, and each rank encodes each chunk exactly once.
     """
     verify_plans([plan(algorithm, rank, world_size) for rank in range(world_size)])
 

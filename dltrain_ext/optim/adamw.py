@@ -12,16 +12,16 @@ from dltrain_ext import _ops
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW``, in one pass over all parameters of a group.
 
-    Arguments, behaviour and ``state_dict`` are torch's (Loshchilov & Hutter 2019; AMSGrad: Reddi, Kale & Kumar 2018), so checkpoints
-    go both ways. Parameters and gradients are float32 on the CPU, of any shape and stride; gradients are only read. ``foreach``,
-    ``fused`` and ``capturable`` are kept in the state and change nothing here.
+    Arguments, behaviour and ``state_dict`` are torch's (Loshchilov & Hutter 2019; AMSGrad: Reddi, Kale & Kumar 2018),
+    so checkpoints go both ways. Parameters and gradients are float32 on the CPU, of any shape and stride; gradients
+    are only read. ``foreach``, ``fused`` and ``capturable`` are kept in the state and change nothing here.
 
     With a GradScaler the gradients are unscaled on the way, and a step with ``found_inf != 0`` is skipped whole.
 
     Raises:
         ValueError: ``differentiable=True``: the step is no autograd operation.
-        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in its group; no
-            parameter has been changed then.
+        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
+            its group; no parameter has been changed then.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +76,9 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _complete_state(self, params: Sequence[Tensor], amsgrad: bool) -> None:
-        """Gives each parameter what its state lacks, as views of flat tensors: 4,000 small ones would lie all over memory."""
+        """Gives each parameter what its state lacks: views of flat tensors, since thousands of small ones would lie
+        all over memory, and large ones of equal alignment get in each other's way in the cache.
+        """
         moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
         total = sum(p.numel() for p in params)
         arena, steps = torch.zeros(len(moments) * total), torch.zeros(len(params))

@@ -41,8 +41,7 @@ void fold_pair(float* own, const float* received, int64_t begin, int64_t end, co
 
 }  // namespace
 
-void fold(const Place& place, float* own, const std::vector<const float*>& received, int own_place, int64_t numel,
-          const math::Fold& fold) {
+void fold(const Place& place, float* own, const std::vector<const float*>& received, int own_place, int64_t numel, const math::Fold& fold) {
   constexpr int64_t grain = 1 << 17;
   place.parallel_for(numel, grain, [&](int64_t begin, int64_t end) {
     if (received.size() == 1) return fold_pair(own, received[0], begin, end, fold);

@@ -1,0 +1,1 @@
+"""Benchmarks of dltrain_ext against its peers: `python -m benchmarks --help`."""

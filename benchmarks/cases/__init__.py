@@ -1,0 +1,14 @@
+"""The cases by name. A case is a module whose docstring's first line says what it measures, with two functions:
+
+add_options(parser) -> None    its own command line options; every one has a default
+run(options, progress) -> Table    verify each side, time the sides interleaved; raise Failure with a clear text
+"""
+
+from types import ModuleType
+
+from benchmarks.cases import allreduce, optim
+
+CASES: dict[str, ModuleType] = {
+    "optim": optim,
+    "allreduce": allreduce,
+}

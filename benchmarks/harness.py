@@ -1,0 +1,154 @@
+"""What every case measures with: interleaved timing, the rows for the report, the machine's memory limit."""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+Progress = Callable[[str, float], None]
+"""What a case is doing, and how much of the whole case is done (0 to 1)."""
+
+
+class Failure(Exception):
+    """A case could not run; the text is all that the user is shown."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of a sample."""
+
+    q1: float
+    median: float
+    q3: float
+
+    @classmethod
+    def of(cls, sample: Sequence[float]) -> "Spread":
+        return cls(*(statistics.quantiles(sample, n=4, method="inclusive") if len(sample) > 1 else [sample[0]] * 3))
+
+
+@dataclass
+class Row:
+    """One side of one workload.
+
+    `samples` are seconds, one per round; a wrong result is not timed and has none. `ratio` is peer time / our time, of
+    the medians: above 1 we are faster. It stands where a peer meets us: at the peer's row, or at each of ours.
+    """
+
+    workload: str
+    side: str
+    ours: bool
+    correct: bool
+    check: str
+    samples: list[float] = field(default_factory=list)
+    ratio: float | None = None
+    figures: dict[str, float | None] = field(default_factory=dict)
+    x: float | None = None
+
+    @property
+    def time(self) -> Spread | None:
+        return Spread.of(self.samples) if self.samples else None
+
+
+@dataclass
+class Table:
+    """What a case returns. Rows with an `x` are drawn as one curve per side, the others as bars."""
+
+    title: str
+    rows: list[Row]
+    notes: list[str]
+    check_heading: str = "check"
+    x_label: str = ""
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    rounds: tuple[int, int],
+    warmup: int = 2,
+    seconds: float = float("inf"),
+    before: Callable[[str], None] = lambda side: None,
+    after: Callable[[str], None] = lambda side: None,
+    progress: Callable[[float], None] = lambda done: None,
+) -> dict[str, list[float]]:
+    """Time one call of every side per round, so that a drift of the machine hits all sides alike; seconds, by side.
+
+    At least rounds[0] rounds and at most rounds[1] are timed, and no new one is begun once `seconds` have passed.
+    The order is shuffled with a fixed seed (the same in every process of a group) and no side runs twice in a row.
+    `before` and `after` surround each call, untimed.
+    """
+    samples: dict[str, list[float]] = {side: [] for side in sides}
+    order, shuffle, start = list(sides), random.Random(0).shuffle, time.perf_counter()
+    for turn in range(-warmup, rounds[1]):
+        elapsed = time.perf_counter() - start
+        if turn >= rounds[0] and elapsed > seconds:
+            break
+        progress(max(0.0, turn / rounds[1], min(1.0, elapsed / seconds)))
+        last = order[-1] if order else None
+        shuffle(order)
+        while len(order) > 1 and order[0] == last:
+            shuffle(order)
+        for side in order:
+            before(side)
+            began = time.perf_counter()
+            sides[side]()
+            took = time.perf_counter() - began
+            after(side)
+            if turn >= 0:
+                samples[side].append(took)
+    return samples
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of CPU 0, or 32 MiB where the system does not tell."""
+    units = {"K": 2**10, "M": 2**20}
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=2**25)
+
+
+class MemoryLimit:
+    """Plain streams, run as sides of the workload whose limit they show; each sweeps past the last-level cache.
+
+    Bytes are those that the code reads and writes. A copy also reads the lines that it overwrites (write-allocate)
+    unless it stores around the cache, so alone it reads low: the limit is the best of the three.
+    """
+
+    def __init__(self) -> None:
+        n = min(2 * last_level_cache(), 2**28) // 4
+        a, b = torch.zeros(n), torch.ones(n)
+        self.bytes = {"copy": 8 * n, "in-place scale": 8 * n, "a += b": 12 * n}
+        self.sides = {"copy": lambda: a.copy_(b), "in-place scale": lambda: a.mul_(1.0), "a += b": lambda: a.add_(b)}
+
+    def of(self, samples: Mapping[str, Sequence[float]]) -> tuple[float, str]:
+        """The limit in GB/s, and a line that says how it came about."""
+        speed = {name: size / 1e9 / statistics.median(samples[name]) for name, size in self.bytes.items()}
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in speed.items())
+        allocate = f"copy with the write-allocate read {1.5 * speed['copy']:.1f}"
+        return max(speed.values()), f"memory limit {max(speed.values()):.1f} GB/s, the best of {parts} ({allocate})"
+
+
+def choices(valid: Sequence[str]) -> Callable[[str], list[str]]:
+    """An argparse type: names separated by commas, each out of `valid`."""
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in names if name not in valid]:
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(map(repr, unknown))}; valid: {', '.join(valid)}")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """An argparse type: a whole number, `low` or more."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {low}")
+        return int(text)
+
+    return parse

@@ -1,0 +1,155 @@
+"""What the user sees: live progress, a table per case, JSON, plots."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+
+import matplotlib
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table as Grid
+from rich.text import Text
+
+from benchmarks.harness import Progress, Row, Spread, Table
+from dltrain_ext import info
+
+matplotlib.use("Agg")
+
+
+def make_console() -> Console:
+    """The terminal; a pipe or a log file gets lines wide enough for the tables."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+@contextlib.contextmanager
+def live(console: Console, case: str) -> Iterator[Progress]:
+    """Show how far a case is. Drawn only when told of progress: a thread that redraws would disturb the timing."""
+    columns = (
+        TextColumn("[bold]{task.fields[case]}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Bars(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=1.0, case=case)
+        shown = ""
+
+        def progress(text: str, done: float) -> None:
+            nonlocal shown
+            bars.update(task, description=escape(text), completed=done, refresh=True)
+            if not console.is_terminal and text != shown:
+                console.print(f"{case}: {escape(text)}")
+            shown = text
+
+        yield progress
+
+
+def show(console: Console, table: Table) -> None:
+    figures = list(dict.fromkeys(name for row in table.rows for name in row.figures))
+    grid = Grid(title=table.title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
+    grid.add_column("workload")
+    grid.add_column("side")
+    for heading in ("time (q1 - q3)", "peer/ours", *figures, table.check_heading):
+        grid.add_column(heading, justify="right")
+    for workload, group in groupby(table.rows, key=lambda row: row.workload):
+        for position, row in enumerate(group):
+            grid.add_row(workload if position == 0 else "", *cells(row, figures), style="bold" if row.ours else "")
+        grid.add_section()
+    console.print(grid)
+    reading = "time: median (quartiles) of rounds in which all sides took turns; peer/ours: below 1 we are slower"
+    for note in (reading, *table.notes):
+        console.print(Text(f"  {note}", style="dim"))
+    console.print()
+
+
+def cells(row: Row, figures: list[str]) -> Iterator[str | Text]:
+    yield row.side
+    yield duration(row.time) if row.time else "-"
+    yield comparison(row.ratio) if row.ratio else ""
+    yield from (number(row.figures.get(name)) for name in figures)
+    yield Text(row.check) if row.correct else Text(f"{row.check} WRONG", style="bold red")
+
+
+def comparison(ratio: float) -> Text:
+    text = f"{number(ratio)}x"
+    return Text(f"slower {text}", style="red") if ratio < 1 else Text(text, style="green")
+
+
+def duration(time: Spread) -> str:
+    scale, unit = (1e3, "ms") if time.median >= 1e-3 else (1e6, "us")
+    return f"{number(scale * time.median)} {unit} ({number(scale * time.q1)} - {number(scale * time.q3)})"
+
+
+def number(value: float | None) -> str:
+    """Three digits, or all of a whole number."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) or value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def provenance() -> dict[str, str]:
+    """Where and with what the figures are made; to be asked before they are, for the load average."""
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"date": date, "argv": " ".join(sys.argv[1:]), "load average": f"{os.getloadavg()[0]:.1f}"} | info.collect()
+
+
+def headline(origin: Mapping[str, str]) -> str:
+    names = ("dltrain_ext", "commit", "torch", "CPU", "cores", "instruction set", "load average")
+    line = ", ".join(f"{name} {origin[name]}" for name in names if name in origin)
+    busy = float(origin["load average"]) > (os.cpu_count() or 1) / 2
+    return f"{line}{' (the machine is busy: expect noise)' if busy else ''}"
+
+
+def write_json(path: Path, origin: Mapping[str, str], tables: Mapping[str, Table]) -> None:
+    """Everything, the samples too (in seconds)."""
+    cases = {case: asdict(table) for case, table in tables.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"provenance": dict(origin), "cases": cases}, indent=1) + "\n")
+
+
+def plot(folder: Path, case: str, table: Table) -> Path:
+    """One PNG per case: time over message size as curves, or bars of each workload."""
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    timed = [row for row in table.rows if row.time]
+    if table.x_label:
+        figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+        for side in dict.fromkeys(row.side for row in timed):
+            x, spread = zip(*((row.x, row.time) for row in timed if row.side == side), strict=True)
+            axes.plot(x, [1e3 * time.median for time in spread], marker="o", label=side)
+            axes.fill_between(x, [1e3 * time.q1 for time in spread], [1e3 * time.q3 for time in spread], alpha=0.2)
+        axes.set(xscale="log", yscale="log", xlabel=table.x_label, ylabel="ms, median and quartiles")
+        axes.legend()
+    else:
+        groups = {workload: list(rows) for workload, rows in groupby(timed, key=lambda row: row.workload)}
+        figure, grid = pyplot.subplots(1, len(groups) or 1, figsize=(12, 4), layout="constrained", squeeze=False)
+        for axes, (workload, rows) in zip(grid[0], groups.items(), strict=False):
+            low, middle, high = zip(
+                *((1e3 * t.q1, 1e3 * t.median, 1e3 * t.q3) for t in (row.time for row in rows)), strict=True
+            )
+            errors = [
+                [m - a for m, a in zip(middle, low, strict=True)],
+                [b - m for m, b in zip(middle, high, strict=True)],
+            ]
+            colours = ["tab:orange" if row.ours else "tab:blue" for row in rows]
+            axes.bar([row.side.replace(" ", "\n") for row in rows], middle, yerr=errors, color=colours, capsize=3)
+            axes.set(title=workload, ylabel="ms, median and quartiles")
+    figure.suptitle(table.title)
+    path = folder / f"{case}.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

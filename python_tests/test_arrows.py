@@ -1,0 +1,108 @@
+"""The rooms and their arrows, read from the includes and imports as they are."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# room -> the rooms that it may use
+ROOMS = {
+    "core": set(),
+    "math": {"core"},
+    "kernels": {"math", "core"},
+    "comm": {"kernels", "core"},
+    "bindings": {"comm", "kernels", "core"},
+    "tests": {"comm", "kernels", "math", "core"},
+}
+
+# module -> the modules of the package that it may use
+MODULES = {
+    "__init__": {"codecs", "comm", "ddp", "optim", "_build_info"},
+    "_ops": {"_C", "_build_info"},
+    "reference": set(),
+    "codecs": {"_ops"},
+    "comm": {"codecs", "_ops"},
+    "optim": {"_ops"},
+    "amp": {"optim", "_ops"},
+    "ddp": {"comm", "amp", "_ops"},
+    "sim": {"comm", "_ops"},
+    "info": {"codecs", "comm", "__init__", "_build_info"},
+}
+PUBLIC = {"amp", "codecs", "comm", "ddp", "info", "optim", "sim"}
+
+
+def sources() -> list[Path]:
+    return [path for suffix in ("h", "cpp", "cu", "cuh") for path in sorted((ROOT / "csrc").rglob(f"*.{suffix}"))]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT / "csrc")))
+def test_includes_run_one_way(path):
+    room, *_ = path.relative_to(ROOT / "csrc").parts
+    text = path.read_text()
+    for included in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.M):
+        assert (ROOT / "csrc" / included).is_file(), f"{included}: written from csrc/ on"
+        assert included.split("/")[0] in ROOMS[room] | {room}, f"{room} may not use {included}"
+    for included in re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, re.M):
+        torch_or_python = re.match(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h|pyconfig\.h", included)
+        assert room == "bindings" or not torch_or_python, f"{room} is torch-free, but includes <{included}>"
+
+
+def test_every_room_is_known():
+    assert {path.relative_to(ROOT / "csrc").parts[0] for path in sources()} <= ROOMS.keys()
+
+
+def test_a_topology_knows_no_codec_and_no_transport():
+    for path in [
+        *(ROOT / "csrc" / "comm").glob("plan*"),
+        *(ROOT / "csrc" / "comm" / "plans").glob("*"),
+        ROOT / "csrc/comm/verify.cpp",
+    ]:
+        if path.is_file():
+            included = re.findall(r'#include "comm/(\w+)\.h"', path.read_text())
+            assert not {"codec", "transport", "executor", "program", "in_process"} & set(included), path
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of dltrain_ext that a file imports: 'dltrain_ext' itself as '__init__'."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are written out"
+            children = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = children if node.module == "dltrain_ext" else [node.module]
+        else:
+            continue
+        for name in names:
+            package, *rest = name.split(".")
+            if package == "dltrain_ext":
+                module = rest[0] if rest else "__init__"
+                exists = (ROOT / "dltrain_ext" / module).is_dir() or (ROOT / "dltrain_ext" / f"{module}.py").is_file()
+                found.add(module if exists or module in ("_C", "_build_info") else "__init__")
+    return found
+
+
+def package_files() -> list[Path]:
+    return sorted((ROOT / "dltrain_ext").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", package_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path):
+    if path.name == "_build_info.py":
+        return
+    module = path.relative_to(ROOT / "dltrain_ext").parts[0].removesuffix(".py")
+    assert imports(path) <= MODULES[module] | {module}
+    text = path.read_text()
+    assert module == "_ops" or not re.search(r"^[^#]*\btorch\.ops\.|dltrain_ext\._C", text, re.M), (
+        "_ops alone names the compiled part"
+    )
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_users_use_the_public_face(folder):
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        assert imports(path) <= PUBLIC | {"__init__"}, path

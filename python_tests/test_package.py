@@ -1,0 +1,146 @@
+"""Installing, importing and asking: what a user meets before the first tensor."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dltrain_ext
+from dltrain_ext import _build_info, codecs, comm
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(dltrain_ext.__path__[0])
+
+
+def run(*arguments, cwd, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.parametrize("command", ["bdist_wheel", "dist_info", "editable_wheel"])
+def test_building_without_torch_names_the_command(command, tmp_path):
+    hidden = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '{command}']; exec(open('setup.py').read())"
+    )
+    done = run("-c", f"__file__ = 'setup.py'; {hidden}", cwd=ROOT)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "Run: pip install torch && pip install ." in line
+    assert "--no-build-isolation" in line
+
+
+def test_a_source_distribution_needs_no_torch(tmp_path):
+    shutil.copytree(
+        ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".git", "build", ".venv", "*.so", "_build_info.py")
+    )
+    hidden = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '-q', 'sdist']; exec(open('setup.py').read())"
+    )
+    done = run("-c", f"__file__ = 'setup.py'; {hidden}", cwd=tmp_path / "copy")
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "copy" / "dist").iterdir()
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+
+    def tree(root):
+        return {str(path.relative_to(root)) for path in (root / "csrc").rglob("*") if path.suffix in (".h", ".cpp")}
+
+    assert tree(unpacked) == tree(ROOT)
+
+
+def test_another_torch_is_a_clear_error(tmp_path):
+    done = run(
+        "-c",
+        "import torch; torch.__version__ = '1.0.0'; import dltrain_ext",
+        cwd=tmp_path,
+        PYTHONPATH=str(PACKAGE.parent),
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert f"built against torch {_build_info.TORCH}, and this is torch 1.0.0" in last
+    assert "pip install" in last
+
+
+def checkout(folder):
+    """A checkout that was never built: as after `pip install .`, with the compiled part elsewhere."""
+    ignore = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(ROOT / "dltrain_ext", folder / "dltrain_ext", ignore=ignore)
+    shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=ignore)
+    return folder
+
+
+def test_in_an_unbuilt_checkout_the_installed_package_is_used(tmp_path):
+    done = run("-m", "benchmarks", "--list", cwd=checkout(tmp_path), PYTHONPATH=str(PACKAGE.parent))
+    assert done.returncode == 0, done.stderr
+    assert "allreduce" in done.stdout and "optim" in done.stdout
+    done = run("-c", "from dltrain_ext import comm; print(comm.__file__)", cwd=tmp_path, PYTHONPATH=str(PACKAGE.parent))
+    assert Path(done.stdout.strip()) == PACKAGE / "comm" / "__init__.py"
+
+
+def test_not_built_at_all_names_the_command(tmp_path):
+    # Nothing installed: only the checkout and torch's own site-packages, without ours.
+    blocked = (
+        "import sys; from pathlib import Path; "
+        "sys.path = ['.'] + [p for p in sys.path[1:] if not any(Path(p, 'dltrain_ext').glob('_C*'))]; "
+        "import dltrain_ext"
+    )
+    clean = checkout(tmp_path)
+    site = tmp_path / "site"
+    site.mkdir()
+    for entry in Path(torch.__file__).parents[1].iterdir():
+        if "dltrain" not in entry.name:
+            (site / entry.name).symlink_to(entry)
+    done = run("-S", "-c", blocked, cwd=clean, PYTHONPATH=str(site))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "dltrain_ext is not built" in last and "pip install ." in last
+
+
+def test_info(tmp_path):
+    done = run("-m", "dltrain_ext.info", cwd=tmp_path, PYTHONPATH=str(PACKAGE.parent))
+    assert done.returncode == 0, done.stderr
+    for part in (
+        dltrain_ext.__version__,
+        torch.__version__,
+        *comm.ALGORITHMS,
+        *codecs.CODECS,
+        "instruction set",
+        "build flags",
+    ):
+        assert part in done.stdout
+
+
+def test_benchmarks_quick(tmp_path):
+    """One small case end to end; CI runs them all."""
+    arguments = [
+        "allreduce",
+        "-b",
+        "4K",
+        "-e",
+        "4K",
+        "-n",
+        "3",
+        "--ranks",
+        "2",
+        "--json",
+        str(tmp_path / "out.json"),
+        "--plot",
+        str(tmp_path),
+    ]
+    done = run("-m", "benchmarks", *arguments, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gloo" in done.stdout and "WRONG" not in done.stdout
+    assert (tmp_path / "allreduce.png").stat().st_size > 1000
+    assert '"provenance"' in (tmp_path / "out.json").read_text()
+
+
+def test_benchmarks_answer_mistakes():
+    done = run("-m", "benchmarks", "nonsense", cwd=ROOT)
+    assert done.returncode == 2 and "optim" in done.stderr and "allreduce" in done.stderr
+    done = run("-m", "benchmarks", "allreduce", "--algorithms", "rign", cwd=ROOT)
+    assert done.returncode == 2 and "ring, direct" in done.stderr
