@@ -9,7 +9,7 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 ROOMS = ("core", "kernels", "comm", "bindings")
-FLAGS = ["-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall"]
+FLAGS = ["-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-g0"]
 BUILDING = {"build", "build_ext", "bdist_wheel", "dist_info", "editable_wheel", "install", "develop"}
 
 
