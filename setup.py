@@ -1,6 +1,7 @@
 """Builds dltrain_ext._C against the torch that the environment has. What the project is stands in pyproject.toml."""
 
 import platform
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -31,6 +32,14 @@ def import_torch():
     return torch
 
 
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: not built in a git checkout"
+
+
 def extension_arguments() -> dict:
     """The parts of setup() that need torch."""
     torch = import_torch()
@@ -45,6 +54,7 @@ def extension_arguments() -> dict:
             note.write_text(
                 '"""Written by setup.py."""\n\n'
                 f"VERSION = {self.distribution.get_version()!r}\n"
+                f"COMMIT = {commit()!r}\n"
                 f"TORCH = {torch.__version__!r}\n"
                 f"PYTHON = {platform.python_version()!r}\n"
                 f"FLAGS = {' '.join(FLAGS)!r}\n"

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import subprocess
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ def collect() -> dict[str, str]:
     return {
         "dltrain_ext": __version__,
         "package": str(Path(_build_info.__file__).parent),
-        "commit": _commit(),
+        "commit": _build_info.COMMIT,
         "torch": torch.__version__,
         "built against": f"torch {_build_info.TORCH}, Python {_build_info.PYTHON}",
         "build flags": _build_info.FLAGS,
@@ -38,18 +37,6 @@ def _cpu() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or "unknown"
-
-
-def _commit() -> str:
-    """The commit of the checkout that Python runs in, if it is one of this project."""
-    root = Path(__file__).parent.parent
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-    if not (root / ".git").exists():
-        return "unknown: not run from a checkout"
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown: git does not answer"
 
 
 if __name__ == "__main__":
