@@ -22,6 +22,7 @@ from dltrain_ext._C import (
     check_names,
     codecs,
     make_plan,
+    timeout_of,
     verify,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "check_names",
     "codecs",
     "make_plan",
+    "timeout_of",
     "verify",
 ]
 

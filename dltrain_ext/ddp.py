@@ -19,7 +19,7 @@ class AllReduceState:
         process_group: the model's group; the default group where None.
         codec: one of ``codecs.CODECS``.
         algorithm: one of ``comm.ALGORITHMS``, or ``"auto"``: by the size of the bucket.
-        timeout: how long one bucket may wait for its peers; torch.distributed's default (30 minutes) where None.
+        timeout: how long one bucket may wait for its peers; the group's own where None.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.

@@ -474,6 +474,82 @@ def test_what_does_not_fit_is_named_and_nothing_changes(error, match, bad):
     assert_same(params[:2], [*make_params([(4,)]), torch.ones(2)])
 
 
+def test_autograd_notices_a_step_between_forward_and_backward():
+    (p,) = make_params([(3,)])
+    optimizer = optim.AdamW([p])
+    p.grad = torch.ones(3)
+    y = (p * p).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_defaults_of_dtype_and_device(dtype):
+    pair = Pair(shapes=[(3,)])
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        pair.optimizers[1].state[pair.params[1][0]] = {
+            "step": torch.tensor(0.0, dtype=torch.float32),
+            "exp_avg": torch.zeros(3, dtype=torch.float32),
+            "exp_avg_sq": torch.zeros(3, dtype=torch.float32),
+        }
+        for params, optimizer in zip(pair.params, pair.optimizers, strict=True):
+            params[0].grad = torch.ones(3, dtype=torch.float32)
+            with torch.device("meta"):
+                optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    pair.check()
+
+
+def test_lazy_gradients():
+    for grad in (torch._neg_view(torch.ones(4)), torch._efficientzerotensor(4)):
+        pair = Pair(shapes=[(4,)])
+        for params, optimizer in zip(pair.params, pair.optimizers, strict=True):
+            params[0].grad = grad
+            optimizer.step()
+        pair.check()
+
+
+def test_magnitudes_near_the_ends():
+    for betas, grads in (((0.0, 0.9), (1e4, 1e-4)), ((0.9, 0.999), (1e20, 1.0))):
+        pair = Pair(shapes=[(2,)], betas=betas)
+        for value in grads:
+            for params, optimizer in zip(pair.params, pair.optimizers, strict=True):
+                params[0].grad = torch.full((2,), value)
+                optimizer.step()
+        pair.check()
+        state = pair.optimizers[0].state[pair.params[0][0]]
+        assert state["exp_avg_sq"].isfinite().all() and state["exp_avg"].count_nonzero() == 2
+
+
+def test_an_error_in_a_later_group_leaves_the_first_as_it_was():
+    params = make_params([(3,), (3,)])
+    optimizer = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
+    give_grads(params, 0)
+    optimizer.param_groups[1]["eps"] = "x"
+    with pytest.raises(ValueError, match="could not convert string to float"):
+        optimizer.step()
+    assert_same(params, make_params([(3,), (3,)]))
+
+
+def test_what_is_no_tensor_is_named():
+    (p,) = make_params([(3,)])
+    optimizer = optim.AdamW([p])
+    give_grads([p], 0)
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = None
+    with pytest.raises(
+        TypeError, match=r"state\['exp_avg'\] of a parameter of shape \[3\]: expected a tensor, got NoneType"
+    ):
+        optimizer.step()
+    optimizer.param_groups[0]["params"].append("p")
+    with pytest.raises(TypeError, match=r"params\[1\]: expected a tensor, got str"):
+        optimizer.step()
+
+
 def test_sparse_gradients_are_refused():
     embedding = torch.nn.Embedding(10, 3, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
@@ -487,6 +563,8 @@ def test_constructor_errors():
         optim.AdamW(params, differentiable=True)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         optim.AdamW(params, lr=-1)
+    with pytest.raises(ValueError, match="params: expected each parameter once"):
+        optim.AdamW([params[0], params[0]])
     assert isinstance(optim.AdamW(params), torch.optim.AdamW)
 
 

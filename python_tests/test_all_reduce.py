@@ -164,13 +164,15 @@ def check_errors(rank, world_size):
         (ValueError, "op: expected .* got <RedOpType.MAX", dict(op=dist.ReduceOp.MAX)),
         (ValueError, "algorithm: expected one of ring, direct.*, got 'rign'", dict(algorithm="rign")),
         (ValueError, "codec: expected one of raw.*, got 'int3'", dict(codec="int3")),
+        (ValueError, r"op: expected .*, got \['sum'\]", dict(op=["sum"])),
+        (TypeError, "tensor: expected a torch.Tensor, got list", dict(tensor=[1.0])),
         (TypeError, "group: expected a torch.distributed.ProcessGroup", dict(group=7)),
     ]
     for error, match, change in wrong:
         for async_op in (False, True):
             with pytest.raises(error, match=match):
                 comm.all_reduce(**{"tensor": values, "async_op": async_op, **change})
-    with pytest.raises(ValueError, match=r"timeout: expected a positive datetime.timedelta or None, got 5"):
+    with pytest.raises(ValueError, match=r"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got 5"):
         comm.Communicator(timeout=5)
     tensor = given(rank, 8)
     comm.all_reduce(tensor)  # none of this has put the ranks out of step
@@ -184,6 +186,42 @@ def check_errors(rank, world_size):
 
 def test_bad_input_names_the_argument():
     run_ranks(2, check_errors)
+
+
+def check_callbacks(rank, world_size):
+    communicator = comm.Communicator(timeout=timedelta(seconds=10))
+
+    def chained(call):
+        return communicator.all_reduce(given(rank, 8), async_op=True).get_future().then(call)
+
+    # It would wait for the thread that it runs on.
+    for async_op in (False, True):
+        future = chained(lambda _, async_op=async_op: communicator.all_reduce(given(rank, 8), async_op=async_op))
+        with pytest.raises(RuntimeError, match="called by a callback of this communicator's own work"):
+            future.wait()
+    # Another communicator is free.
+    other = comm.Communicator()
+    assert chained(lambda _: other.all_reduce(torch.ones(1))).wait() is None
+
+    work = communicator.all_reduce(given(rank, 100_000), async_op=True)
+    work.get_future().set_result(None)  # the user's business: the worker goes on
+    tensor = given(rank, 8)
+    communicator.all_reduce(tensor)
+    assert torch.equal(tensor, total(world_size, 8))
+
+    assert chained(lambda _: communicator.close()).wait() is None
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        communicator.all_reduce(tensor)
+
+    def forgotten():
+        last = comm.Communicator()
+        return last.submit(given(rank, 8), average=False, algorithm="ring", codec="raw").then(lambda _: last.stats())
+
+    assert forgotten().wait()["calls"] == 1
+
+
+def test_callbacks():
+    run_ranks(2, check_callbacks)
 
 
 def test_without_a_group():

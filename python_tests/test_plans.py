@@ -141,6 +141,50 @@ def test_final_bytes_are_made_and_taken_once():
         comm.verify_plans(plans("direct", edits={1: lambda rounds: rounds.append([Step("finalize", -1, (1, 2))])}))
 
 
+def test_a_part_that_is_overwritten_is_rejected():
+    chunk = (0, 1)
+    lost = [
+        Plan(
+            "lost",
+            0,
+            3,
+            1,
+            [[Step("send_partial", 1, chunk), Step("send_partial", 2, chunk)], [Step("recv_final", 1, chunk)]],
+        ),
+        Plan(
+            "lost",
+            1,
+            3,
+            1,
+            [
+                [Step("recv_reduce", 0, chunk), Step("recv_reduce", 2, chunk)],
+                [Step("finalize", -1, chunk), Step("send_final", 0, chunk), Step("send_final", 2, chunk)],
+            ],
+        ),
+        Plan(
+            "lost",
+            2,
+            3,
+            1,
+            [[Step("send_partial", 1, chunk), Step("recv_reduce", 0, chunk)], [Step("recv_final", 1, chunk)]],
+        ),
+    ]
+    with pytest.raises(ValueError, match="^R4: .* rank 2 overwrites chunk 0"):
+        comm.verify_plans(lost)
+
+
+def test_plans_made_by_hand_are_checked_and_drawn():
+    with pytest.raises(ValueError, match="chunks: expected at least 1, got 0"):
+        Plan("empty", 0, 1, 0, [])
+    with pytest.raises(ValueError, match="rank: expected 0 to 0, got 1"):
+        Plan("outside", 1, 1, 1, [])
+    beyond = Plan('a "name"', 0, 1, 1, [[Step("finalize", -1, (-5, 100_000))]])
+    assert "finalize -5-99999" in str(beyond)
+    assert json.loads(beyond.to_json())["algorithm"] == 'a "name"'
+    with pytest.raises(ValueError, match="^R1: "):
+        comm.verify_plans([beyond])
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     algorithm=st.sampled_from(comm.ALGORITHMS),

@@ -27,16 +27,19 @@ bool same_shape(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
+// Some tensors stand for other values than their memory holds.
+inline bool is_lazy(const at::Tensor& tensor) { return tensor.is_neg() || tensor._is_zerotensor(); }
+
 inline bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return impl.is_cpu() && impl.layout() == at::kStrided && !impl.is_python_dispatch() && impl.dtype() == caffe2::TypeMeta::Make<float>() &&
-         same_shape(tensor, param);
+  return impl.is_cpu() && impl.layout() == at::kStrided && !impl.is_python_dispatch() && !is_lazy(tensor) &&
+         impl.dtype() == caffe2::TypeMeta::Make<float>() && same_shape(tensor, param);
 }
 
 void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
   if (fits(tensor, param)) return;
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch(), name, "[", index,
-                   "]: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !is_lazy(tensor), name, "[",
+                   index, "]: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, "[", index, "]: expected a tensor on the CPU, got one on ", tensor.device());
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, "[", index, "]: expected dtype float32, got ", tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", index, "]: expected shape ", param.sizes(), " of params[", index, "], got ",
@@ -56,11 +59,15 @@ class Rows {
     plain_.steps.clear();
     amsgrad_.list.clear();
     amsgrad_.steps.clear();
+    params_.clear();
     dense_grads_.clear();
     copies_.clear();
   }
 
-  void add(const Update& update, int64_t index) {
+  void add(const Update& given, int64_t index) {
+    const Update update{given.param,          is_lazy(given.grad) ? resolved(given.grad) : given.grad,
+                        given.exp_avg,        given.exp_avg_sq,
+                        given.max_exp_avg_sq, given.step};
     const bool amsgrad = update.max_exp_avg_sq.defined();
     check_tensor(update.param, "params", index, update.param);
     check_tensor(update.grad, "grads", index, update.param);
@@ -78,6 +85,7 @@ class Rows {
     float* const g = static_cast<float*>(const_cast<void*>(grad.const_data_ptr()));
     float *const p = writable(update.param), *const m = writable(update.exp_avg), *const v = writable(update.exp_avg_sq);
     float* const step = static_cast<float*>(update.step.mutable_data_ptr());
+    params_.push_back(update.param.unsafeGetTensorImpl());
     if (amsgrad) {
       amsgrad_.list.add({p, g, m, v, writable(update.max_exp_avg_sq)}, update.param.numel());
       amsgrad_.steps.push_back(step);
@@ -92,6 +100,10 @@ class Rows {
     adamw(caller_place(), amsgrad_, hyper);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (const auto& [original, copy] : copies_) original.copy_(copy);
+    // So that autograd notices where a graph still needs the old values.
+    for (c10::TensorImpl* param : params_) {
+      if (!param->is_inference()) param->bump_version();
+    }
   }
 
  private:
@@ -105,6 +117,11 @@ class Rows {
            (update.param.is_non_overlapping_and_dense() && all([&](const at::Tensor& t) { return t.strides() == update.param.strides(); }));
   }
 
+  const at::Tensor& resolved(const at::Tensor& grad) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return dense_grads_.emplace_back(at::empty(grad.sizes(), grad.options()).copy_(grad));
+  }
+
   const at::Tensor& copy(const at::Tensor& tensor) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     return copies_.emplace_back(tensor, tensor.contiguous().is_same(tensor) ? tensor.clone() : tensor.contiguous()).second;
@@ -112,6 +129,7 @@ class Rows {
 
   AdamWTensors<4> plain_;
   AdamWTensors<5> amsgrad_;
+  std::vector<c10::TensorImpl*> params_;
   std::deque<at::Tensor> dense_grads_;
   std::deque<std::pair<at::Tensor, at::Tensor>> copies_;  // written back after the step
 };
@@ -127,13 +145,14 @@ class AdamWGroup {
   // Collects the tensors of the next step. Parameters without gradient are passed over; those with a gradient whose state is incomplete are
   // returned: the caller completes it and gathers again.
   py::list gather(const py::dict& state, const py::list& params, bool amsgrad) {
-    rows_.clear();
+    clear();
     py::list incomplete;
     const Py_ssize_t size = PyList_GET_SIZE(params.ptr());
     trail_.restart(static_cast<size_t>(size));
     for (Py_ssize_t index = 0; index < size; ++index) {
       trail_.next();
       PyObject* object = PyList_GET_ITEM(params.ptr(), index);
+      TORCH_CHECK_TYPE(THPVariable_Check(object), "params[", index, "]: expected a tensor, got ", Py_TYPE(object)->tp_name);
       const at::Tensor& param = THPVariable_Unpack(object);
       const at::Tensor& grad = param.grad();
       if (!grad.defined()) continue;
@@ -144,7 +163,11 @@ class AdamWGroup {
         rows_.add({param, grad, *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *step}, index);
         trail_.note(object, values);
         trail_.note({&param, &grad, exp_avg, exp_avg_sq, step});
+        alive_.push_back(py::reinterpret_borrow<py::object>(object));
+        alive_grads_.push_back(grad);
       } else {
+        check_tensor(param, "params", index, param);
+        if (!is_lazy(grad)) check_tensor(grad, "grads", index, param);
         incomplete.append(py::reinterpret_borrow<py::object>(object));
       }
     }
@@ -153,12 +176,20 @@ class AdamWGroup {
 
   void step(double lr, double beta1, double beta2, double eps, double weight_decay, bool maximize, double grad_scale) {
     const auto hyper = hyper_parameters(lr, beta1, beta2, eps, weight_decay, maximize, grad_scale);
-    py::gil_scoped_release no_gil;
-    rows_.run(hyper);
-    rows_.clear();
+    {
+      py::gil_scoped_release no_gil;
+      rows_.run(hyper);
+    }
+    clear();
   }
 
  private:
+  void clear() {
+    rows_.clear();
+    alive_.clear();
+    alive_grads_.clear();
+  }
+
   // A tensor's hash is its address, but asking for it calls Python code: 4,000 calls are a third of a step of 4,000 small tensors.
   static PyObject* state_of(PyObject* state, PyObject* param) {
     PyObject* values = _PyDict_GetItem_KnownHash(state, param, static_cast<Py_hash_t>(reinterpret_cast<uintptr_t>(param)));
@@ -167,12 +198,17 @@ class AdamWGroup {
     return values;
   }
 
-  static const at::Tensor* find(PyObject* values, const py::str& key) {
+  const at::Tensor* find(PyObject* values, const py::str& key) {
     PyObject* const value = values && PyDict_Check(values) ? PyDict_GetItemWithError(values, key.ptr()) : nullptr;
-    return value && THPVariable_Check(value) ? &THPVariable_Unpack(value) : nullptr;
+    if (!value || !THPVariable_Check(value)) return nullptr;
+    alive_.push_back(py::reinterpret_borrow<py::object>(value));
+    return &THPVariable_Unpack(value);
   }
 
   Rows rows_;
+  // What the rows point into: another thread may drop it while the kernel runs without the GIL.
+  std::vector<py::object> alive_;
+  std::vector<at::Tensor> alive_grads_;
   Trail trail_;
   const at::Tensor undefined_;
   const py::str step_ = "step", exp_avg_ = "exp_avg", exp_avg_sq_ = "exp_avg_sq", max_exp_avg_sq_ = "max_exp_avg_sq";

@@ -3,6 +3,8 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include "bindings/c10d_transport.h"
 #include "bindings/module.h"
 
@@ -55,8 +57,9 @@ class TensorHolder final : public c10::ivalue::PyObjectHolder {
 
 }  // namespace
 
-Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
-    : executor_(std::make_unique<C10dTransport>(std::move(backend))), timeout_(timeout) {}
+Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
+    : executor_(std::make_shared<comm::Executor>(std::make_unique<C10dTransport>(std::move(backend)), std::move(global_ranks))),
+      timeout_(timeout) {}
 
 Communicator::~Communicator() {
   // The worker may need the GIL to let go of a tensor.
@@ -65,7 +68,11 @@ Communicator::~Communicator() {
 }
 
 comm::AllReduce Communicator::call(const std::string& algorithm, const std::string& codec, bool average) const {
-  if (const std::string reason = executor_.failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
+  if (const std::string reason = executor_->failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
+  TORCH_CHECK(
+      !queue_.in_worker(),
+      "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
+      "point of the order on every rank; wait for the work, then call");
   comm::check_names(algorithm, codec);
   return {algorithm, codec, average, 0, timeout_};
 }
@@ -74,7 +81,7 @@ void Communicator::all_reduce(const at::Tensor& tensor, const std::string& algor
   check_values(tensor);
   const auto call = this->call(algorithm, codec, average);
   py::gil_scoped_release no_gil;
-  queue_.run([&] { reduce(executor_, caller_place(), tensor, call); });
+  queue_.run([&] { reduce(*executor_, caller_place(), tensor, call); });
 }
 
 std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const std::string& algorithm,
@@ -85,31 +92,42 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(c10::make_intrusive<TensorHolder>(std::move(object))));
   py::gil_scoped_release no_gil;
-  queue_.submit([this, tensor, call, future, value = std::move(value)] {
+  queue_.submit([executor = executor_, tensor, call, future, value = std::move(value)] {
     try {
       // Backward has the other cores busy: a team of threads would gain nothing here.
-      reduce(executor_, Place{serial_for}, tensor, call);
+      reduce(*executor, Place{serial_for}, tensor, call);
     } catch (...) {
-      future->setError(std::current_exception());
+      future->setErrorIfNeeded(std::current_exception());
       return;
     }
-    future->markCompleted(value);
+    try {
+      future->markCompleted(value);
+    } catch (const c10::Error&) {
+      // The user has completed it.
+    }
   });
   return std::make_shared<torch::jit::PythonFutureWrapper>(future);
 }
 
 void Communicator::close() {
-  executor_.abort("the communicator was closed");
+  executor_->abort("the communicator was closed");
   queue_.close();
 }
 
 void bind_communicator(py::module_& module) {
   module.def("check_names", &comm::check_names);
+  module.def(
+      "timeout_of",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+        return std::chrono::duration<double>(group->getDefaultBackend()->getBackendOptions()->timeout).count();
+      },
+      "The seconds that a group's own collectives wait.");
   py::class_<Communicator>(module, "Communicator")
-      .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, double timeout) {
-             return std::make_unique<Communicator>(std::move(backend), std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3)));
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, double timeout) {
+             const std::chrono::milliseconds milliseconds(static_cast<int64_t>(timeout * 1e3));
+             return std::make_unique<Communicator>(std::move(backend), std::move(global_ranks), milliseconds);
            }),
-           py::arg("backend"), py::arg("timeout"))
+           py::arg("backend"), py::arg("global_ranks"), py::arg("timeout"))
       .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"), py::arg("algorithm"), py::arg("codec"), py::arg("average"))
       .def("submit", &Communicator::submit, py::arg("tensor"), py::arg("algorithm"), py::arg("codec"), py::arg("average"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())

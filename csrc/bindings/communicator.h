@@ -14,7 +14,7 @@ namespace dltrain::bindings {
 // All-reduces over one backend of their own, one after another in the order of the calls.
 class Communicator {
  public:
-  Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout);
+  Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout);
   ~Communicator();
 
   // In place, in the calling thread when nothing is under way.
@@ -27,14 +27,14 @@ class Communicator {
   // Aborts what is under way and fails what waits. Does not block on any peer.
   void close();
 
-  comm::Stats stats() const { return executor_.stats(); }
+  comm::Stats stats() const { return executor_->stats(); }
 
  private:
   comm::AllReduce call(const std::string& algorithm, const std::string& codec, bool average) const;
 
-  comm::Executor executor_;
+  std::shared_ptr<comm::Executor> executor_;  // shared with the tasks: one of them may drop the communicator
   std::chrono::milliseconds timeout_;
-  Queue queue_;  // last: its worker ends before the executor does
+  Queue queue_;
 };
 
 }  // namespace dltrain::bindings

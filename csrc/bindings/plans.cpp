@@ -43,6 +43,8 @@ void bind_plans(py::module_& module) {
 
   py::class_<comm::Plan>(module, "Plan", "What one rank does in an all-reduce: rounds of steps over abstract chunks. print() draws it.")
       .def(py::init([](std::string algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds) {
+             check(chunks >= 1, "chunks: expected at least 1, got ", chunks);
+             check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
              return comm::Plan{std::move(algorithm), rank, world_size, chunks, std::move(rounds)};
            }),
            py::arg("algorithm"), py::arg("rank"), py::arg("world_size"), py::arg("chunks"), py::arg("rounds"))

@@ -38,7 +38,7 @@ class Trail {
     for (const at::Tensor* tensor : tensors) {
       const c10::TensorImpl* const impl = tensor->unsafeGetTensorImpl();
       *note_++ = address(tensor);
-      *note_++ = address(tensor->storage().unsafeGetStorageImpl());
+      *note_++ = address(impl->unsafe_storage().unsafeGetStorageImpl());
       for (size_t line = 0; line < impl_lines; ++line) *note_++ = address(impl) + 64 * line;
     }
   }

@@ -52,7 +52,10 @@ void Executor::run(const Program& program, const AllReduce& call, const Place& p
   inbox_ = static_cast<float*>(buffer_.reserve(program.inbox * static_cast<int64_t>(sizeof(float))));
 
   try {
-    in_flight_.resize(program.segments);
+    {
+      std::lock_guard lock(mutex_);
+      in_flight_.resize(program.segments);
+    }
     for (const Transfer& transfer : program.first) post(transfer, false, values);
     for (const auto& tick : program.ticks) {
       for (const Part& part : tick) {
@@ -63,9 +66,10 @@ void Executor::run(const Program& program, const AllReduce& call, const Place& p
       }
     }
   } catch (const TransportError& error) {
-    const std::string reason = text("all_reduce with ", program.algorithm, " on rank ", rank(), " of ", world_size(), ": waiting for rank ",
-                                    waiting_.peer, " in round ", waiting_.round, " of ", program.rounds, " failed after ",
-                                    seconds(Clock::now() - start), " s (deadline ", seconds(call.timeout), " s): ", error.what());
+    const std::string reason =
+        text("all_reduce with ", program.algorithm, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for rank ",
+             global(waiting_.peer), " in round ", waiting_.round, " of ", program.rounds, " failed after ", seconds(Clock::now() - start),
+             " s (deadline ", seconds(call.timeout), " s): ", error.what());
     std::lock_guard lock(mutex_);
     in_flight_.clear();
     if (failure_.empty()) failure_ = reason;

@@ -41,7 +41,9 @@ struct Stats {
 // Runs plans over a transport, one at a time: whoever calls brings the order (a Queue).
 class Executor {
  public:
-  explicit Executor(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
+  // global_ranks: what the ranks of the group are called in errors; by their place in the group where empty.
+  explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {})
+      : transport_(std::move(transport)), global_ranks_(std::move(global_ranks)) {}
 
   // Sums (or averages) values over the ranks, in place. After an error the messages of the group are out of step, so every later call
   // fails.
@@ -65,6 +67,7 @@ class Executor {
     std::vector<Posted> now, ahead;  // of the round under way; the next round's receives
   };
 
+  int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
   const Program& program(const AllReduce& call, int64_t numel);
   void run(const Program& program, const AllReduce& call, const Place& place, float* values);
   void post(const Transfer& transfer, bool send, float* values);
@@ -72,6 +75,7 @@ class Executor {
   void fold(const FoldStep& step, const Place& place, float* values, float scale);
 
   std::unique_ptr<Transport> transport_;
+  std::vector<int> global_ranks_;
   Buffer buffer_;
   float* inbox_ = nullptr;
   std::map<std::tuple<std::string, std::string, int64_t, int>, Program> programs_;

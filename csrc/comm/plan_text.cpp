@@ -31,7 +31,8 @@ std::vector<std::string> cells(const Round& round, int chunks) {
   for (Op op : {Op::finalize, Op::send_partial, Op::send_final, Op::recv_reduce, Op::recv_final}) {
     for (const Step& step : round) {
       if (step.op != op) continue;
-      for (int chunk = step.chunks.begin; chunk < step.chunks.end; ++chunk) {
+      // A plan that verify has yet to reject can be drawn as well.
+      for (int chunk = std::max(0, step.chunks.begin); chunk < std::min(chunks, step.chunks.end); ++chunk) {
         if (row[chunk].find(symbol(op)) == std::string::npos) row[chunk] += symbol(op);
       }
     }
@@ -79,7 +80,7 @@ std::string draw(const Plan& plan) {
 
 std::string to_json(const Plan& plan) {
   std::ostringstream out;
-  out << R"({"algorithm": ")" << plan.algorithm << R"(", "rank": )" << plan.rank << R"(, "world_size": )" << plan.world_size
+  out << R"({"algorithm": )" << std::quoted(plan.algorithm) << R"(, "rank": )" << plan.rank << R"(, "world_size": )" << plan.world_size
       << R"(, "chunks": )" << plan.chunks << R"(, "rounds": [)";
   const char* between_rounds = "";
   for (const Round& round : plan.rounds) {

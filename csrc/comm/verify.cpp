@@ -61,7 +61,8 @@ struct Value {
 
 struct Held {
   Value value;
-  int encoded_in = -1;  // the round of its one encode
+  int encoded_in = -1;     // the round of its one encode
+  Expression encoded = 0;  // what was encoded then
 };
 
 struct Message {
@@ -76,6 +77,7 @@ class Walk {
     check(!plans.empty(), "plans: expected one for each rank, got none");
     for (int rank = 0; rank < world_size_; ++rank) {
       const Plan& plan = plans[rank];
+      check(plan.chunks >= 1, "plans[", rank, "]: expected at least 1 chunk, got ", plan.chunks);
       check(plan.rank == rank && plan.world_size == world_size_ && plan.chunks == plans[0].chunks, "plans[", rank, "]: expected rank ",
             rank, " of ", world_size_, " over ", plans[0].chunks, " chunks, got rank ", plan.rank, " of ", plan.world_size, " over ",
             plan.chunks);
@@ -113,11 +115,12 @@ class Walk {
   }
 
   void encode(int rank, int chunk) {
-    int& encoded_in = held_[rank][chunk].encoded_in;
-    if (encoded_in >= 0 && encoded_in != round_) {
-      broken("R4", "round ", round_, ": rank ", rank, " encodes chunk ", chunk, " a second time, the first was in round ", encoded_in);
+    Held& held = held_[rank][chunk];
+    if (held.encoded_in >= 0 && held.encoded_in != round_) {
+      broken("R4", "round ", round_, ": rank ", rank, " encodes chunk ", chunk, " a second time, the first was in round ", held.encoded_in);
     }
-    encoded_in = round_;
+    held.encoded_in = round_;
+    held.encoded = held.value.expression;
   }
 
   void finalize(int rank, int chunk) {
@@ -185,6 +188,11 @@ class Walk {
         if (step.op == Op::recv_final) {
           if (held[chunk].encoded_in == round_) {
             broken("R4", "round ", round_, ": rank ", plan.rank, " receives chunk ", chunk, " into what it is still sending");
+          }
+          // Else a part would be lost, and the receive could meet a message that still uses the chunk.
+          if (held[chunk].encoded_in >= 0 && held[chunk].encoded != held[chunk].value.expression) {
+            broken("R4", "round ", round_, ": rank ", plan.rank, " overwrites chunk ", chunk,
+                   ", into which it has folded what it never sent on");
           }
           held[chunk].value = std::move(value);
         } else if (!partials[chunk].emplace(step.peer, std::move(value)).second) {

@@ -13,6 +13,7 @@ class Buffer {
   void* reserve(int64_t bytes) {
     if (bytes > capacity_) {
       memory_.reset();
+      capacity_ = 0;
       memory_.reset(::operator new(static_cast<size_t>(bytes), alignment));
       capacity_ = bytes;
     }

@@ -1,75 +1,92 @@
 #include "core/queue.h"
 
+#include <condition_variable>
+#include <deque>
 #include <future>
-#include <memory>
+#include <mutex>
 #include <stdexcept>
 
 namespace dltrain {
 
-namespace {
-constexpr const char* closed_text = "the queue is closed";
-}
+struct Queue::State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Task> tasks;
+  bool busy = false;
+  bool closed = false;
+
+  void check_open() const {
+    if (closed) throw std::runtime_error("the queue is closed");
+  }
+};
+
+Queue::Queue() : state_(std::make_shared<State>()) {}
 
 void Queue::run(const Task& task) {
-  {
-    std::unique_lock lock(mutex_);
-    if (closed_) throw std::runtime_error(closed_text);
-    if (busy_ || !tasks_.empty()) {
-      lock.unlock();
-      auto packaged = std::make_shared<std::packaged_task<void()>>(task);
-      submit([packaged] { (*packaged)(); });
-      packaged->get_future().get();
-      return;
-    }
-    busy_ = true;
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  state.check_open();
+  if (state.busy || !state.tasks.empty()) {
+    lock.unlock();
+    auto packaged = std::make_shared<std::packaged_task<void()>>(task);
+    submit([packaged] { (*packaged)(); });
+    packaged->get_future().get();
+    return;
   }
+  state.busy = true;
+  lock.unlock();
   struct Leave {
-    Queue* queue;
+    State& state;
     ~Leave() {
-      std::lock_guard lock(queue->mutex_);
-      queue->busy_ = false;
-      queue->changed_.notify_all();
+      std::lock_guard lock(state.mutex);
+      state.busy = false;
+      state.changed.notify_all();
     }
-  } leave{this};
+  } leave{state};
   task();
 }
 
 void Queue::submit(Task task) {
-  std::lock_guard lock(mutex_);
-  if (closed_) throw std::runtime_error(closed_text);
-  tasks_.push_back(std::move(task));
-  if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
-  changed_.notify_all();
+  std::lock_guard lock(state_->mutex);
+  state_->check_open();
+  state_->tasks.push_back(std::move(task));
+  if (!worker_.joinable()) {
+    worker_ = std::thread([state = state_] { work(state); });
+    worker_id_ = worker_.get_id();
+  }
+  state_->changed.notify_all();
 }
 
 void Queue::close() {
-  std::thread worker;
-  {
-    std::unique_lock lock(mutex_);
-    closed_ = true;
-    changed_.notify_all();
-    worker.swap(worker_);
+  std::unique_lock lock(state_->mutex);
+  state_->closed = true;
+  state_->changed.notify_all();
+  std::thread worker = std::move(worker_);
+  lock.unlock();
+  if (in_worker()) {
+    if (worker.joinable()) worker.detach();
+    return;
   }
   if (worker.joinable()) worker.join();
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return !busy_; });
+  lock.lock();
+  state_->changed.wait(lock, [this] { return !state_->busy; });
 }
 
-void Queue::work() {
-  std::unique_lock lock(mutex_);
+void Queue::work(const std::shared_ptr<State>& state) {
+  std::unique_lock lock(state->mutex);
   while (true) {
-    changed_.wait(lock, [this] { return !busy_ && (closed_ || !tasks_.empty()); });
-    if (tasks_.empty()) return;
+    state->changed.wait(lock, [&] { return !state->busy && (state->closed || !state->tasks.empty()); });
+    if (state->tasks.empty()) return;
     {
-      Task task = std::move(tasks_.front());
-      tasks_.pop_front();
-      busy_ = true;
+      Task task = std::move(state->tasks.front());
+      state->tasks.pop_front();
+      state->busy = true;
       lock.unlock();
       task();
     }
     lock.lock();
-    busy_ = false;
-    changed_.notify_all();
+    state->busy = false;
+    state->changed.notify_all();
   }
 }
 

@@ -1,9 +1,8 @@
 #pragma once
 
-#include <condition_variable>
-#include <deque>
+#include <atomic>
 #include <functional>
-#include <mutex>
+#include <memory>
 #include <thread>
 
 namespace dltrain {
@@ -13,7 +12,7 @@ class Queue {
  public:
   using Task = std::function<void()>;
 
-  Queue() = default;
+  Queue();
   ~Queue() { close(); }
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
@@ -25,18 +24,20 @@ class Queue {
   // Returns at once; the worker runs the task, which must not throw.
   void submit(Task task);
 
-  // Returns when all given tasks have run. Afterwards run and submit throw.
+  // Afterwards run and submit throw. Returns when all given tasks have run; called by one of them it returns at once, and the worker ends
+  // after the last.
   void close();
 
- private:
-  void work();
+  // Whether a task of this queue, run by its worker, is what calls.
+  bool in_worker() const { return std::this_thread::get_id() == worker_id_; }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Task> tasks_;
-  bool busy_ = false;
-  bool closed_ = false;
-  std::thread worker_;  // started by the first submit
+ private:
+  struct State;
+  static void work(const std::shared_ptr<State>& state);
+
+  std::shared_ptr<State> state_;  // shared with the worker, which may outlive the queue
+  std::thread worker_;            // started by the first submit
+  std::atomic<std::thread::id> worker_id_;
 };
 
 }  // namespace dltrain

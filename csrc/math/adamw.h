@@ -3,7 +3,7 @@
 // AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, Algorithm 2), bias correction placed as in torch.optim.AdamW:
 //
 //   p <- p (1 - lr wd)
-//   m <- m + (1 - b1)(g - m)            v <- b2 v + (1 - b2) g^2
+//   m <- b1 m + (1 - b1) g              v <- b2 v + (1 - b2) g^2
 //   p <- p - lr / (1 - b1^t)  m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 //
 // AMSGrad (Reddi, Kale & Kumar, 2018) puts the largest v so far in the place of v.
@@ -17,7 +17,7 @@ namespace dltrain::math {
 // What one step does to one element.
 struct AdamWElement {
   float decay;  // 1 - lr wd
-  float one_less_beta1, beta2, one_less_beta2;
+  float beta1, one_less_beta1, beta2, one_less_beta2;
   float step_size;   // lr / (1 - b1^t)
   float correction;  // 1 / sqrt(1 - b2^t)
   float eps;
@@ -38,8 +38,9 @@ struct AdamWElement {
  private:
   DLT_HD void moments(float g, float& m, float& v) const {
     g *= grad_factor;
-    m += one_less_beta1 * (g - m);
-    v = beta2 * v + one_less_beta2 * (g * g);
+    m = beta1 * m + one_less_beta1 * g;
+    // In this order, since g * g overflows first.
+    v = beta2 * v + (one_less_beta2 * g) * g;
   }
 
   DLT_HD float moved(float p, float m, float v) const { return p * decay - step_size * (m / (sqrtf(v) * correction + eps)); }
@@ -53,6 +54,7 @@ struct AdamW {
   DLT_HD AdamWElement at(double step) const {
     AdamWElement element;
     element.decay = static_cast<float>(1.0 - lr * weight_decay);
+    element.beta1 = static_cast<float>(beta1);
     element.one_less_beta1 = static_cast<float>(1.0 - beta1);
     element.beta2 = static_cast<float>(beta2);
     element.one_less_beta2 = static_cast<float>(1.0 - beta2);

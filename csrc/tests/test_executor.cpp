@@ -81,7 +81,7 @@ TEST(Executor, NamesTheRankItWaitsFor) {
       FAIL() << "did not fail";
     } catch (const AllReduceError& error) {
       if (executor.rank() == 2) {
-        EXPECT_NE(std::string(error.what()).find("all_reduce with ring on rank 2 of 3: waiting for rank 1 in round 0 of 4"),
+        EXPECT_NE(std::string(error.what()).find("all_reduce with ring on rank 2 in a group of 3: waiting for rank 1 in round 0 of 4"),
                   std::string::npos)
             << error.what();
       }

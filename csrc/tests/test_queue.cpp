@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <future>
 #include <thread>
 #include <vector>
 
@@ -50,6 +51,17 @@ TEST(Queue, NeverRunsTwoAtOnce) {
   queue.close();
   EXPECT_EQ(worst, 1);
   EXPECT_EQ(done, 200);
+}
+
+TEST(Queue, MayBeDroppedByItsOwnTask) {
+  auto* queue = new Queue;
+  std::promise<void> ended;
+  queue->submit([&] {
+    EXPECT_TRUE(queue->in_worker());
+    delete queue;
+    ended.set_value();
+  });
+  ended.get_future().get();
 }
 
 TEST(Queue, PassesExceptionsOnAndGoesOn) {

@@ -1,30 +1,29 @@
 """All-reduce over a torch.distributed group, on connections of its own."""
 
 import itertools
+import time
 import weakref
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from dltrain_ext import _ops
 
-_AVERAGES = {"sum": False, "avg": True}
-
 
 def _averages(op: "str | dist.ReduceOp") -> bool:
-    name = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}.get(op, op)
-    if name not in _AVERAGES:
-        raise ValueError(f"op: expected 'sum', 'avg', ReduceOp.SUM or ReduceOp.AVG, got {op!r}")
-    return _AVERAGES[name]
+    for name, reduce_op, average in (("sum", dist.ReduceOp.SUM, False), ("avg", dist.ReduceOp.AVG, True)):
+        if op in (name, reduce_op):
+            return average
+    raise ValueError(f"op: expected 'sum', 'avg', ReduceOp.SUM or ReduceOp.AVG, got {op!r}")
 
 
 class Work:
     """An all-reduce under way, to be waited for like ``torch.distributed.Work``."""
 
-    def __init__(self, future: torch.futures.Future[torch.Tensor]):
+    def __init__(self, future: torch.futures.Future[torch.Tensor], communicator: "Communicator"):
         self._future = future
+        self._communicator = communicator  # which fails its work when it is dropped
 
     def wait(self) -> bool:
         """Returns True when the tensor holds the result; raises ``DistBackendError`` when it cannot come."""
@@ -46,20 +45,30 @@ class Communicator:
 
     Args:
         group: the ranks; the default group where None. Its own backend may be any.
-        timeout: how long one all-reduce may wait for its peers; torch.distributed's default (30 minutes) where None.
+        timeout: how long one all-reduce, and the making itself, may wait for the peers; the group's own where None.
+
+    Raises:
+        torch.distributed.DistBackendError: a rank did not come; names it.
     """
 
     _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count]" = weakref.WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None):
         group = _group(group)
-        timeout = default_pg_timeout if timeout is None else timeout
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise ValueError(f"timeout: expected a positive datetime.timedelta or None, got {timeout!r}")
+        timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
+        if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
+            raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got {timeout!r}")
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
-        backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
-        self._impl = _ops.Communicator(backend, timeout.total_seconds())
+        ranks = dist.get_process_group_ranks(group)
+        _meet(store, ranks, timeout)
+        try:
+            backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+        except RuntimeError as error:
+            raise dist.DistBackendError(
+                f"communicator of ranks {ranks}: could not connect in {timeout}: {error}"
+            ) from error
+        self._impl = _ops.Communicator(backend, ranks, timeout.total_seconds())
         self._close = weakref.finalize(self, self._impl.close)
 
     def all_reduce(
@@ -73,8 +82,10 @@ class Communicator:
     ) -> Work | None:
         """:func:`dltrain_ext.comm.all_reduce` on this communicator."""
         average = _averages(op)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
         if async_op:
-            return Work(self.submit(tensor, average=average, algorithm=algorithm, codec=codec))
+            return Work(self.submit(tensor, average=average, algorithm=algorithm, codec=codec), self)
         self._impl.all_reduce(tensor, algorithm, codec, average)
         return None
 
@@ -129,6 +140,20 @@ def all_reduce(
     if communicator is None:
         communicator = _communicators[group] = Communicator(group)
     return communicator.all_reduce(tensor, op, algorithm=algorithm, codec=codec, async_op=async_op)
+
+
+def _meet(store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
+    """Waits until every rank has come, so that one that does not can be named."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.set(f"here/{dist.get_rank()}", "")
+    for rank in ranks:
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            store.wait([f"here/{rank}"], timedelta(seconds=left))
+        except RuntimeError as error:
+            raise dist.DistBackendError(
+                f"communicator of ranks {ranks}: rank {rank} did not come in {timeout}"
+            ) from error
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -34,9 +34,17 @@ class AdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self.param_groups[-1]["differentiable"]:
+        group = self.param_groups[-1]
+        try:
+            if group["differentiable"]:
+                raise ValueError(
+                    "differentiable: expected False, got True; torch.optim.AdamW has a differentiable step"
+                )
+            if len(set(group["params"])) < len(group["params"]):
+                raise ValueError("params: expected each parameter once, got one that is twice in the group")
+        except ValueError:
             self.param_groups.pop()
-            raise ValueError("differentiable: expected False, got True; torch.optim.AdamW has a differentiable step")
+            raise
 
     def _prepare(self) -> None:
         self._fused: list[_ops.AdamWGroup] = []
@@ -58,21 +66,24 @@ class AdamW(torch.optim.AdamW):
         while len(self._fused) < len(self.param_groups):
             self._fused.append(_ops.AdamWGroup())
         # All groups are read before the first is changed, so that an error leaves everything as it was.
+        steps = []
         for fused, group in zip(self._fused, self.param_groups, strict=False):
             if incomplete := fused.gather(self.state, group["params"], group["amsgrad"]):
                 self._complete_state(incomplete, group["amsgrad"])
                 fused.gather(self.state, group["params"], group["amsgrad"])
-        for fused, group in zip(self._fused, self.param_groups, strict=False):
             beta1, beta2 = group["betas"]
-            fused.step(
-                lr=float(group["lr"]),
-                beta1=float(beta1),
-                beta2=float(beta2),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                maximize=group["maximize"],
-                grad_scale=1.0 if grad_scale is None else grad_scale.item(),
-            )
+            hyper = {
+                "lr": float(group["lr"]),
+                "beta1": float(beta1),
+                "beta2": float(beta2),
+                "eps": float(group["eps"]),
+                "weight_decay": float(group["weight_decay"]),
+                "maximize": bool(group["maximize"]),
+                "grad_scale": 1.0 if grad_scale is None else float(grad_scale),
+            }
+            steps.append((fused, hyper))
+        for fused, hyper in steps:
+            fused.step(**hyper)
         return loss
 
     def _complete_state(self, params: Sequence[Tensor], amsgrad: bool) -> None:
@@ -81,14 +92,18 @@ class AdamW(torch.optim.AdamW):
         """
         moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad
         total = sum(p.numel() for p in params)
-        arena, steps = torch.zeros(len(moments) * total), torch.zeros(len(params))
+        plain = {"dtype": torch.float32, "device": "cpu"}
+        arena, steps = torch.zeros(len(moments) * total, **plain), torch.zeros(len(params), **plain)
         offset = 0
         for index, p in enumerate(params):
             state = self.state[p]
             step = state.get("step")
-            state["step"] = steps[index] if step is None else torch.as_tensor(step, dtype=torch.float32)
+            state["step"] = steps[index] if step is None else torch.as_tensor(step, **plain)
             dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no holes
             for place, name in enumerate(moments):
+                if name in state and not isinstance(state[name], Tensor):
+                    kind, shape = type(state[name]).__name__, list(p.shape)
+                    raise TypeError(f"state[{name!r}] of a parameter of shape {shape}: expected a tensor, got {kind}")
                 if name not in state:
                     state[name] = arena.as_strided(p.shape, dense.stride(), place * total + offset)
             offset += p.numel()
