@@ -152,7 +152,7 @@ class AdamWGroup {
     for (Py_ssize_t index = 0; index < size; ++index) {
       trail_.next();
       PyObject* object = PyList_GET_ITEM(params.ptr(), index);
-      TORCH_CHECK_TYPE(THPVariable_Check(object), "params[", index, "]: expected a tensor, got ", Py_TYPE(object)->tp_name);
+      TORCH_CHECK_TYPE(is_tensor(object), "params[", index, "]: expected a tensor, got ", Py_TYPE(object)->tp_name);
       const at::Tensor& param = THPVariable_Unpack(object);
       const at::Tensor& grad = param.grad();
       if (!grad.defined()) continue;
@@ -198,9 +198,12 @@ class AdamWGroup {
     return values;
   }
 
+  // THPVariable_Check asks a subclass, such as Parameter, in Python's slow way.
+  static bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)); }
+
   const at::Tensor* find(PyObject* values, const py::str& key) {
     PyObject* const value = values && PyDict_Check(values) ? PyDict_GetItemWithError(values, key.ptr()) : nullptr;
-    if (!value || !THPVariable_Check(value)) return nullptr;
+    if (!value || !is_tensor(value)) return nullptr;
     alive_.push_back(py::reinterpret_borrow<py::object>(value));
     return &THPVariable_Unpack(value);
   }
