@@ -36,14 +36,18 @@ inline bool fits(const at::Tensor& tensor, const at::Tensor& param) {
          impl.dtype() == caffe2::TypeMeta::Make<float>() && same_shape(tensor, param);
 }
 
-void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
-  if (fits(tensor, param)) return;
+[[noreturn]] void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !is_lazy(tensor), name, "[",
                    index, "]: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, "[", index, "]: expected a tensor on the CPU, got one on ", tensor.device());
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, "[", index, "]: expected dtype float32, got ", tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", index, "]: expected shape ", param.sizes(), " of params[", index, "], got ",
                     tensor.sizes());
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
+  if (!fits(tensor, param)) refuse(tensor, name, index, param);
 }
 
 void check_step(const at::Tensor& step, int64_t index) {
@@ -201,7 +205,10 @@ class AdamWGroup {
   // THPVariable_Check asks a subclass, such as Parameter, in Python's slow way.
   static bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)); }
 
-  const at::Tensor* find(PyObject* values, const py::str& key) {
+  // A dict finds the very object that is its key without comparing texts.
+  static py::object interned(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
+
+  const at::Tensor* find(PyObject* values, const py::object& key) {
     PyObject* const value = values && PyDict_Check(values) ? PyDict_GetItemWithError(values, key.ptr()) : nullptr;
     if (!value || !is_tensor(value)) return nullptr;
     alive_.push_back(py::reinterpret_borrow<py::object>(value));
@@ -214,7 +221,8 @@ class AdamWGroup {
   std::vector<at::Tensor> alive_grads_;
   Trail trail_;
   const at::Tensor undefined_;
-  const py::str step_ = "step", exp_avg_ = "exp_avg", exp_avg_sq_ = "exp_avg_sq", max_exp_avg_sq_ = "max_exp_avg_sq";
+  const py::object step_ = interned("step"), exp_avg_ = interned("exp_avg"), exp_avg_sq_ = interned("exp_avg_sq"),
+                   max_exp_avg_sq_ = interned("max_exp_avg_sq");
 };
 
 void adamw_op(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
