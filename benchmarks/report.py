@@ -103,7 +103,8 @@ def number(value: float | None) -> str:
 def provenance() -> dict[str, str]:
     """Where and with what the figures are made; to be asked before they are, for the load average."""
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"date": date, "argv": " ".join(sys.argv[1:]), "load average": f"{os.getloadavg()[0]:.1f}"} | info.collect()
+    facts = {name: fact for name, fact in info.collect().items() if name != "package"}  # a path of this machine
+    return {"date": date, "argv": " ".join(sys.argv[1:]), "load average": f"{os.getloadavg()[0]:.1f}"} | facts
 
 
 def headline(origin: Mapping[str, str]) -> str:
