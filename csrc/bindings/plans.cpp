@@ -11,18 +11,12 @@ namespace {
 constexpr comm::Op ops[] = {comm::Op::send_partial, comm::Op::recv_reduce, comm::Op::finalize, comm::Op::send_final, comm::Op::recv_final};
 
 comm::Op op_of(const std::string& name) {
-  std::string names;
-  for (comm::Op op : ops) {
-    if (name == comm::name(op)) return op;
-    names += (names.empty() ? "" : ", ") + std::string(comm::name(op));
-  }
-  throw std::invalid_argument(text("op: expected one of ", names, ", got '", name, "'"));
-}
-
-std::vector<std::string> codec_names() {
   std::vector<std::string> names;
-  for (const auto& codec : comm::codecs()) names.push_back(codec.name);
-  return names;
+  for (comm::Op op : ops) {
+    names.push_back(comm::name(op));
+    if (name == names.back()) return op;
+  }
+  unknown_name("op", names, name);
 }
 
 }  // namespace
@@ -61,7 +55,7 @@ void bind_plans(py::module_& module) {
       });
 
   module.def("algorithms", &comm::algorithms);
-  module.def("codecs", &codec_names);
+  module.def("codecs", &comm::codec_names);
   module.def("make_plan", &comm::make_plan);
   module.def("verify", &comm::verify, py::call_guard<py::gil_scoped_release>());
 }

@@ -11,13 +11,17 @@ const std::vector<Codec>& codecs() {
   return entries;
 }
 
+std::vector<std::string> codec_names() {
+  std::vector<std::string> names;
+  for (const Codec& codec : codecs()) names.push_back(codec.name);
+  return names;
+}
+
 const Codec& find_codec(const std::string& name) {
-  std::string names;
   for (const Codec& codec : codecs()) {
     if (codec.name == name) return codec;
-    names += (names.empty() ? "" : ", ") + codec.name;
   }
-  throw std::invalid_argument(text("codec: expected one of ", names, ", got '", name, "'"));
+  unknown_name("codec", codec_names(), name);
 }
 
 }  // namespace dltrain::comm

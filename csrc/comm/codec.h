@@ -13,6 +13,7 @@ struct Codec {
 };
 
 const std::vector<Codec>& codecs();
+std::vector<std::string> codec_names();
 
 // Throws std::invalid_argument naming the codecs there are.
 const Codec& find_codec(const std::string& name);

@@ -44,12 +44,10 @@ const std::vector<std::string>& algorithms() {
 Plan make_plan(const std::string& algorithm, int rank, int world_size) {
   check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
   check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
-  std::string names;
   for (const auto& [name, builder] : registry()) {
     if (name == algorithm) return builder(rank, world_size);
-    names += (names.empty() ? "" : ", ") + name;
   }
-  throw std::invalid_argument(text("algorithm: expected one of ", names, ", got '", algorithm, "'"));
+  unknown_name("algorithm", algorithms(), algorithm);
 }
 
 std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes) {

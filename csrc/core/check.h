@@ -3,6 +3,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace dltrain {
 
@@ -17,6 +18,13 @@ std::string text(const Parts&... parts) {
 template <class... Parts>
 void check(bool holds, const Parts&... parts) {
   if (!holds) throw std::invalid_argument(text(parts...));
+}
+
+// A name that is none of those there are.
+[[noreturn]] inline void unknown_name(const char* argument, const std::vector<std::string>& names, const std::string& got) {
+  std::string list;
+  for (const std::string& name : names) list += (list.empty() ? "" : ", ") + name;
+  throw std::invalid_argument(text(argument, ": expected one of ", list, ", got '", got, "'"));
 }
 
 }  // namespace dltrain
