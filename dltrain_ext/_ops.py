@@ -17,10 +17,14 @@ from dltrain_ext._C import (
     AdamWGroup,
     Communicator,
     Plan,
+    SGDGroup,
     Step,
     algorithms,
+    built_with_cuda,
     check_names,
     codecs,
+    instruction_set,
+    instruction_sets,
     make_plan,
     timeout_of,
     verify,
@@ -30,12 +34,17 @@ __all__ = [
     "AdamWGroup",
     "Communicator",
     "Plan",
+    "SGDGroup",
     "Step",
     "adamw_",
     "algorithms",
+    "built_with_cuda",
     "check_names",
     "codecs",
+    "instruction_set",
+    "instruction_sets",
     "make_plan",
+    "sgd_",
     "timeout_of",
     "verify",
 ]
@@ -55,13 +64,16 @@ def adamw_(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
-    grad_scale: float = 1.0,
+    tensor_lr: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """One AdamW step over lists of float32 CPU tensors, in place; its meaning is :func:`dltrain_ext.reference.adamw_`.
+    """One AdamW step over lists of float32 tensors, in place; its meaning is :func:`dltrain_ext.reference.adamw_`.
 
     The lists run in parallel, one entry a parameter, equal shapes within an entry; ``steps`` are one-element tensors
     and advance by one. ``max_exp_avg_sqs`` is empty without AMSGrad. Gradients are divided by ``grad_scale`` on the
-    way and not written.
+    way and not written. One-element tensors on the device of the parameters: ``tensor_lr`` stands in for ``lr``, and
+    where ``found_inf`` is not zero nothing changes.
 
     Raises:
         TypeError, ValueError: naming the list and the index, what was expected and what came.
@@ -79,10 +91,54 @@ def adamw_(
         eps=eps,
         weight_decay=weight_decay,
         maximize=maximize,
+        tensor_lr=tensor_lr,
         grad_scale=grad_scale,
+        found_inf=found_inf,
     )
 
 
-@torch.library.register_fake("dltrain_ext::adamw_")
-def _(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, **hyper) -> None:
-    """Changes its arguments and returns nothing."""
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    first: bool = False,
+    tensor_lr: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One SGD step over lists of float32 tensors, in place; its meaning is :func:`dltrain_ext.reference.sgd_`.
+
+    The lists run in parallel, one entry a parameter, equal shapes within an entry; ``momentum_buffers`` is empty
+    without momentum. ``first``: the buffers hold nothing yet. The tensors of one number as in :func:`adamw_`.
+
+    Raises:
+        TypeError, ValueError: naming the list and the index, what was expected and what came.
+    """
+    torch.ops.dltrain_ext.sgd_(
+        params,
+        grads,
+        momentum_buffers,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        first=first,
+        tensor_lr=tensor_lr,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+@torch.library.register_fake("dltrain_ext::adamw_")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("dltrain_ext::sgd_")  # type: ignore[untyped-decorator]
+def _changes_its_arguments(*lists: Sequence[Tensor], **hyper: object) -> None:
+    """And returns nothing."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dltrain_ext import __version__, _build_info, codecs, comm
+from dltrain_ext import __version__, _build_info, _ops, codecs, comm
 
 
 def collect() -> dict[str, str]:
@@ -23,8 +23,9 @@ def collect() -> dict[str, str]:
         "CPU": _cpu(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
-        "instruction set": f"{platform.machine()} baseline (torch runs {torch.backends.cpu.get_cpu_capability()})",
-        "CUDA": "none: built for the CPU",
+        "instruction set": f"{_ops.instruction_set()}, out of {', '.join(_ops.instruction_sets())} "
+        f"(torch runs {torch.backends.cpu.get_cpu_capability()})",
+        "CUDA": _build_info.CUDA,
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "algorithms": ", ".join(comm.ALGORITHMS),
         "codecs": ", ".join(codecs.CODECS),

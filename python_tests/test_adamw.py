@@ -582,8 +582,8 @@ def op_arguments(amsgrad=False):
 def test_the_op_is_the_reference(amsgrad):
     ours, hyper = op_arguments(amsgrad)
     theirs = copy.deepcopy(ours)
-    _ops.adamw_(*ours, **hyper, maximize=True, grad_scale=4.0)
-    reference.adamw_(*theirs, **hyper, maximize=True, grad_scale=4.0)
+    _ops.adamw_(*ours, **hyper, maximize=True, grad_scale=torch.tensor(4.0))
+    reference.adamw_(*theirs, **hyper, maximize=True, grad_scale=torch.tensor(4.0))
     for a, b in zip(ours, theirs, strict=True):
         assert_same(a, b)
 

@@ -29,7 +29,7 @@ MODULES = {
     "amp": {"optim", "_ops"},
     "ddp": {"comm", "amp", "_ops"},
     "sim": {"comm", "_ops"},
-    "info": {"codecs", "comm", "__init__", "_build_info"},
+    "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
 PUBLIC = {"amp", "codecs", "comm", "ddp", "info", "optim", "sim"}
 

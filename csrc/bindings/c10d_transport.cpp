@@ -47,12 +47,12 @@ std::vector<at::Tensor> bytes_at(const void* data, int64_t bytes) { return {at::
 
 }  // namespace
 
-std::unique_ptr<comm::Request> C10dTransport::send(int peer, const void* data, int64_t bytes) {
+std::unique_ptr<comm::Request> C10dTransport::send(const Place&, int peer, const void* data, int64_t bytes) {
   auto tensors = bytes_at(data, bytes);
   return guarded([&] { return std::make_unique<C10dRequest>(backend_->send(tensors, peer, tag)); });
 }
 
-std::unique_ptr<comm::Request> C10dTransport::recv(int peer, void* data, int64_t bytes) {
+std::unique_ptr<comm::Request> C10dTransport::recv(const Place&, int peer, void* data, int64_t bytes) {
   auto tensors = bytes_at(data, bytes);
   return guarded([&] { return std::make_unique<C10dRequest>(backend_->recv(tensors, peer, tag)); });
 }

@@ -7,6 +7,7 @@
 
 #include "bindings/c10d_transport.h"
 #include "bindings/module.h"
+#include "bindings/place.h"
 
 namespace dltrain::bindings {
 
@@ -81,7 +82,7 @@ void Communicator::all_reduce(const at::Tensor& tensor, const std::string& algor
   check_values(tensor);
   const auto call = this->call(algorithm, codec, average);
   py::gil_scoped_release no_gil;
-  queue_.run([&] { reduce(*executor_, caller_place(), tensor, call); });
+  queue_.run([&] { reduce(*executor_, caller_place(tensor.device()), tensor, call); });
 }
 
 std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const std::string& algorithm,

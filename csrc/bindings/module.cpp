@@ -11,7 +11,9 @@ PYBIND11_MODULE(_C, module) {
       torch::translate_exception_to_python(error);
     }
   });
+  dltrain::bindings::bind_build(module);
   dltrain::bindings::bind_adamw(module);
+  dltrain::bindings::bind_sgd(module);
   dltrain::bindings::bind_plans(module);
   dltrain::bindings::bind_communicator(module);
 }

@@ -14,7 +14,7 @@ namespace dltrain::bindings {
 class Trail {
  public:
   void restart(size_t parameters) {
-    places_.resize(parameters);
+    places_.resize(parameters, {});
     at_ = 0;
   }
 
@@ -31,11 +31,13 @@ class Trail {
   void note(PyObject* param, PyObject* values) {
     *note_++ = address(param);
     *note_++ = address(values);
-    *note_++ = address(reinterpret_cast<PyDictObject*>(values)->ma_keys);
+    *note_++ = values ? address(reinterpret_cast<PyDictObject*>(values)->ma_keys) : nullptr;
   }
 
-  void note(const std::initializer_list<const at::Tensor*>& tensors) {
-    for (const at::Tensor* tensor : tensors) {
+  void note(std::initializer_list<const at::Tensor*> tensors) { note(tensors.begin(), tensors.size()); }
+
+  void note(const at::Tensor* const* tensors, size_t count) {
+    for (const at::Tensor* tensor : c10::ArrayRef(tensors, count)) {
       const c10::TensorImpl* const impl = tensor->unsafeGetTensorImpl();
       *note_++ = address(tensor);
       *note_++ = address(impl->unsafe_storage().unsafeGetStorageImpl());

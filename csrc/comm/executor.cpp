@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "kernels/fold.h"
+#include "kernels/map_blocks.h"
 
 namespace dltrain::comm {
 
@@ -49,20 +50,20 @@ void Executor::run(const Program& program, const AllReduce& call, const Place& p
   const float scale = call.average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
   const auto start = Clock::now();
   const Deadline deadline = start + call.timeout;
-  inbox_ = static_cast<float*>(buffer_.reserve(program.inbox * static_cast<int64_t>(sizeof(float))));
+  inbox_ = static_cast<float*>(buffer_.reserve(place, program.inbox * static_cast<int64_t>(sizeof(float))));
 
   try {
     {
       std::lock_guard lock(mutex_);
       in_flight_.resize(program.segments);
     }
-    for (const Transfer& transfer : program.first) post(transfer, false, values);
+    for (const Transfer& transfer : program.first) post(transfer, false, place, values);
     for (const auto& tick : program.ticks) {
       for (const Part& part : tick) {
         complete(in_flight_[part.segment], deadline);
         for (const FoldStep& step : part.folds) fold(step, place, values, scale);
-        for (const Transfer& transfer : part.sends) post(transfer, true, values);
-        for (const Transfer& transfer : part.ahead) post(transfer, false, values);
+        for (const Transfer& transfer : part.sends) post(transfer, true, place, values);
+        for (const Transfer& transfer : part.ahead) post(transfer, false, place, values);
       }
     }
   } catch (const TransportError& error) {
@@ -77,7 +78,7 @@ void Executor::run(const Program& program, const AllReduce& call, const Place& p
   }
 }
 
-void Executor::post(const Transfer& transfer, bool send, float* values) {
+void Executor::post(const Transfer& transfer, bool send, const Place& place, float* values) {
   float* data = (transfer.inbox ? inbox_ : values) + transfer.span.first;
   const int64_t bytes = transfer.span.count * static_cast<int64_t>(sizeof(float));
   std::lock_guard lock(mutex_);
@@ -85,9 +86,9 @@ void Executor::post(const Transfer& transfer, bool send, float* values) {
   waiting_ = transfer;
   InFlight& segment = in_flight_[transfer.segment];
   if (send) {
-    segment.now.push_back({transfer, transport_->send(transfer.peer, data, bytes)});
+    segment.now.push_back({transfer, transport_->send(place, transfer.peer, data, bytes)});
   } else {
-    segment.ahead.push_back({transfer, transport_->recv(transfer.peer, data, bytes)});
+    segment.ahead.push_back({transfer, transport_->recv(place, transfer.peer, data, bytes)});
   }
 }
 
@@ -103,11 +104,13 @@ void Executor::complete(InFlight& segment, Deadline deadline) {
 }
 
 void Executor::fold(const FoldStep& step, const Place& place, float* values, float scale) {
-  const math::Fold arithmetic{step.scales ? scale : 1.0f};
-  if (step.inboxes.empty() && arithmetic.scale == 1.0f) return;
+  const float own_scale = step.scales ? scale : 1.0f;
+  if (step.inboxes.empty() && own_scale == 1.0f) return;
   std::vector<const float*> received;
+  received.reserve(step.inboxes.size());
   for (int64_t inbox : step.inboxes) received.push_back(inbox_ + inbox);
-  dltrain::fold(place, values + step.span.first, received, step.own_place, step.span.count, arithmetic);
+  map_blocks(place, step.span.count,
+             Fold{values + step.span.first, received.data(), static_cast<int>(received.size()), step.own_place, own_scale});
 }
 
 void Executor::abort(const std::string& reason) {

@@ -11,7 +11,7 @@
 
 #include "comm/program.h"
 #include "comm/transport.h"
-#include "core/buffer.h"
+#include "core/memory.h"
 #include "core/place.h"
 
 namespace dltrain::comm {
@@ -45,8 +45,8 @@ class Executor {
   explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {})
       : transport_(std::move(transport)), global_ranks_(std::move(global_ranks)) {}
 
-  // Sums (or averages) values over the ranks, in place. After an error the messages of the group are out of step, so every later call
-  // fails.
+  // Sums (or averages) values over the ranks, in place: on the CPU before it returns, on a CUDA device in the order of the stream. After an
+  // error the messages of the group are out of step, so every later call fails.
   void all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call);
 
   // From any thread: what is under way and all that comes later fails with `reason`.
@@ -70,7 +70,7 @@ class Executor {
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
   const Program& program(const AllReduce& call, int64_t numel);
   void run(const Program& program, const AllReduce& call, const Place& place, float* values);
-  void post(const Transfer& transfer, bool send, float* values);
+  void post(const Transfer& transfer, bool send, const Place& place, float* values);
   void complete(InFlight& segment, Deadline deadline);
   void fold(const FoldStep& step, const Place& place, float* values, float scale);
 

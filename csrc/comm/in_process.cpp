@@ -1,20 +1,26 @@
 #include "comm/in_process.h"
 
 #include <condition_variable>
-#include <cstring>
 #include <deque>
 #include <mutex>
 
 #include "core/check.h"
+#include "core/event.h"
+#include "core/memory.h"
 
 namespace dltrain::comm {
 
 namespace {
 
+struct Message {
+  Memory bytes;
+  Event sent;
+};
+
 struct Channel {  // from one rank to another
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<std::vector<char>> messages;
+  std::deque<Message> messages;
 };
 
 class Sent : public Request {
@@ -25,19 +31,21 @@ class Sent : public Request {
 
 class Received : public Request {
  public:
-  Received(Channel& channel, void* data, int64_t bytes) : channel_(channel), data_(data), bytes_(bytes) {}
+  Received(Channel& channel, const Place& place, void* data, int64_t bytes)
+      : channel_(channel), place_(place), data_(data), bytes_(bytes) {}
 
   void wait(Deadline deadline) override {
     std::unique_lock lock(channel_.mutex);
     const bool came = channel_.changed.wait_until(lock, deadline, [this] { return aborted_ || !channel_.messages.empty(); });
     if (aborted_) throw TransportError("aborted");
     if (!came) throw TransportError("nothing came");
-    const std::vector<char> message = std::move(channel_.messages.front());
+    Message message = std::move(channel_.messages.front());
     channel_.messages.pop_front();
-    if (static_cast<int64_t>(message.size()) != bytes_) {
-      throw TransportError(text("expected ", bytes_, " bytes, got ", message.size()));
-    }
-    std::memcpy(data_, message.data(), message.size());
+    lock.unlock();
+    if (message.bytes.bytes() != bytes_) throw TransportError(text("expected ", bytes_, " bytes, got ", message.bytes.bytes()));
+    message.sent.wait(place_);
+    copy(place_, data_, message.bytes.data(), bytes_);
+    message.bytes.hand_to(place_);
   }
 
   void abort() override {
@@ -48,6 +56,7 @@ class Received : public Request {
 
  private:
   Channel& channel_;
+  Place place_;
   void* data_;
   int64_t bytes_;
   bool aborted_ = false;
@@ -62,17 +71,19 @@ class InProcess : public Transport {
   int rank() const override { return rank_; }
   int world_size() const override { return static_cast<int>(channels_->size()); }
 
-  std::unique_ptr<Request> send(int peer, const void* data, int64_t bytes) override {
+  std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes) override {
+    Message message{Memory(place, bytes), {}};
+    copy(place, message.bytes.data(), data, bytes);
+    message.sent = Event::record(place);
     Channel& channel = (*channels_)[rank_][peer];
     std::lock_guard lock(channel.mutex);
-    const char* begin = static_cast<const char*>(data);
-    channel.messages.emplace_back(begin, begin + bytes);
+    channel.messages.push_back(std::move(message));
     channel.changed.notify_all();
     return std::make_unique<Sent>();
   }
 
-  std::unique_ptr<Request> recv(int peer, void* data, int64_t bytes) override {
-    return std::make_unique<Received>((*channels_)[peer][rank_], data, bytes);
+  std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes) override {
+    return std::make_unique<Received>((*channels_)[peer][rank_], place, data, bytes);
   }
 
  private:

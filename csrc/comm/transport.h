@@ -5,6 +5,8 @@
 #include <memory>
 #include <stdexcept>
 
+#include "core/place.h"
+
 namespace dltrain::comm {
 
 using Clock = std::chrono::steady_clock;
@@ -20,18 +22,20 @@ class TransportError : public std::runtime_error {
 class Request {
  public:
   virtual ~Request() = default;
-  virtual void wait(Deadline deadline) = 0;  // throws TransportError
+  // Returns when work that the place is given from now on finds the message complete. Throws TransportError.
+  virtual void wait(Deadline deadline) = 0;
   virtual void abort() = 0;                  // from any thread: wait throws
 };
 
-// Carries bytes between the ranks of one group. Between two ranks messages arrive in the order in which they were posted.
+// Carries bytes between the ranks of one group. Between two ranks messages arrive in the order in which they were posted. The data lies at
+// the place, and a message takes its turn in the order of the place's work.
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  virtual std::unique_ptr<Request> send(int peer, const void* data, int64_t bytes) = 0;
-  virtual std::unique_ptr<Request> recv(int peer, void* data, int64_t bytes) = 0;
+  virtual std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes) = 0;
+  virtual std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes) = 0;
 };
 
 }  // namespace dltrain::comm

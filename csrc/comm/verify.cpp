@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <utility>
 
 #include "core/check.h"
 
@@ -44,7 +45,7 @@ class RankSet {
 // Two values with one expression have the same bits: the same operands in the same order (two operands in either).
 using Expression = uint64_t;
 
-Expression hash(std::vector<Expression> parts) {
+Expression hash(const std::vector<Expression>& parts) {
   Expression out = 0x9e3779b97f4a7c15u * parts.size();
   for (Expression part : parts) {
     out = (out ^ part) * 0xff51afd7ed558ccdu;
@@ -217,7 +218,7 @@ class Walk {
     for (const auto& [peer, value] : values) operands.push_back(value.expression);
     if (operands.size() == 2) std::sort(operands.begin(), operands.end());
     mine.expression = hash(operands);
-    mine.counts = counts;
+    mine.counts = std::move(counts);
   }
 
   void finish() const {

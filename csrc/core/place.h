@@ -3,7 +3,15 @@
 #include <cstdint>
 #include <functional>
 
+struct CUstream_st;
+
 namespace dltrain {
+
+#ifdef DLTRAIN_CUDA
+inline constexpr bool built_with_cuda = true;
+#else
+inline constexpr bool built_with_cuda = false;
+#endif
 
 using Range = std::function<void(int64_t begin, int64_t end)>;
 
@@ -14,9 +22,21 @@ inline void serial_for(int64_t n, int64_t, const Range& body) {
   if (n > 0) body(0, n);
 }
 
-// Where a kernel runs: on the CPU, with the threads that parallel_for brings.
+struct Allocator;
+
+// Where work is done, and where the memory that it touches lies. On the CPU: at once, with the threads that parallel_for brings. On a CUDA
+// device: in the order of a stream; calls only enqueue.
 struct Place {
   ParallelFor parallel_for = serial_for;
+
+  int device = -1;  // of CUDA; -1: the CPU
+  CUstream_st* stream = nullptr;
+  const Allocator* allocator = nullptr;  // CUDA's stream-ordered one where null
+
+  static Place cuda(int device, CUstream_st* stream, const Allocator* allocator = nullptr) {
+    return {serial_for, device, stream, allocator};
+  }
+  bool on_cuda() const { return device >= 0; }
 };
 
 }  // namespace dltrain

@@ -1,23 +1,28 @@
 #pragma once
 
-#include <vector>
-
 #include "core/place.h"
 #include "core/tensor_list.h"
+#include "kernels/scalars.h"
 #include "math/adamw.h"
 
 namespace dltrain {
 
-// The tensors of one fused step. Streams: parameter, gradient, exp_avg, exp_avg_sq and, for AMSGrad, max_exp_avg_sq. Gradients are only
-// read.
+// An operation of for_each. Streams: parameter, gradient, exp_avg, exp_avg_sq and, for AMSGrad, max_exp_avg_sq. A row's scalar is its step
+// count, already advanced.
 template <int K>
-struct AdamWTensors {
-  TensorList<K> list;
-  std::vector<float*> steps;  // one step counter per row
-};
+struct AdamW {
+  static constexpr int streams = K;
+  static constexpr bool written[] = {true, false, true, true, true};
+  using Element = math::AdamWElement;
 
-// Advances every row's step counter by one and updates its tensors, all in one pass over memory.
-template <int K>
-void adamw(const Place& place, const AdamWTensors<K>& tensors, const math::AdamW& hyper);
+  math::AdamW hyper;
+  Step step;
+
+  DLT_HD bool skip() const { return step.scalars.skip(); }
+  DLT_HD Element at(const float* count) const {
+    return hyper.at(*count, step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize));
+  }
+  static bool same(const float* count, const float* other) { return *count == *other; }
+};
 
 }  // namespace dltrain

@@ -48,10 +48,9 @@ struct AdamWElement {
 
 // The hyper-parameters of a group; the terms that depend on the step count are worked out in double, once per tensor.
 struct AdamW {
-  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2;
-  double grad_factor = 1.0;  // 1 / loss scale; negative to maximise
+  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2;
 
-  DLT_HD AdamWElement at(double step) const {
+  DLT_HD AdamWElement at(double step, double lr, double grad_factor) const {
     AdamWElement element;
     element.decay = static_cast<float>(1.0 - lr * weight_decay);
     element.beta1 = static_cast<float>(beta1);

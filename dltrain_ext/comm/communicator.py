@@ -51,7 +51,7 @@ class Communicator:
         torch.distributed.DistBackendError: a rank did not come; names it.
     """
 
-    _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count]" = weakref.WeakKeyDictionary()
+    _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None):
         group = _group(group)

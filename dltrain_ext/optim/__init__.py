@@ -1,5 +1,6 @@
 """Optimizers with torch.optim's manners whose step is one pass over memory."""
 
 from dltrain_ext.optim.adamw import AdamW
+from dltrain_ext.optim.sgd import SGD
 
-__all__ = ["AdamW"]
+__all__ = ["SGD", "AdamW"]

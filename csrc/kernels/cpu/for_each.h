@@ -1,28 +1,23 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 
 #include "core/place.h"
 #include "core/tensor_list.h"
+#include "kernels/cpu/instruction_set.h"
 
 namespace dltrain::cpu {
 
-namespace detail {
-template <class Element, int K, std::size_t... I>
-void apply(const Element& element, const std::array<float*, K>& data, int64_t begin, int64_t end, std::index_sequence<I...>) {
-  // Rows never overlap, which lets the compiler work on many elements at once.
-#pragma GCC ivdep
-  for (int64_t i = begin; i < end; ++i) element(data[I][i]...);
-}
-}  // namespace detail
-
-// Calls element(x_0[i], ..., x_{K-1}[i]) for every element of every row, where element = prepare(row index).
-template <int K, class Prepare>
-void for_each(const Place& place, const TensorList<K>& list, const Prepare& prepare) {
+template <class Operation>
+void for_each(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation) {
   // So much takes a core longer than waking another one.
   constexpr int64_t grain = 1 << 18;
+  if (operation.skip()) return;
+  const auto loop = std::get<ElementLoop<Operation>>(loops().elements);
   place.parallel_for(list.numel(), grain, [&](int64_t begin, int64_t end) {
+    typename Operation::Element element;
+    const float* scalars = nullptr;  // of the row that element was worked out for
+    bool known = false;
     list.visit(begin, end, [&](int64_t index, const auto& row, int64_t first, int64_t last) {
       // The processor foresees where a tensor goes on, but not where the next small one lies.
       if (constexpr int64_t ahead = 4; index + ahead < list.size()) {
@@ -30,9 +25,11 @@ void for_each(const Place& place, const TensorList<K>& list, const Prepare& prep
           for (int line = 0; line < 4; ++line) __builtin_prefetch(stream + 16 * line);
         }
       }
-      const auto element = prepare(index);
-      const auto data = row.data;
-      detail::apply<decltype(element), K>(element, data, first, last, std::make_index_sequence<K>{});
+      // Neighbours mostly share their element, and AdamW's costs as much as a small tensor's update.
+      if (!known || !Operation::same(row.scalars, scalars)) element = operation.at(row.scalars);
+      known = true;
+      scalars = row.scalars;
+      loop.run(element, row.data.data(), first, last);
     });
   });
 }

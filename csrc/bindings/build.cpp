@@ -1,0 +1,18 @@
+#include "bindings/module.h"
+#include "core/place.h"
+#include "kernels/cpu/instruction_set.h"
+
+namespace dltrain::bindings {
+
+void bind_build(py::module_& module) {
+  cpu::instruction_set();  // so that one that cannot be used is an error now, and not at the first step
+  module.attr("built_with_cuda") = built_with_cuda;
+  module.def("instruction_set", [] { return cpu::instruction_set().name; });
+  module.def("instruction_sets", [] {
+    std::vector<std::string> names;
+    for (const auto& set : cpu::instruction_sets()) names.push_back(set.name);
+    return names;
+  });
+}
+
+}  // namespace dltrain::bindings

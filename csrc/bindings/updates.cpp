@@ -1,0 +1,51 @@
+#include "bindings/updates.h"
+
+namespace dltrain::bindings {
+
+void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
+  TORCH_CHECK_TYPE(
+      tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !detail::is_lazy(tensor), name, "[", index,
+      "]: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
+  TORCH_CHECK_VALUE(is_supported(param.device()), name, "[", index, "]: expected a tensor on ", supported_devices(), ", got one on ",
+                    tensor.device());
+  TORCH_CHECK_VALUE(tensor.device() == param.device(), name, "[", index, "]: expected a tensor on ", param.device(), " as params[", index,
+                    "], got one on ", tensor.device());
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, "[", index, "]: expected dtype float32, got ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", index, "]: expected shape ", param.sizes(), " of params[", index, "], got ",
+                    tensor.sizes());
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+void check_step(const at::Tensor& step, int64_t index, const at::Tensor& param) {
+  TORCH_CHECK_TYPE(step.scalar_type() == at::kFloat && step.device() == param.device() && step.numel() == 1, "steps[", index,
+                   "]: expected one float32 number on ", param.device(), ", got ", step.toString(), " of shape ", step.sizes());
+}
+
+void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists) {
+  for (const auto& [name, list] : lists) {
+    TORCH_CHECK_VALUE(list.size() == params.size(), name, ": expected ", params.size(), " tensors, one for each of params, got ", list.size());
+  }
+}
+
+StepArguments::StepArguments(double lr, bool maximize, std::optional<at::Tensor> tensor_lr, std::optional<at::Tensor> grad_scale,
+                             std::optional<at::Tensor> found_inf)
+    : lr_(lr),
+      maximize_(maximize),
+      tensor_lr_(std::move(tensor_lr)),
+      grad_scale_(std::move(grad_scale)),
+      found_inf_(std::move(found_inf)) {
+  for (const auto& [name, tensor] : {std::pair{"lr", &tensor_lr_}, {"grad_scale", &grad_scale_}, {"found_inf", &found_inf_}}) {
+    TORCH_CHECK_VALUE(!*tensor || (*tensor)->numel() == 1, name, ": expected a tensor of one number, got shape ", (*tensor)->sizes());
+  }
+}
+
+Step StepArguments::on(const at::Device& device) {
+  return {lr_, maximize_, {number(tensor_lr_, device), number(grad_scale_, device), number(found_inf_, device)}};
+}
+
+const float* StepArguments::number(const std::optional<at::Tensor>& given, const at::Device& device) {
+  if (!given) return nullptr;
+  return brought_.emplace_back(given->detach().to(device, at::kFloat, /*non_blocking=*/device.is_cuda())).const_data_ptr<float>();
+}
+
+}  // namespace dltrain::bindings

@@ -1,0 +1,38 @@
+#pragma once
+
+// What the rest of core asks of the CUDA runtime, without its headers. A build without CUDA declares these and never calls them.
+
+#include <cstdint>
+#include <memory>
+
+#include "core/place.h"
+
+struct CUevent_st;
+
+namespace dltrain::cuda {
+
+void* allocate(const Place& place, int64_t bytes);
+void release(const Place& place, void* memory) noexcept;
+void* allocate_pinned(int64_t bytes);
+void release_pinned(void* memory) noexcept;
+void copy(const Place& place, void* to, const void* from, int64_t bytes);
+
+std::shared_ptr<CUevent_st> record_event(const Place& place);
+void wait_event(const Place& place, CUevent_st* event);
+void synchronize_event(CUevent_st* event);
+
+// Makes a device the calling thread's current one for as long as this lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int device_, before_ = 0;
+};
+
+int device_count();
+
+}  // namespace dltrain::cuda

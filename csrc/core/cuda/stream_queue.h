@@ -1,0 +1,31 @@
+#pragma once
+
+#include <functional>
+
+#include "core/event.h"
+#include "core/place.h"
+
+namespace dltrain::cuda {
+
+// The Queue on a CUDA device: tasks enqueue their work on a stream of the queue's own, in the order in which they are given. Events order
+// it with the callers' streams, and no host thread waits.
+class StreamQueue {
+ public:
+  explicit StreamQueue(int device, const Allocator* allocator = nullptr);
+  ~StreamQueue();  // returns when the work given is done
+  StreamQueue(const StreamQueue&) = delete;
+  StreamQueue& operator=(const StreamQueue&) = delete;
+
+  using Task = std::function<void(const Place& place)>;
+
+  // The task's work comes after what the caller's stream has been given, and before what it is given next.
+  void run(const Place& caller, const Task& task) { submit(caller, task).wait(caller); }
+
+  // The same, but the caller's stream goes on at once: who needs the result waits for the event.
+  Event submit(const Place& caller, const Task& task);
+
+ private:
+  Place place_;
+};
+
+}  // namespace dltrain::cuda

@@ -1,0 +1,28 @@
+#include "core/event.h"
+
+#include "core/cuda/runtime.h"
+
+namespace dltrain {
+
+Event Event::record(const Place& place) {
+  Event event;
+  if constexpr (built_with_cuda) {
+    if (place.on_cuda()) event.event_ = cuda::record_event(place);
+  }
+  return event;
+}
+
+void Event::wait(const Place& place) const {
+  if constexpr (built_with_cuda) {
+    if (event_ && place.on_cuda()) return cuda::wait_event(place, event_.get());
+  }
+  synchronize();
+}
+
+void Event::synchronize() const {
+  if constexpr (built_with_cuda) {
+    if (event_) cuda::synchronize_event(event_.get());
+  }
+}
+
+}  // namespace dltrain

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "core/place.h"
+
+namespace dltrain {
+
+// Device memory in the order of a stream: what is released may be handed out again for work that comes later in it.
+struct Allocator {
+  void* (*allocate)(int device, CUstream_st* stream, int64_t bytes);
+  void (*release)(void* memory, int device, CUstream_st* stream);
+};
+
+// A block of memory at a place, on a cache-line border. On CUDA it comes and goes in the order of the place's stream.
+class Memory {
+ public:
+  Memory() = default;
+  Memory(const Place& place, int64_t bytes);
+  static Memory pinned(int64_t bytes);  // on the host; a device copies to and from it without the processor
+  Memory(Memory&& other) noexcept { *this = std::move(other); }
+  Memory& operator=(Memory&& other) noexcept;
+  ~Memory() { release(); }
+
+  void* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+  bool lies_at(const Place& place) const { return place_.device == place.device && place_.stream == place.stream; }
+
+  // Another stream of the device uses it last, and is the one to give it back.
+  void hand_to(const Place& place) { place_ = place; }
+
+ private:
+  void release() noexcept;
+
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+  Place place_;
+  bool pinned_ = false;
+};
+
+// Memory that only ever grows; growing forgets what it held.
+class Buffer {
+ public:
+  void* reserve(const Place& place, int64_t bytes) {
+    if (bytes > memory_.bytes() || !memory_.lies_at(place)) {
+      memory_ = Memory();
+      memory_ = Memory(place, bytes);
+    }
+    return memory_.data();
+  }
+
+ private:
+  Memory memory_;
+};
+
+// Within the memory of the place, or between it and the host's.
+void copy(const Place& place, void* to, const void* from, int64_t bytes);
+
+}  // namespace dltrain

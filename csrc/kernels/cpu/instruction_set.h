@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels/operations.h"
+
+namespace dltrain::cpu {
+
+// The innermost loops of an operation. Each stretch of memory costs one call through a pointer, and what runs behind it uses one
+// instruction set throughout.
+template <class Operation>
+struct ElementLoop {
+  void (*run)(const typename Operation::Element& element, float* const* streams, int64_t begin, int64_t end);
+};
+template <class Operation>
+struct BlockLoop {
+  void (*run)(const Operation& operation, int64_t begin, int64_t end);
+};
+template <class Reduction>
+struct ReduceLoop {
+  typename Reduction::Value (*run)(const float* values, int64_t numel);
+};
+
+// All loops, compiled for one instruction set.
+struct Loops {
+  Table<ElementLoop, Elementwise> elements;
+  Table<BlockLoop, Blockwise> blocks;
+  Table<ReduceLoop, Reductions> reductions;
+};
+
+struct InstructionSet {
+  std::string name;
+  const Loops* loops;
+};
+
+// Those that this build has and this processor runs, best first. "portable" is always one of them.
+const std::vector<InstructionSet>& instruction_sets();
+
+// The one in use: the best, or the one that the environment variable DLTRAIN_INSTRUCTION_SET names. Throws std::invalid_argument if that
+// one cannot be used here.
+const InstructionSet& instruction_set();
+
+inline const Loops& loops() { return *instruction_set().loops; }
+
+}  // namespace dltrain::cpu

@@ -1,0 +1,87 @@
+// Compiled once for each instruction set (csrc/build.json), with its flags and its name as DLT_INSTRUCTION_SET. Nothing in here may leave
+// a function that another file could be linked with: the loops have no linkage, what they call is inlined or the C library's.
+
+#include "kernels/cpu/instruction_set.h"
+
+#ifndef DLT_INSTRUCTION_SET
+#define DLT_INSTRUCTION_SET portable
+#endif
+
+namespace dltrain::cpu {
+
+namespace {
+
+template <class Operation, class Streams>
+struct Elements;
+template <class Operation, std::size_t... K>
+struct Elements<Operation, std::index_sequence<K...>> {
+  static void run(const typename Operation::Element& given, float* const* streams, int64_t begin, int64_t end) {
+    // Copies, which no store into a stream can change.
+    const auto element = given;
+    float* const data[] = {streams[K]...};
+    // Rows never overlap, which lets the compiler work on many elements at once.
+#pragma GCC ivdep
+    for (int64_t i = begin; i < end; ++i) element(data[K][i]...);
+  }
+};
+
+template <class Operation>
+void run_blocks(const Operation& given, int64_t begin, int64_t end) {
+  using Arithmetic = typename Operation::Arithmetic;
+  const Operation operation = given;
+  const int operands = operation.operands();
+  alignas(64) float sum[Operation::elements];
+  for (int64_t first = begin; first < end; first += Operation::elements) {
+    const int64_t count = first + Operation::elements < end ? Operation::elements : end - first;
+    for (int k = 0; k < operands; ++k) {
+      const auto operand = operation.operand(k);
+      if (k == 0) {
+        for (int64_t i = 0; i < count; ++i) sum[i] = operand[first + i];
+      } else {
+        for (int64_t i = 0; i < count; ++i) sum[i] = Arithmetic::add(sum[i], operand[first + i]);
+      }
+    }
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) operation.emit(first + i, sum[i]);
+  }
+}
+
+// As many running values for every instruction set, so that all of them give the same bits.
+template <class Reduction>
+typename Reduction::Value reduce(const float* values, int64_t numel) {
+  constexpr int lanes = 32;
+  typename Reduction::Value running[lanes];
+  for (auto& value : running) value = Reduction::none();
+  int64_t i = 0;
+  for (; i + lanes <= numel; i += lanes) {
+    for (int lane = 0; lane < lanes; ++lane) running[lane] = Reduction::add(running[lane], values[i + lane]);
+  }
+  for (int lane = 0; i < numel; ++i, ++lane) running[lane] = Reduction::add(running[lane], values[i]);
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) running[lane] = Reduction::merge(running[lane], running[lane + half]);
+  }
+  return running[0];
+}
+
+template <class... Operations>
+constexpr std::tuple<ElementLoop<Operations>...> element_loops(const std::tuple<Operations...>*) {
+  return {ElementLoop<Operations>{Elements<Operations, std::make_index_sequence<Operations::streams>>::run}...};
+}
+template <class... Operations>
+constexpr std::tuple<BlockLoop<Operations>...> block_loops(const std::tuple<Operations...>*) {
+  return {BlockLoop<Operations>{run_blocks<Operations>}...};
+}
+template <class... Operations>
+constexpr std::tuple<ReduceLoop<Operations>...> reduce_loops(const std::tuple<Operations...>*) {
+  return {ReduceLoop<Operations>{reduce<Operations>}...};
+}
+
+}  // namespace
+
+namespace DLT_INSTRUCTION_SET {
+extern const Loops loops;
+constinit const Loops loops = {element_loops(static_cast<const Elementwise*>(nullptr)), block_loops(static_cast<const Blockwise*>(nullptr)),
+                               reduce_loops(static_cast<const Reductions*>(nullptr))};
+}  // namespace DLT_INSTRUCTION_SET
+
+}  // namespace dltrain::cpu

@@ -1,0 +1,88 @@
+#pragma once
+
+// What one launch works on: so many rows of a tensor list as fit into a kernel's parameters. They travel by value, so a list of any length
+// is a few launches, nothing has to be copied to the device first, and a captured graph holds all it needs.
+//
+//   rows       |------ row 0 ------|- row 1 -|row 2|
+//   chunks     |   0   |   1   | 2 |    3    |  4  |        a thread block each
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+
+#include "core/cuda/check.h"
+#include "core/cuda/runtime.h"
+#include "core/host_device.h"
+#include "core/place.h"
+#include "core/tensor_list.h"
+
+namespace dltrain::cuda {
+
+inline constexpr unsigned threads = 256;  // of a block
+inline constexpr int64_t chunk_size = 1 << 13;  // elements; a multiple of the four that a 16-byte access takes
+
+static_assert(CUDART_VERSION >= 12010, "kernels with 32 KiB of parameters need CUDA 12.1");
+inline constexpr int64_t parameter_bytes = 32764;
+
+template <int K>
+struct BatchRow {
+  float* data[K];
+  const float* scalars;
+  int64_t numel;
+  int64_t first_chunk;
+};
+
+template <class Operation, int K>
+struct Batch {
+  static constexpr int capacity = (parameter_bytes - 16 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<K>));
+
+  Operation operation;
+  int64_t chunks;
+  int size;
+  BatchRow<K> rows[capacity];
+
+  // The row that a chunk belongs to: the last that begins there or before, since rows without elements have none.
+  DLT_HD int row_of(int64_t chunk) const {
+    int low = 0, high = size;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (rows[middle].first_chunk <= chunk ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+// Calls launch(batch, index of the batch's first row) for the list, batch by batch.
+template <int K, class Operation, class Launch>
+void in_batches(const TensorList<K>& list, const Operation& operation, Launch&& launch) {
+  using B = Batch<Operation, K>;
+  static_assert(sizeof(B) <= parameter_bytes && B::capacity > 64);
+  B batch;
+  batch.operation = operation;
+  for (int64_t first = 0; first < list.size(); first += batch.size) {
+    batch.size = static_cast<int>(std::min<int64_t>(B::capacity, list.size() - first));
+    batch.chunks = 0;
+    for (int i = 0; i < batch.size; ++i) {
+      const auto& row = list.row(first + i);
+      std::copy(row.data.begin(), row.data.end(), batch.rows[i].data);
+      batch.rows[i].scalars = row.scalars;
+      batch.rows[i].numel = row.numel;
+      batch.rows[i].first_chunk = batch.chunks;
+      batch.chunks += (row.numel + chunk_size - 1) / chunk_size;
+    }
+    launch(batch, first);
+  }
+}
+
+// Every kernel takes one struct of parameters; all of its loops go on by the size of the grid, so that the grid may be cut.
+template <class Parameters>
+void launch(const Place& place, void (*kernel)(Parameters), int64_t blocks, const Parameters& parameters, const char* what) {
+  if (blocks == 0) return;
+  const DeviceGuard guard(place.device);
+  void* arguments[] = {const_cast<Parameters*>(&parameters)};
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, std::numeric_limits<int>::max()));
+  check(cudaLaunchKernel(kernel, dim3(grid), dim3(threads), arguments, 0, place.stream), what);
+}
+
+}  // namespace dltrain::cuda

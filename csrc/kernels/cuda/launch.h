@@ -1,0 +1,30 @@
+#pragma once
+
+// The CUDA twins of the loops, compiled by nvcc for every operation of kernels/operations.h. They only enqueue.
+
+#include <cstdint>
+
+#include "core/place.h"
+#include "core/tensor_list.h"
+#include "kernels/operations.h"
+
+namespace dltrain::cuda {
+
+template <class Operation>
+struct ForEach {
+  void (*enqueue)(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation);
+};
+template <class Operation>
+struct MapBlocks {
+  void (*enqueue)(const Place& place, int64_t numel, const Operation& operation);
+};
+template <class Reduction>
+struct Reduce {
+  void (*enqueue)(const Place& place, const TensorList<1>& list, typename Reduction::Value* results);
+};
+
+extern const Table<ForEach, Elementwise> for_each_table;
+extern const Table<MapBlocks, Blockwise> map_blocks_table;
+extern const Table<Reduce, Reductions> reduce_table;
+
+}  // namespace dltrain::cuda

@@ -1,0 +1,29 @@
+#pragma once
+
+// Every operation, once: the loops of each device and each instruction set are compiled for what stands here.
+
+#include <tuple>
+
+#include "kernels/adamw.h"
+#include "kernels/advance.h"
+#include "kernels/fold.h"
+#include "kernels/sgd.h"
+#include "math/sum_squares.h"
+
+namespace dltrain {
+
+using Elementwise = std::tuple<Advance, AdamW<4>, AdamW<5>, SGD<2>, SGD<3>>;
+using Blockwise = std::tuple<Fold>;
+using Reductions = std::tuple<math::SumSquares>;
+
+// An entry for each operation of a list.
+template <template <class> class Entry, class List>
+struct TableOf;
+template <template <class> class Entry, class... Operations>
+struct TableOf<Entry, std::tuple<Operations...>> {
+  using type = std::tuple<Entry<Operations>...>;
+};
+template <template <class> class Entry, class List>
+using Table = typename TableOf<Entry, List>::type;
+
+}  // namespace dltrain

@@ -1,0 +1,51 @@
+#pragma once
+
+// Stochastic gradient descent with momentum (Polyak, 1964; Nesterov, 1983; Sutskever, Martens, Dahl & Hinton, 2013), as torch.optim.SGD
+// writes it, the learning rate outside of the momentum:
+//
+//   d <- g + wd p
+//   b <- mu b + (1 - tau) d                  at a parameter's first step: b <- d
+//   p <- p - lr b                            Nesterov: p <- p - lr (d + mu b)
+//
+// Without momentum p <- p - lr d.
+
+#include "core/host_device.h"
+
+namespace dltrain::math {
+
+struct SGDElement {
+  float lr, momentum, weight_decay, grad_factor;
+  float keep, share;  // mu and 1 - tau; 0 and 1 at the first step
+  bool nesterov;
+
+  DLT_HD void operator()(float& p, float g) const { p -= lr * direction(p, g); }
+
+  DLT_HD void operator()(float& p, float g, float& b) const {
+    const float d = direction(p, g);
+    b = keep * b + share * d;
+    p -= lr * (nesterov ? d + momentum * b : b);
+  }
+
+ private:
+  DLT_HD float direction(float p, float g) const { return g * grad_factor + weight_decay * p; }
+};
+
+// The hyper-parameters of a group.
+struct SGD {
+  double momentum = 0.0, dampening = 0.0, weight_decay = 0.0;
+  bool nesterov = false;
+
+  DLT_HD SGDElement at(bool first, double lr, double grad_factor) const {
+    SGDElement element;
+    element.lr = static_cast<float>(lr);
+    element.momentum = static_cast<float>(momentum);
+    element.weight_decay = static_cast<float>(weight_decay);
+    element.grad_factor = static_cast<float>(grad_factor);
+    element.keep = first ? 0.0f : static_cast<float>(momentum);
+    element.share = first ? 1.0f : static_cast<float>(1.0 - dampening);
+    element.nesterov = nesterov;
+    return element;
+  }
+};
+
+}  // namespace dltrain::math

@@ -1,0 +1,109 @@
+#include "kernels/map_blocks.h"
+
+#include "kernels/reduce.h"
+#include "tests/places.h"
+
+namespace dltrain {
+namespace {
+
+class FoldOn : public OnEveryPlace {
+ protected:
+  // own <- the sum in order, with own at its place.
+  std::vector<float> fold(const std::vector<float>& own, const std::vector<std::vector<float>>& received, int own_place, float scale) {
+    const Array<float> at(place(), own);
+    std::vector<std::unique_ptr<Array<float>>> arrays;
+    std::vector<const float*> pointers;
+    for (const auto& values : received) pointers.push_back(arrays.emplace_back(std::make_unique<Array<float>>(place(), values, 1))->data());
+    map_blocks(place(), static_cast<int64_t>(own.size()), Fold{at.data(), pointers.data(), static_cast<int>(pointers.size()), own_place, scale});
+    return at.values();
+  }
+};
+DLT_ON_EVERY_PLACE(FoldOn);
+
+TEST_P(FoldOn, AddsInTheOrderGiven) {
+  // 1e8 + -1e8 + 1 is 1 in this order and 0 in another.
+  const std::vector<float> first(5000, 1e8f), last(5000, 1.0f);
+  EXPECT_EQ(fold(std::vector<float>(5000, -1e8f), {first, last}, 1, 1.0f), last);
+  EXPECT_EQ(fold(std::vector<float>(5000, 2.0f), {first, first}, 2, 0.5f), std::vector<float>(5000, 2e8f + 1.0f));
+}
+
+TEST_P(FoldOn, ScalesOnlyMyOwn) {
+  EXPECT_EQ(fold(std::vector<float>(3000, 3.0f), {std::vector<float>(3000, 5.0f)}, 0, 0.5f), std::vector<float>(3000, 6.5f));
+  EXPECT_EQ(fold(std::vector<float>(3000, 3.0f), {}, 0, 2.0f), std::vector<float>(3000, 6.0f));
+}
+
+TEST_P(FoldOn, TakesAnyLengthAndManyOperands) {
+  for (const int64_t numel : {0, 1, 3, 255, 257, 1024, 2047, 2049, 10001}) {
+    std::vector<float> own, other, expected;
+    for (int64_t i = 0; i < numel; ++i) {
+      own.push_back(static_cast<float>(i));
+      other.push_back(static_cast<float>(i % 13));
+      expected.push_back(own.back() + 20 * other.back());
+    }
+    EXPECT_EQ(fold(own, std::vector<std::vector<float>>(20, other), 7, 1.0f), expected) << numel;
+  }
+}
+
+class ReduceOn : public OnEveryPlace {};
+DLT_ON_EVERY_PLACE(ReduceOn);
+
+TEST_P(ReduceOn, SumsSquaresRowByRow) {
+  const std::vector<int64_t> sizes = {0, 1, 33, 8192, 0, 8193, 50001};
+  std::vector<std::unique_ptr<Array<float>>> arrays;
+  TensorList<1> list;
+  std::vector<double> expected;
+  for (const int64_t size : sizes) {
+    std::vector<float> values;
+    double sum = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      values.push_back(static_cast<float>(i % 31 - 15));
+      sum += values.back() * values.back();
+    }
+    expected.push_back(sum);
+    list.add({arrays.emplace_back(std::make_unique<Array<float>>(place(), values, 1))->data()}, size);
+  }
+  const Array<double> results(place(), std::vector<double>(sizes.size(), -1.0));
+  reduce<math::SumSquares>(place(), list, results.data());
+  EXPECT_EQ(results.values(), expected);  // whole numbers: exact in any order
+}
+
+TEST_P(ReduceOn, IsFiniteExactlyIfAllElementsAre) {
+  const float large = std::numeric_limits<float>::max(), inf = std::numeric_limits<float>::infinity();
+  for (const float last : {large, inf, -inf, std::numeric_limits<float>::quiet_NaN()}) {
+    std::vector<float> values(20000, large);
+    values.back() = last;
+    const Array<float> array(place(), values);
+    TensorList<1> list;
+    list.add({array.data()}, 20000);
+    const Array<double> results(place(), {0.0});
+    reduce<math::SumSquares>(place(), list, results.data());
+    EXPECT_EQ(std::isfinite(results.values()[0]), last == large);
+  }
+}
+
+TEST_P(ReduceOn, TakesMoreRowsThanOneLaunch) {
+  const Array<float> values(place(), std::vector<float>(1100, 3.0f));
+  TensorList<1> list;
+  for (int64_t row = 0; row < 1100; ++row) list.add({values.data() + row}, 1);
+  const Array<double> results(place(), std::vector<double>(1100));
+  reduce<math::SumSquares>(place(), list, results.data());
+  EXPECT_EQ(results.values(), std::vector<double>(1100, 9.0));
+}
+
+TEST(Loops, GiveTheSameBitsOnEveryInstructionSet) {
+  std::vector<float> values, own;
+  for (int i = 0; i < 10007; ++i) values.push_back(1.0f / static_cast<float>(i % 977 + 1));
+  const float* received[] = {values.data(), values.data() + 3};
+  std::vector<std::vector<float>> folds;
+  std::vector<double> sums;
+  for (const auto& set : cpu::instruction_sets()) {
+    auto& sum = folds.emplace_back(values);
+    std::get<cpu::BlockLoop<Fold>>(set.loops->blocks).run({sum.data(), received, 2, 1, 0.3f}, 0, 10004);
+    sums.push_back(std::get<cpu::ReduceLoop<math::SumSquares>>(set.loops->reductions).run(values.data(), 10007));
+    EXPECT_EQ(folds.back(), folds.front()) << set.name;
+    EXPECT_EQ(sums.back(), sums.front()) << set.name;
+  }
+}
+
+}  // namespace
+}  // namespace dltrain

@@ -1,0 +1,75 @@
+#include "core/memory.h"
+
+#include "core/cuda/stream_queue.h"
+#include "tests/places.h"
+
+namespace dltrain {
+namespace {
+
+class MemoryOn : public OnEveryPlace {};
+DLT_ON_EVERY_PLACE(MemoryOn);
+
+TEST_P(MemoryOn, HoldsWhatIsCopiedIntoIt) {
+  const std::vector<int> values = {1, 2, 3};
+  EXPECT_EQ(Array<int>(place(), values).values(), values);
+  EXPECT_EQ(Array<int>(place(), {}).values(), std::vector<int>{});
+  Memory a(place(), 100);
+  void* const data = a.data();
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(data) % 64, 0u);
+  Memory b = std::move(a);
+  EXPECT_EQ(b.data(), data);
+  EXPECT_EQ(a.data(), nullptr);
+}
+
+TEST_P(MemoryOn, BuffersOnlyGrow) {
+  Buffer buffer;
+  void* const first = buffer.reserve(place(), 100);
+  EXPECT_EQ(buffer.reserve(place(), 50), first);
+  EXPECT_NE(buffer.reserve(place(), 1 << 20), nullptr);
+}
+
+TEST(Memory, PinnedNeedsCUDA) {
+  if (built_with_cuda) GTEST_SKIP() << "this build has it";
+  EXPECT_THROW(Memory::pinned(8), std::runtime_error);
+}
+
+class StreamQueueTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!built_with_cuda) GTEST_SKIP() << "built without CUDA";
+    if constexpr (built_with_cuda) {
+      if (cuda::device_count() == 0) GTEST_SKIP() << "no CUDA device";
+    }
+  }
+};
+
+// Many copies after one another through two streams: a single missing order would show.
+TEST_F(StreamQueueTest, OrdersItsWorkWithTheCallers) {
+  if constexpr (built_with_cuda) {
+    constexpr int64_t size = 1 << 16, bytes = size * sizeof(int);
+    cuda::StreamQueue queue(0);
+    const Place caller = cuda_place();
+    const Memory a(caller, bytes), b(caller, bytes);
+    const Memory staging = Memory::pinned(bytes), back = Memory::pinned(bytes);
+    for (int turn = 0; turn < 20; ++turn) {
+      std::fill_n(static_cast<int*>(staging.data()), size, turn);
+      copy(caller, a.data(), staging.data(), bytes);
+      queue.run(caller, [&](const Place& place) { copy(place, b.data(), a.data(), bytes); });
+      copy(caller, back.data(), b.data(), bytes);
+      Event::record(caller).synchronize();
+      for (int64_t i = 0; i < size; ++i) ASSERT_EQ(static_cast<int*>(back.data())[i], turn);
+    }
+    const Event done = queue.submit(caller, [&](const Place& place) {
+      const Memory scratch(place, bytes);  // given back in the order of the stream
+      copy(place, scratch.data(), b.data(), bytes);
+      copy(place, a.data(), scratch.data(), bytes);
+    });
+    done.synchronize();
+    copy(caller, back.data(), a.data(), bytes);
+    Event::record(caller).synchronize();
+    EXPECT_EQ(static_cast<int*>(back.data())[size - 1], 19);
+  }
+}
+
+}  // namespace
+}  // namespace dltrain

@@ -1,0 +1,8 @@
+"""The note that setup.py writes, so that a checkout can be type-checked before it is built."""
+
+VERSION: str
+COMMIT: str
+TORCH: str
+PYTHON: str
+FLAGS: str
+CUDA: str

@@ -1,0 +1,47 @@
+"""SGD whose step updates a whole parameter group in one call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext.optim.fused import FusedStep
+
+
+class SGD(FusedStep, torch.optim.SGD):
+    """``torch.optim.SGD``, in one pass over all parameters of a group.
+
+    Arguments, behaviour and ``state_dict`` are torch's: momentum (Polyak 1964) with the learning rate outside of it,
+    Nesterov's form (Sutskever et al. 2013), dampening, weight decay added to the gradient. Parameters and gradients are
+    float32, of any shape and stride, on the CPU or, where the build has it, on CUDA devices; gradients are only read.
+    ``foreach`` and ``fused`` are kept in the state and change nothing here.
+
+    With a GradScaler the gradients are unscaled on the way, and a step with ``found_inf != 0`` is skipped whole.
+
+    Raises:
+        ValueError: ``differentiable=True``: the step is no autograd operation.
+        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
+            its group; no parameter has been changed then.
+    """
+
+    def _make_fused(self) -> _ops.SGDGroup:
+        return _ops.SGDGroup()
+
+    def _gather(self, fused: _ops.SGDGroup, group: dict[str, Any]) -> list[Tensor]:
+        return fused.gather(self.state, group["params"], group["momentum"] != 0)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "momentum": float(group["momentum"]),
+            "dampening": float(group["dampening"]),
+            "weight_decay": float(group["weight_decay"]),
+            "nesterov": bool(group["nesterov"]),
+        }
+
+    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
+        for p in params:
+            if self.state[p].get("momentum_buffer", p) is None:  # as some of torch's versions write it
+                del self.state[p]["momentum_buffer"]
+        self._lay_out(params, ["momentum_buffer"])
