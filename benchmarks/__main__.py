@@ -11,6 +11,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
 
     shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--quick", action="store_true", help="smaller and fewer, for CI: well under a minute in all")
+    shared.add_argument("--device", choices=["cpu", "cuda"], help="where the tensors are (default cpu)")
     shared.add_argument("--list", action="store_true", help="list the cases and stop")
     shared.add_argument("--json", type=Path, metavar="FILE", help="write everything, with provenance")
     shared.add_argument("--plot", type=Path, metavar="DIR", help="write a PNG per case")
@@ -20,7 +21,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
         summary = case.__doc__.splitlines()[0]
         case.add_options(commands.add_parser(name, help=summary, description=summary, parents=[shared]))
 
-    defaults = {"quick": False, "list": False, "json": None, "plot": None}
+    defaults = {"quick": False, "device": "cpu", "list": False, "json": None, "plot": None}
     given = parser.parse_args(argv, argparse.Namespace(**defaults))
     if given.case:
         return given, {given.case: given}
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> int:
     try:
         from benchmarks import report
         from benchmarks.cases import CASES
-        from benchmarks.harness import Failure
+        from benchmarks.harness import Failure, check_device
     except ImportError as error:
         reason = " ".join(str(error).split())
         if error.name:  # else it is dltrain_ext that speaks, and says what to run
@@ -45,6 +46,18 @@ def main(argv: list[str]) -> int:
         for name, case in CASES.items():
             console.print(f"{name:12}{case.__doc__.splitlines()[0]}", soft_wrap=True)
         return 0
+    left_out = [name for name in chosen if shared.device not in CASES[name].DEVICES]
+    try:
+        if shared.case in left_out:
+            raise Failure(f"{shared.case} has no form for --device {shared.device}; {CASES[shared.case].NO_DEVICE}")
+        check_device(shared.device)
+    except Failure as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    for name in left_out:
+        del chosen[name]
+        note = f"{name} is left out: it has no form for --device {shared.device}; {CASES[name].NO_DEVICE}"
+        console.print(note, style="yellow", markup=False, soft_wrap=True)
     origin = report.provenance()
     console.print(report.headline(origin), style="dim", markup=False)
     tables, status = {}, 0

@@ -10,12 +10,24 @@ from pathlib import Path
 
 import torch
 
+from dltrain_ext import info
+
 Progress = Callable[[str, float], None]
 """What a case is doing, and how much of the whole case is done (0 to 1)."""
 
 
 class Failure(Exception):
     """A case could not run; the text is all that the user is shown."""
+
+
+def check_device(device: str) -> None:
+    """Raise Failure unless both torch and dltrain_ext can work there."""
+    if device == "cpu":
+        return
+    if (built := info.collect()["CUDA"]).startswith("none"):
+        raise Failure(f"--device {device}: this build of dltrain_ext is without CUDA ({built})")
+    if not torch.cuda.is_available():
+        raise Failure(f"--device {device}: torch sees no CUDA device")
 
 
 @dataclass(frozen=True)
@@ -73,13 +85,15 @@ def interleave(
     seconds: float = float("inf"),
     before: Callable[[str], None] = lambda side: None,
     after: Callable[[str], None] = lambda side: None,
+    synchronize: Callable[[], object] = lambda: None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> dict[str, list[float]]:
     """Time one call of every side per round, so that a drift of the machine hits all sides alike; seconds, by side.
 
     At least rounds[0] rounds and at most rounds[1] are timed, and no new one is begun once `seconds` have passed.
     The order is shuffled with a fixed seed (the same in every process of a group) and no side runs twice in a row.
-    `before` and `after` surround each call, untimed.
+    `before` and `after` surround each call, untimed. `synchronize` waits for a device whose work calls only enqueue:
+    for what came before a call, and for the call itself, before the clock is read.
     """
     samples: dict[str, list[float]] = {side: [] for side in sides}
     order, shuffle, start = list(sides), random.Random(0).shuffle, time.perf_counter()
@@ -94,8 +108,10 @@ def interleave(
             shuffle(order)
         for side in order:
             before(side)
+            synchronize()
             began = time.perf_counter()
             sides[side]()
+            synchronize()
             took = time.perf_counter() - began
             after(side)
             if turn >= 0:
@@ -103,8 +119,10 @@ def interleave(
     return samples
 
 
-def last_level_cache() -> int:
-    """Bytes of the largest cache of CPU 0, or 32 MiB where the system does not tell."""
+def last_level_cache(device: str = "cpu") -> int:
+    """Bytes of the largest cache of CPU 0, or 32 MiB where the system does not tell; or of the GPU's L2 cache."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).L2_cache_size
     units = {"K": 2**10, "M": 2**20}
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=2**25)
@@ -113,22 +131,30 @@ def last_level_cache() -> int:
 class MemoryLimit:
     """Plain streams, run as sides of the workload whose limit they show; each sweeps past the last-level cache.
 
-    Bytes are those that the code reads and writes. A copy also reads the lines that it overwrites (write-allocate)
-    unless it stores around the cache, so alone it reads low: the limit is the best of the three.
+    Bytes are those that the code reads and writes. On a CPU a copy also reads the lines that it overwrites
+    (write-allocate) unless it stores around the cache, so alone it reads low: the limit is the best of the three.
     """
 
-    def __init__(self) -> None:
-        n = min(2 * last_level_cache(), 2**28) // 4
-        a, b = torch.zeros(n), torch.ones(n)
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        cache = 2 * last_level_cache(device)
+        # A GPU sweeps its cache twice in the time that a launch and the wait for it take; these shall not count.
+        n = (max(cache, 2**30) if device == "cuda" else min(cache, 2**28)) // 4
+        a, b = torch.zeros(n, device=device), torch.ones(n, device=device)
         self.bytes = {"copy": 8 * n, "in-place scale": 8 * n, "a += b": 12 * n}
         self.sides = {"copy": lambda: a.copy_(b), "in-place scale": lambda: a.mul_(1.0), "a += b": lambda: a.add_(b)}
 
-    def of(self, samples: Mapping[str, Sequence[float]]) -> tuple[float, str]:
-        """The limit in GB/s, and a line that says how it came about."""
-        speed = {name: size / 1e9 / statistics.median(samples[name]) for name, size in self.bytes.items()}
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in speed.items())
-        allocate = f"copy with the write-allocate read {1.5 * speed['copy']:.1f}"
-        return max(speed.values()), f"memory limit {max(speed.values()):.1f} GB/s, the best of {parts} ({allocate})"
+    def speeds(self, samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """GB/s of each stream."""
+        return {name: size / 1e9 / statistics.median(samples[name]) for name, size in self.bytes.items()}
+
+    def note(self, speeds: Mapping[str, float]) -> str:
+        """A line that says how the limit, the best of the speeds, came about."""
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in speeds.items())
+        line = f"memory limit {max(speeds.values()):.1f} GB/s, the best of {parts}"
+        return (
+            line if self.device == "cuda" else f"{line} (copy with the write-allocate read {1.5 * speeds['copy']:.1f})"
+        )
 
 
 def choices(valid: Sequence[str]) -> Callable[[str], list[str]]:

@@ -12,6 +12,8 @@ from benchmarks.harness import Failure, Progress, Row, Spread, Table, at_least, 
 from benchmarks.ranks import run_ranks
 from dltrain_ext import comm
 
+DEVICES = ("cpu",)
+NO_DEVICE = "it runs over Gloo on the CPU, and NCCL comes later"
 GLOO = "gloo"
 ALGORITHMS = [*comm.ALGORITHMS, "auto"]
 DEADLINE = 60.0
