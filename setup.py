@@ -66,8 +66,10 @@ def cuda_or_reason(wish: str | None, torch_cuda: str | None, nvcc: str | None) -
 
 
 def nvcc_version(cuda_home: str | None) -> str | None:
+    if cuda_home is None:
+        return None
     try:
-        command = [str(Path(cuda_home or "", "bin", "nvcc")), "--version"]
+        command = [str(Path(cuda_home, "bin", "nvcc")), "--version"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -125,7 +127,9 @@ def extension_arguments() -> dict:
         def run(self):
             """Leaves a note of what the extension was built against, to be read before it is loaded."""
             super().run()
-            architectures = f"{torch.version.cuda}, for {os.environ['TORCH_CUDA_ARCH_LIST']}" if cuda else f"none: {reason}"
+            architectures = (
+                f"{torch.version.cuda}, for {os.environ['TORCH_CUDA_ARCH_LIST']}" if cuda else f"none: {reason}"
+            )
             note = Path(self.get_ext_fullpath("dltrain_ext._C")).parent / "_build_info.py"
             note.write_text(
                 '"""Written by setup.py."""\n\n'

@@ -152,9 +152,9 @@ class MemoryLimit:
         """A line that says how the limit, the best of the speeds, came about."""
         parts = ", ".join(f"{name} {value:.1f}" for name, value in speeds.items())
         line = f"memory limit {max(speeds.values()):.1f} GB/s, the best of {parts}"
-        return (
-            line if self.device == "cuda" else f"{line} (copy with the write-allocate read {1.5 * speeds['copy']:.1f})"
-        )
+        if self.device == "cpu":
+            line += f" (copy with the write-allocate read {1.5 * speeds['copy']:.1f})"
+        return line
 
 
 def choices(valid: Sequence[str]) -> Callable[[str], list[str]]:

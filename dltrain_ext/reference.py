@@ -62,7 +62,9 @@ def sgd_(
         return
     lr = lr if tensor_lr is None else tensor_lr.item()
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        d = (-g if maximize else g) / (1.0 if grad_scale is None else grad_scale) + weight_decay * p
+        d = (-g if maximize else g) / (1.0 if grad_scale is None else grad_scale)
+        if weight_decay:
+            d = d + weight_decay * p
         if momentum:
             b = momentum_buffers[i]
             b.copy_(d if first else momentum * b + (1 - dampening) * d)

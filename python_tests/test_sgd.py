@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from optimizers import assert_same, give_grads
 
 from dltrain_ext import _ops, optim, reference
 
@@ -23,17 +24,6 @@ OPTIONS = [
 def make_params(device, shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
-
-
-def give_grads(params, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.device)
-
-
-def assert_same(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -19,7 +19,7 @@ STEPS, RTOL, ATOL = 3, 1e-6, 1e-8
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer, ours and torch's. A step reads the parameter, its gradient and the state, and writes all but one."""
+    """An optimizer, ours and torch's. A step reads parameter, gradient and state, and writes all but the gradient."""
 
     ours: type[torch.optim.Optimizer]
     theirs: type[torch.optim.Optimizer]
@@ -107,19 +107,17 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
         if name in options.optimizers
         for workload in options.workloads or DEFAULT_WORKLOADS[name]
     ]
-    kinds = list(dict.fromkeys(kind.name for kind, _ in jobs))
-    bytes_moved = " and ".join(
-        f"{kind.bytes_moved} ({kind.name})" for kind in OPTIMIZERS.values() if kind.name in kinds
-    )
+    kinds = [kind for name, kind in OPTIMIZERS.items() if name in options.optimizers]
+    bytes_moved = " and ".join(f"{kind.bytes_moved} ({kind.name})" for kind in kinds)
     shares = "the shares of the limit and of a copy" if device == "cuda" else "the share of the limit"
+    cache = f"{'L2' if device == 'cuda' else 'last-level'} cache ({last_level_cache(device) / 2**20:.0f} MiB)"
     rows: list[Row] = []
     notes = [
         f"checked after {STEPS} steps against torch's {REFERENCE} to rtol {RTOL:g}, for parameters also atol "
         f"{ATOL:g}; shown is the largest error of a parameter",
         f"GB/s and {shares} count {bytes_moved} bytes per element, whatever a side really moves",
-        "each side has parameters, gradients and state of its own; where they exceed the "
-        f"{'L2' if device == 'cuda' else 'last-level'} cache ({last_level_cache(device) / 2**20:.0f} MiB) the streams of "
-        "the memory limit run in between",
+        f"each side has parameters, gradients and state of its own; where they exceed the {cache} the streams of the "
+        "memory limit run in between",
     ]
     if device == "cuda":
         notes.append("the clock is read when the device has finished; a copy is the device's own, in the same run")
@@ -139,7 +137,7 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
         rows += new_rows
         notes += [f"{kind.name} {workload}: {note}"] if note else []
     where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
-    steps = " and ".join(f"{name}.step()" for name in kinds)
+    steps = " and ".join(f"{kind.name}.step()" for kind in kinds)
     return Table(f"{steps}, fp32, on {where}: elements in tensors", rows, notes)
 
 

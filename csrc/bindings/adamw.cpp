@@ -64,6 +64,10 @@ class AdamWGroup {
       py::gil_scoped_release no_gil;
       updates_.run({beta1, beta2, eps, weight_decay}, arguments);
     }
+    release();
+  }
+
+  void release() {
     updates_.clear();
     reader_.release();
   }
@@ -106,6 +110,7 @@ void bind_adamw(py::module_& module) {
   py::class_<AdamWGroup>(module, "AdamWGroup")
       .def(py::init<>())
       .def("gather", &AdamWGroup::gather, py::arg("state"), py::arg("params"), py::arg("amsgrad"))
+      .def("release", &AdamWGroup::release)
       .def("step", &AdamWGroup::step, py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
            py::arg("weight_decay"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"));
 }

@@ -51,15 +51,14 @@ class SGDUpdates {
 
 class SGDGroup {
  public:
-  // The step after a gather that found no momentum_buffer for a parameter is its first.
-  py::list gather(const py::dict& state, const py::list& params, bool momentum) {
+  // first: the parameters whose buffers hold nothing yet.
+  py::list gather(const py::dict& state, const py::list& params, bool momentum, const py::list& first) {
+    std::unordered_set<const c10::TensorImpl*> starting;
+    for (const py::handle param : first) starting.insert(THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl());
     updates_.clear();
-    const py::list incomplete =
-        reader_.gather(state, params, momentum ? 1 : 0, [&](int64_t index, const auto& param, const auto& grad, const auto& values) {
-          updates_.add(index, param, grad, values[0], starting_.count(param.unsafeGetTensorImpl()) > 0);
-        });
-    for (const py::handle param : incomplete) starting_.insert(THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl());
-    return incomplete;
+    return reader_.gather(state, params, momentum ? 1 : 0, [&](int64_t index, const auto& param, const auto& grad, const auto& values) {
+      updates_.add(index, param, grad, values[0], starting.count(param.unsafeGetTensorImpl()) > 0);
+    });
   }
 
   void step(double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
@@ -69,7 +68,10 @@ class SGDGroup {
       py::gil_scoped_release no_gil;
       updates_.run({momentum, dampening, weight_decay, nesterov}, arguments);
     }
-    starting_.clear();
+    release();
+  }
+
+  void release() {
     updates_.clear();
     reader_.release();
   }
@@ -77,7 +79,6 @@ class SGDGroup {
  private:
   SGDUpdates updates_;
   GroupReader reader_{{"momentum_buffer"}};
-  std::unordered_set<const c10::TensorImpl*> starting_;  // the parameters whose buffers hold nothing yet
 };
 
 void sgd_op(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, double lr, double momentum, double dampening,
@@ -110,7 +111,8 @@ TORCH_LIBRARY_IMPL(dltrain_ext, CUDA, library) {
 void bind_sgd(py::module_& module) {
   py::class_<SGDGroup>(module, "SGDGroup")
       .def(py::init<>())
-      .def("gather", &SGDGroup::gather, py::arg("state"), py::arg("params"), py::arg("momentum"))
+      .def("gather", &SGDGroup::gather, py::arg("state"), py::arg("params"), py::arg("momentum"), py::arg("first"))
+      .def("release", &SGDGroup::release)
       .def("step", &SGDGroup::step, py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
            py::arg("nesterov"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"));
 }

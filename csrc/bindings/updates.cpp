@@ -3,9 +3,8 @@
 namespace dltrain::bindings {
 
 void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
-  TORCH_CHECK_TYPE(
-      tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !detail::is_lazy(tensor), name, "[", index,
-      "]: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !detail::is_lazy(tensor), name,
+                   "[", index, "]: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
   TORCH_CHECK_VALUE(is_supported(param.device()), name, "[", index, "]: expected a tensor on ", supported_devices(), ", got one on ",
                     tensor.device());
   TORCH_CHECK_VALUE(tensor.device() == param.device(), name, "[", index, "]: expected a tensor on ", param.device(), " as params[", index,
@@ -23,17 +22,14 @@ void check_step(const at::Tensor& step, int64_t index, const at::Tensor& param) 
 
 void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists) {
   for (const auto& [name, list] : lists) {
-    TORCH_CHECK_VALUE(list.size() == params.size(), name, ": expected ", params.size(), " tensors, one for each of params, got ", list.size());
+    TORCH_CHECK_VALUE(list.size() == params.size(), name, ": expected ", params.size(), " tensors, one for each of params, got ",
+                      list.size());
   }
 }
 
 StepArguments::StepArguments(double lr, bool maximize, std::optional<at::Tensor> tensor_lr, std::optional<at::Tensor> grad_scale,
                              std::optional<at::Tensor> found_inf)
-    : lr_(lr),
-      maximize_(maximize),
-      tensor_lr_(std::move(tensor_lr)),
-      grad_scale_(std::move(grad_scale)),
-      found_inf_(std::move(found_inf)) {
+    : lr_(lr), maximize_(maximize), tensor_lr_(std::move(tensor_lr)), grad_scale_(std::move(grad_scale)), found_inf_(std::move(found_inf)) {
   for (const auto& [name, tensor] : {std::pair{"lr", &tensor_lr_}, {"grad_scale", &grad_scale_}, {"found_inf", &found_inf_}}) {
     TORCH_CHECK_VALUE(!*tensor || (*tensor)->numel() == 1, name, ": expected a tensor of one number, got shape ", (*tensor)->sizes());
   }

@@ -145,7 +145,9 @@ class Updates {
 
   // The same element at the same offset in all tensors, with nothing in between: then the update may walk through memory.
   static bool one_layout(const Tensors& tensors) {
-    const auto all = [&](auto&& holds) { return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); }); };
+    const auto all = [&](auto&& holds) {
+      return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); });
+    };
     const at::Tensor& param = *tensors[0];
     return all([](const at::Tensor& t) { return t.is_contiguous(); }) ||
            (param.is_non_overlapping_and_dense() && all([&](const at::Tensor& t) { return t.strides() == param.strides(); }));

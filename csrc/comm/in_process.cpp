@@ -42,10 +42,10 @@ class Received : public Request {
     Message message = std::move(channel_.messages.front());
     channel_.messages.pop_front();
     lock.unlock();
-    if (message.bytes.bytes() != bytes_) throw TransportError(text("expected ", bytes_, " bytes, got ", message.bytes.bytes()));
     message.sent.wait(place_);
-    copy(place_, data_, message.bytes.data(), bytes_);
     message.bytes.hand_to(place_);
+    if (message.bytes.bytes() != bytes_) throw TransportError(text("expected ", bytes_, " bytes, got ", message.bytes.bytes()));
+    copy(place_, data_, message.bytes.data(), bytes_);
   }
 
   void abort() override {

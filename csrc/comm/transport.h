@@ -24,7 +24,7 @@ class Request {
   virtual ~Request() = default;
   // Returns when work that the place is given from now on finds the message complete. Throws TransportError.
   virtual void wait(Deadline deadline) = 0;
-  virtual void abort() = 0;                  // from any thread: wait throws
+  virtual void abort() = 0;  // from any thread: wait throws
 };
 
 // Carries bytes between the ranks of one group. Between two ranks messages arrive in the order in which they were posted. The data lies at

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <new>
 
-#include "core/check.h"
 #include "core/cuda/runtime.h"
 
 namespace dltrain {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "core/check.h"
 #include "core/place.h"
 
 namespace dltrain {
@@ -27,8 +28,12 @@ class Memory {
   int64_t bytes() const { return bytes_; }
   bool lies_at(const Place& place) const { return place_.device == place.device && place_.stream == place.stream; }
 
-  // Another stream of the device uses it last, and is the one to give it back.
-  void hand_to(const Place& place) { place_ = place; }
+  // Another stream uses it last, and is the one to give it back. Not for memory of an allocator: those know one stream a block.
+  void hand_to(const Place& place) {
+    check(!place_.allocator, "hand_to: expected memory without an allocator of its own");
+    place_ = place;
+    place_.allocator = nullptr;
+  }
 
  private:
   void release() noexcept;

@@ -25,9 +25,7 @@ struct Fold {
   };
 
   DLT_HD int operands() const { return count + 1; }
-  DLT_HD Operand operand(int k) const {
-    return k == own_place ? Operand{own, scale} : Operand{received[k < own_place ? k : k - 1], 1.0f};
-  }
+  DLT_HD Operand operand(int k) const { return k == own_place ? Operand{own, scale} : Operand{received[k < own_place ? k : k - 1], 1.0f}; }
   DLT_HD void emit(int64_t i, float sum) const { own[i] = sum; }
 };
 

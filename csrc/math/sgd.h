@@ -15,19 +15,22 @@ namespace dltrain::math {
 
 struct SGDElement {
   float lr, momentum, weight_decay, grad_factor;
-  float keep, share;  // mu and 1 - tau; 0 and 1 at the first step
-  bool nesterov;
+  float share;  // 1 - tau
+  bool nesterov, first;
 
   DLT_HD void operator()(float& p, float g) const { p -= lr * direction(p, g); }
 
   DLT_HD void operator()(float& p, float g, float& b) const {
     const float d = direction(p, g);
-    b = keep * b + share * d;
+    b = first ? d : momentum * b + share * d;
     p -= lr * (nesterov ? d + momentum * b : b);
   }
 
  private:
-  DLT_HD float direction(float p, float g) const { return g * grad_factor + weight_decay * p; }
+  DLT_HD float direction(float p, float g) const {
+    // Without decay an infinite parameter has no say: 0 * inf is NaN.
+    return weight_decay == 0.0f ? g * grad_factor : g * grad_factor + weight_decay * p;
+  }
 };
 
 // The hyper-parameters of a group.
@@ -41,9 +44,9 @@ struct SGD {
     element.momentum = static_cast<float>(momentum);
     element.weight_decay = static_cast<float>(weight_decay);
     element.grad_factor = static_cast<float>(grad_factor);
-    element.keep = first ? 0.0f : static_cast<float>(momentum);
-    element.share = first ? 1.0f : static_cast<float>(1.0 - dampening);
+    element.share = static_cast<float>(1.0 - dampening);
     element.nesterov = nesterov;
+    element.first = first;
     return element;
   }
 };

@@ -48,21 +48,24 @@ void on_ranks(int world_size, Body body, const Place& place = {}) {
 float given(int rank, int64_t i) { return static_cast<float>((i * 7 + rank * 13) % 31 - 15); }
 
 void expect_sum(const Place& place, const std::string& algorithm, int world_size, int64_t numel, int segments) {
-  on_ranks(world_size, [&](Executor& executor, Runner& runner) {
-    std::vector<float> values(numel);
-    for (int64_t i = 0; i < numel; ++i) values[i] = given(executor.rank(), i);
-    AllReduce call;
-    call.algorithm = algorithm;
-    call.segments = segments;
-    const Array<float> array(place, values);
-    runner.all_reduce(executor, array.data(), numel, call);
-    values = array.values();
-    for (int64_t i = 0; i < numel; ++i) {
-      float sum = 0;
-      for (int rank = 0; rank < world_size; ++rank) sum += given(rank, i);
-      ASSERT_EQ(values[i], sum) << algorithm << " p=" << world_size << " n=" << numel << " segments=" << segments << " i=" << i;
-    }
-  }, place);
+  on_ranks(
+      world_size,
+      [&](Executor& executor, Runner& runner) {
+        std::vector<float> values(numel);
+        for (int64_t i = 0; i < numel; ++i) values[i] = given(executor.rank(), i);
+        AllReduce call;
+        call.algorithm = algorithm;
+        call.segments = segments;
+        const Array<float> array(place, values);
+        runner.all_reduce(executor, array.data(), numel, call);
+        values = array.values();
+        for (int64_t i = 0; i < numel; ++i) {
+          float sum = 0;
+          for (int rank = 0; rank < world_size; ++rank) sum += given(rank, i);
+          ASSERT_EQ(values[i], sum) << algorithm << " p=" << world_size << " n=" << numel << " segments=" << segments << " i=" << i;
+        }
+      },
+      place);
 }
 
 class ExecutorOn : public OnEveryPlace {};

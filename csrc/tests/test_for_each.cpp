@@ -63,7 +63,8 @@ struct Rows {
       std::array<float*, K> data;
       for (int k = 0; k < K; ++k) {
         std::vector<float> values;
-        for (int64_t i = 0; i < sizes[row]; ++i) values.push_back(static_cast<float>((i * 7 + k * 5 + static_cast<int64_t>(row)) % 97 + 1) / 100);
+        for (int64_t i = 0; i < sizes[row]; ++i)
+          values.push_back(static_cast<float>((i * 7 + k * 5 + static_cast<int64_t>(row)) % 97 + 1) / 100);
         data[k] = arrays.emplace_back(place, values, aligned ? 0 : (row + k) % 4).data();
       }
       list.add(data, sizes[row], counts.data() + row);

@@ -14,7 +14,8 @@ class FoldOn : public OnEveryPlace {
     std::vector<std::unique_ptr<Array<float>>> arrays;
     std::vector<const float*> pointers;
     for (const auto& values : received) pointers.push_back(arrays.emplace_back(std::make_unique<Array<float>>(place(), values, 1))->data());
-    map_blocks(place(), static_cast<int64_t>(own.size()), Fold{at.data(), pointers.data(), static_cast<int>(pointers.size()), own_place, scale});
+    map_blocks(place(), static_cast<int64_t>(own.size()),
+               Fold{at.data(), pointers.data(), static_cast<int>(pointers.size()), own_place, scale});
     return at.values();
   }
 };

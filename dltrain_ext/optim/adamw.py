@@ -29,7 +29,7 @@ class AdamW(FusedStep, torch.optim.AdamW):
     def _make_fused(self) -> _ops.AdamWGroup:
         return _ops.AdamWGroup()
 
-    def _gather(self, fused: _ops.AdamWGroup, group: dict[str, Any]) -> list[Tensor]:
+    def _gather(self, fused: _ops.AdamWGroup, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
         return fused.gather(self.state, group["params"], group["amsgrad"])
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:

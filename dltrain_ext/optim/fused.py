@@ -43,8 +43,10 @@ class FusedStep(torch.optim.Optimizer):
         """The compiled part of one parameter group."""
         raise NotImplementedError
 
-    def _gather(self, fused: Any, group: dict[str, Any]) -> list[Tensor]:
-        """Has ``fused`` read the group; returns the parameters whose state is incomplete."""
+    def _gather(self, fused: Any, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Has ``fused`` read the group; returns the parameters whose state is incomplete. ``completed``: those whose
+        state has been made for this very step.
+        """
         raise NotImplementedError
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
@@ -73,29 +75,36 @@ class FusedStep(torch.optim.Optimizer):
 
         while len(self._fused) < len(self.param_groups):
             self._fused.append(self._make_fused())
-        # All groups are read before the first is changed, so that an error leaves everything as it was.
-        steps = []
-        for fused, group in zip(self._fused, self.param_groups, strict=False):
-            if incomplete := self._gather(fused, group):
-                if found_inf is not None and found_inf.item() != 0:
-                    return loss
-                for device in {p.device for p in incomplete}:
-                    self._complete_state([p for p in incomplete if p.device == device], group)
-                self._gather(fused, group)
-            lr = group["lr"]
-            on_device = isinstance(lr, Tensor) and lr.is_cuda
-            arguments = {
-                **self._hyper(group),
-                "lr": 0.0 if on_device else float(lr),
-                "tensor_lr": lr if on_device else None,
-                "maximize": bool(group["maximize"]),
-                "grad_scale": getattr(self, "grad_scale", None),
-                "found_inf": found_inf,
-            }
-            steps.append((fused, arguments))
-        for fused, arguments in steps:
-            fused.step(**arguments)
+        groups = list(zip(self._fused, self.param_groups, strict=False))
+        try:
+            # All groups are read before anything is changed, so that an error leaves everything as it was.
+            incomplete = [self._gather(fused, group) for fused, group in groups]
+            arguments = [self._arguments(group) for _, group in groups]
+            if any(incomplete) and found_inf is not None and found_inf.item() != 0:
+                return loss
+            for (fused, group), params in zip(groups, incomplete, strict=True):
+                if params:
+                    for device in {p.device for p in params}:
+                        self._complete_state([p for p in params if p.device == device], group)
+                    self._gather(fused, group, completed=params)
+            for (fused, _), given in zip(groups, arguments, strict=True):
+                fused.step(**given)
+        finally:
+            for fused, _ in groups:
+                fused.release()
         return loss
+
+    def _arguments(self, group: dict[str, Any]) -> dict[str, Any]:
+        lr = group["lr"]
+        on_device = isinstance(lr, Tensor) and lr.is_cuda
+        return {
+            **self._hyper(group),
+            "lr": 0.0 if on_device else float(lr),
+            "tensor_lr": lr if on_device else None,
+            "maximize": bool(group["maximize"]),
+            "grad_scale": getattr(self, "grad_scale", None),
+            "found_inf": getattr(self, "found_inf", None),
+        }
 
     def _lay_out(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         """Gives each parameter the zeroed state tensors of these names that it lacks: views of one flat tensor, since

@@ -29,8 +29,8 @@ class SGD(FusedStep, torch.optim.SGD):
     def _make_fused(self) -> _ops.SGDGroup:
         return _ops.SGDGroup()
 
-    def _gather(self, fused: _ops.SGDGroup, group: dict[str, Any]) -> list[Tensor]:
-        return fused.gather(self.state, group["params"], group["momentum"] != 0)
+    def _gather(self, fused: _ops.SGDGroup, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
+        return fused.gather(self.state, group["params"], group["momentum"] != 0, list(completed))
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {

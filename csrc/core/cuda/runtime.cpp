@@ -24,7 +24,11 @@ void* allocate(const Place& place, int64_t bytes) {
 
 void release(const Place& place, void* memory) noexcept {
   if (place.allocator) return place.allocator->release(memory, place.device, place.stream);
+  int before = place.device;  // no guard, which throws
+  cudaGetDevice(&before);
+  if (before != place.device) cudaSetDevice(place.device);
   cudaFreeAsync(memory, place.stream);
+  if (before != place.device) cudaSetDevice(before);
 }
 
 void* allocate_pinned(int64_t bytes) {

@@ -18,8 +18,14 @@ StreamQueue::~StreamQueue() {
 }
 
 Event StreamQueue::submit(const Place& caller, const Task& task) {
+  const std::lock_guard lock(mutex_);
   Event::record(caller).wait(place_);
-  task(place_);
+  try {
+    task(place_);
+  } catch (...) {
+    Event::record(place_).wait(caller);  // what it enqueued before may still be under way
+    throw;
+  }
   return Event::record(place_);
 }
 

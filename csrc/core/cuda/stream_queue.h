@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <mutex>
 
 #include "core/event.h"
 #include "core/place.h"
@@ -26,6 +27,7 @@ class StreamQueue {
 
  private:
   Place place_;
+  std::mutex mutex_;
 };
 
 }  // namespace dltrain::cuda

@@ -19,7 +19,7 @@
 
 namespace dltrain::cuda {
 
-inline constexpr unsigned threads = 256;  // of a block
+inline constexpr unsigned threads = 256;        // of a block
 inline constexpr int64_t chunk_size = 1 << 13;  // elements; a multiple of the four that a 16-byte access takes
 
 static_assert(CUDART_VERSION >= 12010, "kernels with 32 KiB of parameters need CUDA 12.1");
@@ -35,7 +35,8 @@ struct BatchRow {
 
 template <class Operation, int K>
 struct Batch {
-  static constexpr int capacity = (parameter_bytes - 16 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<K>));
+  static constexpr int capacity =
+      (parameter_bytes - 16 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<K>));
 
   Operation operation;
   int64_t chunks;

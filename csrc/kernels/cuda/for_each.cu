@@ -74,9 +74,8 @@ __global__ void __launch_bounds__(threads) for_each_kernel(const __grid_constant
 
 template <class Operation>
 void enqueue(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation) {
-  in_batches(list, operation, [&](const auto& batch, int64_t) {
-    launch(place, for_each_kernel<Operation>, batch.chunks, batch, "starting for_each");
-  });
+  in_batches(list, operation,
+             [&](const auto& batch, int64_t) { launch(place, for_each_kernel<Operation>, batch.chunks, batch, "starting for_each"); });
 }
 
 template <class... Operations>

@@ -4,13 +4,13 @@
 // stream's work is done later, by a worker of its own, and only events order streams; fresh memory holds garbage. A thread of a block is a
 // thread, so that the sanitizers see races and accesses out of bounds. Blocks run one after another, and nothing is fast.
 
+#include <barrier>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <condition_variable>
-#include <barrier>
 #include <optional>
 #include <thread>
 #include <vector>

@@ -1,0 +1,158 @@
+"""optim.AdamW: what is refused, by which name, and corners of values and types."""
+
+import pytest
+import torch
+from optimizers import ATOL, RTOL, Pair, assert_same, give_grads, make_params
+
+from dltrain_ext import optim
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_gradients_go_where_torch_lets_them(value, device):
+    pair = Pair(device, shapes=[(4,), (5,)], amsgrad=True)
+
+    def spoil(params, optimizer):
+        params[0].grad[1] = value
+
+    pair.step(spoil)
+    pair.step()
+    for p, twin in zip(*pair.params, strict=True):
+        torch.testing.assert_close(p.detach(), twin.detach(), rtol=RTOL, atol=ATOL, equal_nan=True)
+
+
+BAD_STATE = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "bad"),
+    [
+        (TypeError, r"params\[1\]: expected dtype float32, got Half", lambda: (torch.zeros(2).half(), None)),
+        (TypeError, r"params\[1\]: expected dtype float32, got Double", lambda: (torch.zeros(2).double(), None)),
+        (TypeError, r"params\[1\]: expected dtype float32, got ComplexFloat", lambda: (torch.zeros(2) + 0j, None)),
+        (
+            ValueError,
+            r"params\[1\]: expected a tensor on the CPU.*, got one on meta",
+            lambda: (torch.zeros(2).to("meta"), None),
+        ),
+        (
+            ValueError,
+            r"exp_avg_sqs\[1\]: expected shape \[2\].*, got \[3\]",
+            lambda: (torch.zeros(2), {"exp_avg_sq": torch.zeros(3)}),
+        ),
+        (
+            TypeError,
+            r"exp_avgs\[1\]: expected dtype float32, got BFloat16",
+            lambda: (torch.zeros(2), {"exp_avg": torch.zeros(2).bfloat16()}),
+        ),
+        (TypeError, r"steps\[1\]: expected one float32 number", lambda: (torch.zeros(2), {"step": torch.zeros(2)})),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_changes(error, match, bad):
+    values, state = bad()
+    params = [*make_params([(4,)]), torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(values)]
+    optimizer = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    if state is not None:
+        optimizer.state[params[2]] = {**BAD_STATE, **state}
+    with pytest.raises(error, match=match):
+        optimizer.step()
+    assert_same(params[:2], [*make_params([(4,)]), torch.ones(2)])
+
+
+def test_autograd_notices_a_step_between_forward_and_backward(device):
+    (p,) = make_params([(3,)], device)
+    optimizer = optim.AdamW([p])
+    p.grad = torch.ones(3, device=device)
+    y = (p * p).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_defaults_of_dtype_and_device(dtype):
+    pair = Pair(shapes=[(3,)])
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        pair.optimizers[1].state[pair.params[1][0]] = {
+            "step": torch.tensor(0.0, dtype=torch.float32),
+            "exp_avg": torch.zeros(3, dtype=torch.float32),
+            "exp_avg_sq": torch.zeros(3, dtype=torch.float32),
+        }
+        for params, optimizer in zip(pair.params, pair.optimizers, strict=True):
+            params[0].grad = torch.ones(3, dtype=torch.float32)
+            with torch.device("meta"):
+                optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    pair.check()
+
+
+def test_lazy_gradients(device):
+    for grad in (torch._neg_view(torch.ones(4, device=device)), torch._efficientzerotensor(4, device=device)):
+        pair = Pair(device, shapes=[(4,)], foreach=False)
+        for params, optimizer in zip(pair.params, pair.optimizers, strict=True):
+            params[0].grad = grad
+            optimizer.step()
+        pair.check()
+
+
+def test_magnitudes_near_the_ends(device):
+    for betas, grads in (((0.0, 0.9), (1e4, 1e-4)), ((0.9, 0.999), (1e20, 1.0))):
+        params, twins = make_params([(2,)], device), make_params([(2,)])
+        ours, theirs = optim.AdamW(params, betas=betas), torch.optim.AdamW(twins, betas=betas)
+        # Torch's on the CPU for both: on CUDA it squares the gradient first, which overflows.
+        for value in grads:
+            for (p,), optimizer in ((params, ours), (twins, theirs)):
+                p.grad = torch.full_like(p, value)
+                optimizer.step()
+        assert_same(params, twins)
+        state, wanted = ours.state[params[0]], theirs.state[twins[0]]
+        assert state.keys() == wanted.keys()
+        assert_same(state.values(), wanted.values())
+        assert state["exp_avg_sq"].isfinite().all() and state["exp_avg"].count_nonzero() == 2
+
+
+def test_an_error_in_a_later_group_leaves_the_first_as_it_was(device):
+    params = make_params([(3,), (3,)], device)
+    optimizer = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
+    give_grads(params, 0)
+    optimizer.param_groups[1]["eps"] = "x"
+    with pytest.raises(ValueError, match="could not convert string to float"):
+        optimizer.step()
+    assert_same(params, make_params([(3,), (3,)], device))
+
+
+def test_what_is_no_tensor_is_named(device):
+    (p,) = make_params([(3,)], device)
+    optimizer = optim.AdamW([p])
+    give_grads([p], 0)
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = None
+    with pytest.raises(
+        TypeError, match=r"state\['exp_avg'\] of a parameter of shape \[3\]: expected a tensor, got NoneType"
+    ):
+        optimizer.step()
+    optimizer.param_groups[0]["params"].append("p")
+    with pytest.raises(TypeError, match=r"params\[1\]: expected a tensor, got str"):
+        optimizer.step()
+
+
+def test_sparse_gradients_are_refused(device):
+    embedding = torch.nn.Embedding(10, 3, sparse=True, device=device)
+    embedding(torch.tensor([1, 2], device=device)).sum().backward()
+    with pytest.raises(TypeError, match=r"grads\[0\]: expected a plain dense tensor, got layout Sparse"):
+        optim.AdamW(embedding.parameters()).step()
+
+
+def test_constructor_errors():
+    params = make_params([(2,)])
+    with pytest.raises(ValueError, match="differentiable: expected False, got True"):
+        optim.AdamW(params, differentiable=True)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        optim.AdamW(params, lr=-1)
+    with pytest.raises(ValueError, match="params: expected each parameter once"):
+        optim.AdamW([params[0], params[0]])
+    assert isinstance(optim.AdamW(params), torch.optim.AdamW)

@@ -1,0 +1,88 @@
+"""How setup.py decides what to build, and that the CUDA sources of every room compile without a GPU."""
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+BUILD = json.loads((ROOT / "csrc" / "build.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def setup():
+    """The names of setup.py, which does nothing when it is asked for the project's name."""
+    argv, sys.argv = sys.argv, ["setup.py", "-q", "--name"]
+    try:
+        return runpy.run_path(str(ROOT / "setup.py"))
+    finally:
+        sys.argv = argv
+
+
+@pytest.mark.parametrize(
+    ("wish", "torch_cuda", "nvcc", "reason"),
+    [
+        (None, "13.0", "13.0", None),
+        ("1", "13.0", "13.1", None),
+        (None, None, "13.0", "torch is built for the CPU"),
+        (None, "13.0", None, "there is no nvcc"),
+        (None, "12.6", "13.0", "nvcc is of CUDA 13.0"),
+        ("0", "13.0", "13.0", "DLTRAIN_CUDA=0"),
+    ],
+)
+def test_cuda_is_built_where_torch_and_nvcc_have_it(setup, wish, torch_cuda, nvcc, reason):
+    got = setup["cuda_or_reason"](wish, torch_cuda, nvcc)
+    assert got is None if reason is None else reason in got
+
+
+@pytest.mark.parametrize(
+    ("wish", "torch_cuda", "nvcc", "text"),
+    [
+        ("1", None, "13.0", "DLTRAIN_CUDA=1: cannot build for CUDA: torch is built for the CPU"),
+        ("1", "13.0", None, "there is no nvcc"),
+        ("1", "12.6", "13.0", "nvcc is of CUDA 13.0"),
+        ("yes", "13.0", "13.0", "DLTRAIN_CUDA: expected 0 or 1, got 'yes'"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_an_error(setup, wish, torch_cuda, nvcc, text):
+    with pytest.raises(SystemExit, match=text):
+        setup["cuda_or_reason"](wish, torch_cuda, nvcc)
+
+
+def test_sources_of_each_kind(setup):
+    plain, cuda = set(setup["sources"](False)), set(setup["sources"](True))
+    assert plain < cuda
+    assert all("/cuda/" in path for path in cuda - plain)
+    assert not any(path.endswith(".cu") for path in plain)
+    assert {path.split("/")[1] for path in plain} == {*BUILD["torch_free_rooms"], "bindings"}
+
+
+needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+
+
+def cuda_headers() -> Path:
+    """Where the toolkit's headers are; nvcc may be a link or a script."""
+    dry = subprocess.run(["nvcc", "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True)
+    top = next(line.split("=", 1)[1] for line in dry.stderr.splitlines() if "TOP=" in line)
+    return Path(top.strip(), "include")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("path", sorted((ROOT / "csrc/bindings").rglob("cuda/*.cpp")), ids=lambda path: path.name)
+def test_bindings_to_cuda_compile(path):
+    """Against the headers of whatever torch there is; linking needs a torch that is built for CUDA."""
+    from torch.utils.cpp_extension import include_paths
+
+    folders = [ROOT / "csrc", *include_paths(), cuda_headers(), sysconfig.get_path("include")]
+    subprocess.run(
+        ["g++", *BUILD["flags"], "-fsyntax-only", "-DDLTRAIN_CUDA", str(path)]
+        + [f"-isystem{folder}" for folder in folders]
+        + ["-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"] * (torch.version.cuda is None),
+        check=True,
+    )
