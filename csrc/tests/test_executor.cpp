@@ -14,7 +14,7 @@ class Runner {
  public:
   explicit Runner(const Place& place) : place_(place) {
     if constexpr (built_with_cuda) {
-      if (place.on_cuda()) queue_ = std::make_unique<cuda::StreamQueue>(place.device);
+      if (place.on_cuda()) queue_ = std::make_shared<cuda::StreamQueue>(place.device);
     }
   }
   void all_reduce(Executor& executor, float* values, int64_t numel, const AllReduce& call) {
@@ -27,7 +27,7 @@ class Runner {
 
  private:
   Place place_;
-  std::unique_ptr<cuda::StreamQueue> queue_;
+  std::shared_ptr<cuda::StreamQueue> queue_;  // shared: a build without CUDA has no destructor of it
 };
 
 // Runs body(executor, runner) on world_size ranks, each a thread.

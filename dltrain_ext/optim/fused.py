@@ -17,7 +17,7 @@ class FusedStep(torch.optim.Optimizer):
         self._prepare()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._prepare()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class FusedStep(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what ``closure`` returned, or None.
 
         Parameters on a CUDA device are updated on its current stream, and no host waits: a GradScaler's verdict and a
