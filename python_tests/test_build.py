@@ -86,3 +86,31 @@ def test_bindings_to_cuda_compile(path):
         + ["-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"] * (torch.version.cuda is None),
         check=True,
     )
+
+
+@pytest.fixture(scope="module")
+def tests_with_cuda(tmp_path_factory) -> Path:
+    """The C++ tests, built for the device that there is."""
+    if not shutil.which("cmake") or not shutil.which("nvcc"):
+        pytest.skip("needs cmake and nvcc")
+    folder = tmp_path_factory.mktemp("build")
+    options = ["-DDLTRAIN_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native"]
+    done = subprocess.run(["cmake", "-S", ROOT, "-B", folder, *options], capture_output=True, text=True)
+    if "GTest" in done.stderr:
+        pytest.skip("needs GoogleTest: apt install libgtest-dev")
+    assert done.returncode == 0, done.stderr
+    subprocess.run(["cmake", "--build", folder, "--parallel"], check=True)
+    return folder / "dltrain_tests"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", [None, "memcheck", "racecheck"])
+def test_cpp_tests_on_the_device(tests_with_cuda, tool):
+    """Kernels, streams and the executor with virtual ranks, alone and under compute-sanitizer."""
+    command = [str(tests_with_cuda)]
+    if tool:
+        if not shutil.which("compute-sanitizer"):
+            pytest.skip("needs compute-sanitizer")
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *command]
+    done = subprocess.run([*command, "--gtest_filter=*cuda*:StreamQueue*"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -48,7 +48,11 @@ def test_a_source_distribution_needs_no_torch(tmp_path):
     (unpacked,) = (tmp_path / "unpacked").iterdir()
 
     def tree(root):
-        return {str(path.relative_to(root)) for path in (root / "csrc").rglob("*") if path.suffix in (".h", ".cpp")}
+        return {
+            str(path.relative_to(root))
+            for path in (root / "csrc").rglob("*")
+            if path.suffix in (".h", ".cpp", ".cu", ".json")
+        }
 
     assert tree(unpacked) == tree(ROOT)
 
