@@ -24,7 +24,7 @@ __device__ typename Reduction::Value merge_threads(typename Reduction::Value min
     __syncthreads();
     if (threadIdx.x < half) values[threadIdx.x] = Reduction::merge(values[threadIdx.x], values[threadIdx.x + half]);
   }
-  return values[0];
+  return values[threadIdx.x];  // what it wrote itself: another's may still be on its way
 }
 
 template <class Reduction>

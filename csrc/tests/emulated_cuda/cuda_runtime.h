@@ -59,6 +59,7 @@ constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHo
 
 namespace emulated_cuda {
 
+inline std::mutex one_grid_at_a_time;
 inline std::barrier<>* block = nullptr;
 
 inline CUstream_st& of(cudaStream_t stream) {
@@ -68,7 +69,6 @@ inline CUstream_st& of(cudaStream_t stream) {
 
 template <class Parameters>
 void run_grid(void (*kernel)(Parameters), dim3 grid, unsigned threads, const Parameters& parameters) {
-  static std::mutex one_grid_at_a_time;
   const std::lock_guard lock(one_grid_at_a_time);
   std::optional<std::barrier<>> in_block;
   const auto next_block = [&]() noexcept { block = &in_block.emplace(threads); };
