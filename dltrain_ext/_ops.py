@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 
 from dltrain_ext._build_info import TORCH
 
@@ -15,6 +16,7 @@ if torch.__version__ != TORCH:
 
 from dltrain_ext._C import (
     AdamWGroup,
+    Codec,
     Communicator,
     Plan,
     SGDGroup,
@@ -23,6 +25,7 @@ from dltrain_ext._C import (
     built_with_cuda,
     check_names,
     codecs,
+    find_codec,
     instruction_set,
     instruction_sets,
     make_plan,
@@ -32,6 +35,7 @@ from dltrain_ext._C import (
 
 __all__ = [
     "AdamWGroup",
+    "Codec",
     "Communicator",
     "Plan",
     "SGDGroup",
@@ -41,6 +45,9 @@ __all__ = [
     "built_with_cuda",
     "check_names",
     "codecs",
+    "decode_",
+    "encode_sum_",
+    "find_codec",
     "instruction_set",
     "instruction_sets",
     "make_plan",
@@ -138,7 +145,68 @@ def sgd_(
     )
 
 
-@torch.library.register_fake("dltrain_ext::adamw_")  # type: ignore[untyped-decorator]
-@torch.library.register_fake("dltrain_ext::sgd_")  # type: ignore[untyped-decorator]
-def _changes_its_arguments(*lists: Sequence[Tensor], **hyper: object) -> None:
+def encode_sum_(
+    own: Tensor,
+    received: Sequence[Tensor],
+    codec: str,
+    *,
+    position: int = 0,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    loss_scale: Tensor | None = None,
+    wire: Tensor | None = None,
+    decoded: Tensor | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+    step: int = 0,
+    rank: int = 0,
+    first: int = 0,
+) -> None:
+    """Encode a sum; its meaning is :func:`dltrain_ext.reference.encode_sum_`.
+
+    Adds, in fp32 and in this order, what ``received[:position]`` stand for, ``own * scale + residual * loss_scale``,
+    and what ``received[position:]`` stand for; encodes the sum into ``wire``, writes what ``wire`` stands for to
+    ``decoded`` and what encoding lost, over ``loss_scale``, to ``residual``. Without ``wire`` nothing is encoded, and
+    ``decoded`` is the sum. ``own`` begins at element ``first``, a multiple of 4, of what the rank encodes.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    torch.ops.dltrain_ext.encode_sum_(
+        own,
+        received,
+        codec,
+        position=position,
+        scale=scale,
+        residual=residual,
+        loss_scale=loss_scale,
+        wire=wire,
+        decoded=decoded,
+        stochastic=stochastic,
+        seed=seed,
+        step=step,
+        rank=rank,
+        first=first,
+    )
+
+
+def decode_(
+    wire: Tensor, codec: str, out: Tensor, *, sum_squares: Tensor | None = None, found_inf: Tensor | None = None
+) -> None:
+    """Write what ``wire`` stands for to ``out``; its meaning is :func:`dltrain_ext.reference.decode_`.
+
+    ``sum_squares`` (float64) becomes the sum of squares of ``out`` and ``found_inf`` (float32) 1 where it is not
+    finite, else 0; both or neither.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    torch.ops.dltrain_ext.decode_(wire, codec, out, sum_squares=sum_squares, found_inf=found_inf)
+
+
+@register_fake("dltrain_ext::adamw_")  # type: ignore[untyped-decorator]
+@register_fake("dltrain_ext::decode_")  # type: ignore[untyped-decorator]
+@register_fake("dltrain_ext::encode_sum_")  # type: ignore[untyped-decorator]
+@register_fake("dltrain_ext::sgd_")  # type: ignore[untyped-decorator]
+def _changes_its_arguments(*given: object, **options: object) -> None:
     """And returns nothing."""

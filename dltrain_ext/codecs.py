@@ -1,10 +1,279 @@
 """Codecs: what the messages of an all-reduce carry.
 
-``CODECS`` lists their names. ``raw`` sends fp32 partial sums and loses nothing.
+``CODECS`` lists their names. The arithmetic is fp32. Elements share a scale in blocks, and a message is, little-endian:
+
+    scales   float32, one a block (not raw, fp16, bf16)
+    units    of one code or several; unit j of a block of U units holds those of elements j, j + U, j + 2U, ... of the
+             block, in its lowest bits first. The last block ends with the last unit that holds an element.
+
+===== ===== ============= ============================== ========================= =========================
+codec block bytes/element an element is                  error, nearest (max, rms) error, stochastic
+===== ===== ============= ============================== ========================= =========================
+raw       1 4             float32                        0                         0
+fp16      1 2             IEEE 754 half                  2^-11, 2^-11              2^-10, 2^-11
+bf16      1 2             bfloat16                       2^-9, 2^-9                2^-8, 2^-9
+fp8     128 1.03125       e4m3fn times absmax / 448      1/28, 1/28                1/14, 1/28
+int8    256 1.015625      -127..127 times absmax / 127   1/254, 1/254              1/127, 1/254
+int4    128 0.53125       -7..7 times absmax / 7         1/14, 1/14                1/7, 1/14
+sign    256 0.140625      a bit, set: minus, times the   1, 1/2                    2, 1
+                          block's mean magnitude
+===== ===== ============= ============================== ========================= =========================
+
+Errors are bounds relative to the block's largest magnitude, up to fp32 rounding (a factor of 1 + 1e-4); stochastic rms
+ones are expectations. fp16 and bf16, blocks of one element, keep them down to 2^-14 and 2^-126, and the absolute error
+below. In fp8 they are relative to the element (2^-4, stochastic 2^-3) down to 2^-6 / 448 of the largest.
+
+- Rounding is to nearest even, or stochastic: unbiased, with a Philox stream (Salmon et al., 2011) keyed by (seed, step)
+  and counted by (element, rank), so the same on any number of threads and on any device. Stochastic sign takes the
+  largest magnitude for the scale. raw rounds nothing.
+- A NaN or an infinity makes its whole block NaN; so does a finite number that rounds beyond fp16's or bf16's range.
+- A block whose largest (sign: mean) magnitude is below 2^-117, about 6e-36, becomes zero: 127 / absmax would overflow
+  near 4e-37. raw, fp16 and bf16 have no such threshold.
 """
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from dltrain_ext import _ops
 
-CODECS: tuple[str, ...] = tuple(_ops.codecs())
+CODECS: tuple[str, ...] = tuple(codec.name for codec in _ops.codecs())
 
-__all__ = ["CODECS"]
+__all__ = ["CODECS", "Encoded", "GradStats", "decode", "encode", "nbytes", "reduce", "zero_residual"]
+
+_FEEDBACK = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A tensor as a codec's message.
+
+    Attributes:
+        wire: the message, uint8 of shape (nbytes,): a tensor, or an array of the kind that was encoded.
+        codec: one of ``CODECS``.
+        shape, dtype: of what was encoded.
+    """
+
+    wire: Any
+    codec: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return int(self.wire.shape[0])
+
+
+class GradStats(NamedTuple):
+    """What decoding finds out about the values, as tensors of one number where the values lie.
+
+    Attributes:
+        sum_squares: float64, added in an order that depends on the number of values alone.
+        found_inf: float32, 1 where a value is NaN or infinite, else 0.
+    """
+
+    sum_squares: Tensor
+    found_inf: Tensor
+
+
+def nbytes(codec: str, numel: int) -> int:
+    """Bytes of the message of ``numel`` elements."""
+    return _ops.find_codec(codec).bytes(numel)
+
+
+def zero_residual(tensor: Any, *, feedback_dtype: str = "fp32") -> Tensor:
+    """A residual for :func:`encode` that holds nothing yet.
+
+    Args:
+        tensor: what will be encoded; the residual has its shape and device.
+        feedback_dtype: "fp32", or "bf16" for half the memory and less exact feedback.
+    """
+    if feedback_dtype not in _FEEDBACK:
+        raise ValueError(f"feedback_dtype: expected one of {', '.join(_FEEDBACK)}, got {feedback_dtype!r}")
+    given, _ = _as_tensor(tensor, "tensor")
+    return torch.zeros(given.shape, dtype=_FEEDBACK[feedback_dtype], device=given.device)
+
+
+def encode(
+    tensor: Any,
+    codec: str,
+    *,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    loss_scale: Tensor | None = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+    step: int = 0,
+    rank: int = 0,
+    decoded: Tensor | None = None,
+    out: Encoded | None = None,
+) -> Encoded:
+    """Encode ``tensor * scale + residual * loss_scale``, and keep in ``residual`` what that lost.
+
+    Args:
+        tensor: float32, float16 or bfloat16 of any shape, on the CPU or a CUDA device; or any object with
+            ``__dlpack__`` (an array of NumPy, CuPy or JAX).
+        codec: one of ``CODECS``.
+        residual: error feedback (Seide et al., 2014; Karimireddy et al., 2019), float32 or bfloat16 of the tensor's
+            shape, updated in place. In units of the unscaled, averaged gradient. Where a block is not finite it stays
+            as it is.
+        scale: what the tensor is multiplied by first: 1 / world size where contributions will be averaged.
+        loss_scale: a float32 tensor of one number where the tensor lies, that many times larger than the residual's
+            units are those of the tensor; 1 where None.
+        rounding: "nearest" (ties to even) or "stochastic".
+        seed, step, rank: key and counter of the stochastic rounding; at least 0, step and rank below 2^32.
+        decoded: written with what the message stands for; float32, float16 or bfloat16 of the tensor's shape, or the
+            tensor itself.
+        out: an ``Encoded`` whose wire is written and which is returned, in the place of a new one.
+
+    Returns:
+        The message; its wire is of the tensor's kind.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    return reduce(
+        tensor,
+        (),
+        codec=codec,
+        residual=residual,
+        scale=scale,
+        loss_scale=loss_scale,
+        rounding=rounding,
+        seed=seed,
+        step=step,
+        rank=rank,
+        decoded=decoded,
+        out=out,
+    )
+
+
+def reduce(
+    own: Any,
+    received: Sequence[Encoded],
+    *,
+    codec: str | None = None,
+    position: int = 0,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    loss_scale: Tensor | None = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+    step: int = 0,
+    rank: int = 0,
+    decoded: Tensor | None = None,
+    out: Encoded | None = None,
+) -> Encoded:
+    """A hop of an all-reduce in one pass: encode the sum of messages and of one's own contribution.
+
+    The sum is taken in fp32, in this order: ``received[:position]``, ``own * scale + residual * loss_scale``,
+    ``received[position:]``.
+
+    Args:
+        own: as ``tensor`` of :func:`encode`.
+        received: messages of one codec, each of as many elements as ``own``.
+        codec: that of ``received``, and of the result; needed where ``received`` is empty.
+        position: how many of the received come before one's own in the sum.
+        residual, scale, loss_scale, rounding, seed, step, rank, decoded, out: as for :func:`encode`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding: expected 'nearest' or 'stochastic', got {rounding!r}")
+    if codec is None:
+        if not received:
+            raise ValueError("codec: expected one of " + ", ".join(CODECS) + " where nothing is received, got None")
+        codec = received[0].codec
+    for index, message in enumerate(received):
+        if message.codec != codec:
+            raise ValueError(f"received[{index}]: expected a message in {codec}, got one in {message.codec}")
+    given, like = _as_tensor(own, "own" if received else "tensor")
+    if out is None:
+        wire = torch.empty(nbytes(codec, given.numel()), dtype=torch.uint8, device=given.device)
+    elif (out.codec, out.shape, out.dtype) == (codec, given.shape, given.dtype):
+        wire, _ = _as_tensor(out.wire, "out")
+    else:
+        raise ValueError(
+            f"out: expected a message of {given.dtype} {tuple(given.shape)} in {codec}, "
+            f"got one of {out.dtype} {out.shape} in {out.codec}"
+        )
+    for name, tensor in (("residual", residual), ("decoded", decoded)):
+        if tensor is not None and tensor.shape != given.shape:
+            raise ValueError(f"{name}: expected shape {tuple(given.shape)}, got {tuple(tensor.shape)}")
+    _ops.encode_sum_(
+        given.contiguous(),
+        [_as_tensor(message.wire, f"received[{index}]")[0] for index, message in enumerate(received)],
+        codec,
+        position=position,
+        scale=scale,
+        residual=residual,
+        loss_scale=loss_scale,
+        wire=wire,
+        decoded=decoded,
+        stochastic=rounding == "stochastic",
+        seed=seed,
+        step=step,
+        rank=rank,
+    )
+    return out or Encoded(_in_kind(wire, like), codec, tuple(given.shape), given.dtype)
+
+
+def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> Any:
+    """What a message stands for.
+
+    Args:
+        encoded: the message.
+        out: where to write it; float32, float16 or bfloat16, of as many elements as were encoded. A new tensor or
+            array of the kind, shape and dtype that was encoded where None.
+        return_stats: also return the sum of squares and the non-finite flag of what is written, found in the same pass.
+
+    Returns:
+        ``out``, or ``(out, GradStats)``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    wire, like = _as_tensor(encoded.wire, "encoded")
+    if out is None:
+        values = torch.empty(encoded.shape, dtype=encoded.dtype, device=wire.device)
+    else:
+        values, _ = _as_tensor(out, "out")
+    dense = values if values.is_contiguous() else torch.empty_like(values, memory_format=torch.contiguous_format)
+    stats = None
+    if return_stats:
+        stats = GradStats(
+            torch.empty((), dtype=torch.float64, device=wire.device),
+            torch.empty((), dtype=torch.float32, device=wire.device),
+        )
+    _ops.decode_(wire, encoded.codec, dense, **(stats._asdict() if stats else {}))
+    if dense is not values:
+        values.copy_(dense)
+    result = _in_kind(values, like) if out is None else out
+    return (result, stats) if stats else result
+
+
+def _as_tensor(given: Any, name: str) -> tuple[Tensor, Any]:
+    """The memory of an array as a tensor, and the array whose kind the answer takes: None for a tensor."""
+    if isinstance(given, Tensor):
+        return given.detach(), None
+    if not hasattr(given, "__dlpack__"):
+        raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(given).__name__}")
+    return torch.from_dlpack(given), given
+
+
+def _in_kind(tensor: Tensor, like: Any) -> Any:
+    """The tensor's memory as an array of the kind of another; as it is where that is None."""
+    if like is None:
+        return tensor
+    if hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__().from_dlpack(tensor)
+    library = sys.modules[type(like).__module__.partition(".")[0]]
+    return library.from_dlpack(tensor)

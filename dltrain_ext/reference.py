@@ -1,6 +1,7 @@
 """What every op means, in plain torch: the yardstick of the tests, in whatever precision its arguments have."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,3 +71,197 @@ def sgd_(
             b.copy_(d if first else momentum * b + (1 - dampening) * d)
             d = d + momentum * b if nesterov else b
         p.sub_(lr * d)
+
+
+class Format(NamedTuple):
+    """How a codec writes a block: so many elements share a scale, and so many a unit of so many bits."""
+
+    block: int
+    codes: int
+    unit: torch.dtype
+    largest: float | None = None
+
+
+FORMATS = {
+    "raw": Format(1, 1, torch.int32),
+    "fp16": Format(1, 1, torch.int16),
+    "bf16": Format(1, 1, torch.int16),
+    "fp8": Format(128, 1, torch.uint8, 448.0),
+    "int8": Format(256, 1, torch.uint8, 127.0),
+    "int4": Format(128, 2, torch.uint8, 7.0),
+    "sign": Format(256, 8, torch.uint8, 1.0),
+}
+TINY = 2.0**-117
+
+
+def encode_sum_(
+    own: Tensor,
+    received: Sequence[Tensor],
+    codec: str,
+    *,
+    position: int = 0,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    loss_scale: Tensor | None = None,
+    wire: Tensor | None = None,
+    decoded: Tensor | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+    step: int = 0,
+    rank: int = 0,
+    first: int = 0,
+) -> None:
+    """The one operation of a codec. Unlike the other meanings it is in float32: it gives the very bytes."""
+    numel, up = own.numel(), torch.tensor(1.0) if loss_scale is None else loss_scale
+    terms = [_decoded(message, codec, numel) for message in received]
+    terms.insert(position, own.float().flatten() * torch.tensor(scale, dtype=torch.float32))
+    if residual is not None:
+        terms.insert(position + 1, residual.float().flatten() * up)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    if wire is not None:
+        random = philox(seed, step, rank, first, numel) if stochastic else None
+        wire.copy_(_encoded(total, codec, random))
+        value = _decoded(wire, codec, numel)
+        if residual is not None:
+            lost = ((total - value) * (1.0 / up)).reshape(residual.shape).to(residual.dtype)
+            residual.copy_(torch.where(value.isfinite().reshape(residual.shape), lost, residual))
+        total = value
+    if decoded is not None:
+        decoded.copy_(total.reshape(decoded.shape))
+
+
+def decode_(
+    wire: Tensor, codec: str, out: Tensor, *, sum_squares: Tensor | None = None, found_inf: Tensor | None = None
+) -> None:
+    """What a message stands for. The sum of squares is right within the rounding of its order."""
+    out.copy_(_decoded(wire, codec, out.numel()).reshape(out.shape))
+    if sum_squares is not None and found_inf is not None:
+        sum_squares.fill_(out.double().square().sum())
+        found_inf.fill_(not out.isfinite().all())
+
+
+def philox(seed: int, step: int, rank: int, first: int, numel: int) -> Tensor:
+    """Philox4x32-10 (Salmon et al. 2011): a word in [0, 2^32), as int64, for each element from ``first`` on."""
+    low = 2**32 - 1
+
+    def product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The upper and lower half, of factors below 2^32: int64 has no room for the product itself."""
+        upper, lower = a * (b >> 16), a * (b & 0xFFFF)
+        middle = upper + (lower >> 16)
+        return middle >> 16, (middle << 16 | (lower & 0xFFFF)) & low
+
+    quad = torch.arange(first // 4, (first + numel + 3) // 4)
+    c0, c1, c2, c3 = quad & low, quad >> 32, torch.full_like(quad, rank), torch.full_like(quad, seed >> 32)
+    k0, k1 = seed & low, step
+    for _ in range(10):
+        high0, low0 = product(0xD2511F53, c0)
+        high1, low1 = product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return torch.stack([c0, c1, c2, c3], 1).flatten()[:numel]
+
+
+def _encoded(x: Tensor, codec: str, random: Tensor | None) -> Tensor:
+    form = FORMATS[codec]
+    if form.largest is None:
+        codes = _codes(x, codec, random)
+        return torch.where(_is_nan(codes, codec), _nan(codec), codes).to(form.unit).view(torch.uint8)
+    blocks = _blocks(x, form.block)
+    if codec == "sign" and random is None:
+        # In the order of a tree, halves first; divided before they are added, so that they cannot overflow.
+        tree = blocks.abs() / form.block
+        while tree.shape[1] > 1:
+            half = tree.shape[1] // 2
+            tree = tree[:, :half] + tree[:, half:]
+        counts = _blocks(torch.ones_like(x), form.block).sum(1)
+        statistic = tree[:, 0] * (form.block / counts)
+    else:
+        statistic = torch.where(blocks.isfinite().all(1), blocks.abs().amax(1), torch.nan)
+    seen, tiny = statistic.isfinite(), statistic < TINY
+    scales = torch.where(tiny, 0.0, statistic.clamp(max=float.fromhex("0x1.fffffcp127")) / form.largest)
+    inverse = torch.where(tiny, 0.0, form.largest / statistic)
+    words = None if random is None else _blocks(random, form.block).flatten()
+    codes = _codes((blocks * inverse[:, None]).nan_to_num(0.0).flatten(), codec, words).reshape(blocks.shape)
+    codes = torch.where(seen[:, None], codes, 0).flatten()
+    codes[x.numel() :] = 0
+    units = form.block // form.codes
+    shifts = torch.arange(form.codes) * (8 // form.codes)
+    payload = (codes.reshape(-1, form.codes, units) << shifts[:, None]).sum(1).to(torch.uint8).flatten()
+    rest = x.numel() % form.block
+    kept = x.numel() // form.block * units + min(rest, units)
+    return torch.cat([torch.where(seen, scales, torch.nan).view(torch.uint8), payload[:kept]])
+
+
+def _decoded(wire: Tensor, codec: str, numel: int) -> Tensor:
+    form = FORMATS[codec]
+    if form.largest is None:
+        kinds = {"raw": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+        return wire.view(kinds[codec]).float()
+    count, units = -(-numel // form.block), form.block // form.codes
+    scales, payload = wire[: 4 * count].view(torch.float32), wire[4 * count :].long()
+    payload = torch.nn.functional.pad(payload, (0, count * units - payload.numel()))
+    shifts = torch.arange(form.codes) * (8 // form.codes)
+    codes = (payload.reshape(count, 1, units) >> shifts[:, None]) & (2 ** (8 // form.codes) - 1)
+    if codec == "fp8":
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    elif codec == "sign":
+        values = 1.0 - 2.0 * codes.float()
+    else:
+        half = 128 if codec == "int8" else 8
+        values = ((codes + half) % (2 * half) - half).float()
+    return (values.reshape(count, form.block) * scales[:, None]).flatten()[:numel]
+
+
+def _codes(y: Tensor, codec: str, random: Tensor | None) -> Tensor:
+    """What each number is rounded to, as the bits of its code in an int64; y is in units of the scale."""
+    if random is not None and codec != "raw":
+        y = _either_neighbour(y, codec, random)
+    if codec == "raw":
+        return y.view(torch.int32).long()
+    if codec == "fp16":
+        return y.half().view(torch.int16).long()
+    if codec == "bf16":
+        return y.bfloat16().view(torch.int16).long()
+    if codec == "fp8":
+        return y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).long()
+    if codec == "sign":
+        return y.signbit().long()
+    return y.round().long() & (0xFF if codec == "int8" else 0xF)
+
+
+def _either_neighbour(y: Tensor, codec: str, random: Tensor) -> Tensor:
+    """One of the two numbers beside y that the codec has, so that the mean is y."""
+    uniform = (random >> 8) * 2.0**-24
+    if codec == "sign":
+        return torch.where(uniform < 0.5 - 0.5 * y.clamp(-1.0, 1.0), -1.0, 1.0)
+    if codec in ("int8", "int4"):
+        y = y.clamp(-FORMATS[codec].largest, FORMATS[codec].largest)  # type: ignore[operator]
+        return y.trunc() + y.sign() * (uniform < (y - y.trunc()).abs())
+    mantissa, smallest, largest = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895313892515355e38), "fp8": (3, -6, 448.0)}[codec]
+    size = y.abs().clamp(max=largest)
+    # Of normal numbers the lower bits of the word are added below the last place; others are multiples of one step.
+    below = 23 - mantissa
+    normal = ((size.view(torch.int32).long() + (random & (2**below - 1))) >> below << below).to(torch.int32)
+    step = 2.0 ** (smallest - mantissa)
+    steps = size.double() / step
+    subnormal = (steps.trunc() + (uniform < steps - steps.trunc())) * step
+    if codec == "bf16":
+        subnormal = normal.view(torch.float32)  # whose subnormals are float32's
+    rounded = torch.where(size < 2.0**smallest, subnormal.float(), normal.view(torch.float32)).clamp(max=largest)
+    overflows = ~(y.abs() < {"fp16": 65520.0, "bf16": 3.3961775292304957e38, "fp8": torch.inf}[codec])
+    return torch.where(overflows, y, rounded.copysign(y))
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.numel() % block)).reshape(-1, block)
+
+
+def _is_nan(codes: Tensor, codec: str) -> Tensor:
+    exponent = {"raw": 0x7F800000, "fp16": 0x7C00, "bf16": 0x7F80}[codec]
+    return codes & exponent == exponent
+
+
+def _nan(codec: str) -> int:
+    return {"raw": 0x7FC00000, "fp16": 0x7E00, "bf16": 0x7FC0}[codec]

@@ -14,6 +14,7 @@ PYBIND11_MODULE(_C, module) {
   dltrain::bindings::bind_build(module);
   dltrain::bindings::bind_adamw(module);
   dltrain::bindings::bind_sgd(module);
+  dltrain::bindings::bind_codecs(module);
   dltrain::bindings::bind_plans(module);
   dltrain::bindings::bind_communicator(module);
 }

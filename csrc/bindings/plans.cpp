@@ -1,5 +1,4 @@
 #include "bindings/module.h"
-#include "comm/codec.h"
 #include "comm/plan.h"
 #include "comm/verify.h"
 #include "core/check.h"
@@ -55,7 +54,6 @@ void bind_plans(py::module_& module) {
       });
 
   module.def("algorithms", &comm::algorithms);
-  module.def("codecs", &comm::codec_names);
   module.def("make_plan", &comm::make_plan);
   module.def("verify", &comm::verify, py::call_guard<py::gil_scoped_release>());
 }

@@ -60,16 +60,16 @@ class Lowering {
  public:
   Lowering(const Plan& plan, const Codec& codec, int64_t numel, int segments) : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
     for (int s = 0; s < segments; ++s) {
-      const Span span = cut({0, numel}, codec.block, segments, s);
+      const Span span = cut({0, numel}, codec.alignment, segments, s);
       Segment& segment = segments_.emplace_back();
-      for (int chunk = 0; chunk < plan.chunks; ++chunk) segment.chunks.push_back({cut(span, codec.block, plan.chunks, chunk)});
+      for (int chunk = 0; chunk < plan.chunks; ++chunk) segment.chunks.push_back({cut(span, codec.alignment, plan.chunks, chunk)});
       for (const Round& round : plan.rounds) {
         for (const Step& step : round) {
           if (step.op == Op::recv_reduce) inbox_.place_size = std::max(inbox_.place_size, segment.span_of(step.chunks).count);
         }
       }
     }
-    inbox_.place_size = (inbox_.place_size + codec.block - 1) / codec.block * codec.block;
+    inbox_.place_size = (inbox_.place_size + codec.alignment - 1) / codec.alignment * codec.alignment;
   }
 
   Program run() {

@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/codec.h"
 #include "comm/plan.h"
+#include "kernels/codec.h"
 
 namespace dltrain::comm {
 

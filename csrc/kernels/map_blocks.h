@@ -6,7 +6,8 @@
 
 namespace dltrain {
 
-// For each block of Operation::elements out of numel: adds the operands in their order, element by element, and emits the sums.
+// operation(tile) for each tile of Operation::elements out of numel. A tile holds the elements while they are worked on: in the first-level
+// cache, or in the registers of a warp.
 template <class Operation>
 void map_blocks(const Place& place, int64_t numel, const Operation& operation) {
   if constexpr (built_with_cuda) {

@@ -3,17 +3,24 @@
 // Every operation, once: the loops of each device and each instruction set are compiled for what stands here.
 
 #include <tuple>
+#include <utility>
 
 #include "kernels/adamw.h"
 #include "kernels/advance.h"
-#include "kernels/fold.h"
+#include "kernels/codecs.h"
+#include "kernels/decode.h"
+#include "kernels/encode_sum.h"
 #include "kernels/sgd.h"
 #include "math/sum_squares.h"
 
 namespace dltrain {
 
 using Elementwise = std::tuple<Advance, AdamW<4>, AdamW<5>, SGD<2>, SGD<3>>;
-using Blockwise = std::tuple<Fold>;
+
+template <class... C>
+std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles> blockwise_of(const std::tuple<C...>&);
+using Blockwise = decltype(blockwise_of(std::declval<Codecs>()));
+
 using Reductions = std::tuple<math::SumSquares>;
 
 // An entry for each operation of a list.

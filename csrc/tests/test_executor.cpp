@@ -144,7 +144,7 @@ TEST(Executor, AbortEndsAWait) {
 }
 
 TEST(Program, ReusesItsInbox) {
-  const Program program = lower(make_plan("ring", 0, 8), find_codec("raw"), 8 * 1600, 1);
+  const Program program = lower(make_plan("ring", 0, 8), dltrain::find_codec("raw"), 8 * 1600, 1);
   EXPECT_EQ(program.inbox, 2 * 1600);
   EXPECT_EQ(program.sent, 2 * 7 * 1600);
 }

@@ -12,10 +12,18 @@ class FoldOn : public OnEveryPlace {
   std::vector<float> fold(const std::vector<float>& own, const std::vector<std::vector<float>>& received, int own_place, float scale) {
     const Array<float> at(place(), own);
     std::vector<std::unique_ptr<Array<float>>> arrays;
-    std::vector<const float*> pointers;
-    for (const auto& values : received) pointers.push_back(arrays.emplace_back(std::make_unique<Array<float>>(place(), values, 1))->data());
-    map_blocks(place(), static_cast<int64_t>(own.size()),
-               Fold{at.data(), pointers.data(), static_cast<int>(pointers.size()), own_place, scale});
+    std::vector<const uint8_t*> pointers;
+    for (const auto& values : received) {
+      pointers.push_back(reinterpret_cast<const uint8_t*>(arrays.emplace_back(std::make_unique<Array<float>>(place(), values, 1))->data()));
+    }
+    Sum sum;
+    sum.numel = static_cast<int64_t>(own.size());
+    sum.own = sum.decoded = {at.data()};
+    sum.scale = scale;
+    sum.received = pointers.data();
+    sum.count = static_cast<int>(pointers.size());
+    sum.own_place = own_place;
+    map_blocks(place(), sum.numel, EncodeSum<math::Raw>{sum});
     return at.values();
   }
 };
@@ -94,12 +102,19 @@ TEST_P(ReduceOn, TakesMoreRowsThanOneLaunch) {
 TEST(Loops, GiveTheSameBitsOnEveryInstructionSet) {
   std::vector<float> values, own;
   for (int i = 0; i < 10007; ++i) values.push_back(1.0f / static_cast<float>(i % 977 + 1));
-  const float* received[] = {values.data(), values.data() + 3};
+  const uint8_t* received[] = {reinterpret_cast<const uint8_t*>(values.data()), reinterpret_cast<const uint8_t*>(values.data() + 3)};
   std::vector<std::vector<float>> folds;
   std::vector<double> sums;
   for (const auto& set : cpu::instruction_sets()) {
     auto& sum = folds.emplace_back(values);
-    std::get<cpu::BlockLoop<Fold>>(set.loops->blocks).run({sum.data(), received, 2, 1, 0.3f}, 0, 10004);
+    EncodeSum<math::Raw> fold;
+    fold.numel = 10004;
+    fold.own = fold.decoded = {sum.data()};
+    fold.received = received;
+    fold.count = 2;
+    fold.own_place = 1;
+    fold.scale = 0.3f;
+    std::get<cpu::BlockLoop<EncodeSum<math::Raw>>>(set.loops->blocks).run(fold, fold.numel, 0, 40);
     sums.push_back(std::get<cpu::ReduceLoop<math::SumSquares>>(set.loops->reductions).run(values.data(), 10007));
     EXPECT_EQ(folds.back(), folds.front()) << set.name;
     EXPECT_EQ(sums.back(), sums.front()) << set.name;

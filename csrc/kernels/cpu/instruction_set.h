@@ -17,7 +17,7 @@ struct ElementLoop {
 };
 template <class Operation>
 struct BlockLoop {
-  void (*run)(const Operation& operation, int64_t begin, int64_t end);
+  void (*run)(const Operation& operation, int64_t numel, int64_t begin, int64_t end);  // tiles
 };
 template <class Reduction>
 struct ReduceLoop {

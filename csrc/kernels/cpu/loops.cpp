@@ -2,6 +2,7 @@
 // a function that another file could be linked with: the loops have no linkage, what they call is inlined or the C library's.
 
 #include "kernels/cpu/instruction_set.h"
+#include "kernels/cpu/tile.h"
 
 #ifndef DLT_INSTRUCTION_SET
 #define DLT_INSTRUCTION_SET portable
@@ -26,23 +27,17 @@ struct Elements<Operation, std::index_sequence<K...>> {
 };
 
 template <class Operation>
-void run_blocks(const Operation& given, int64_t begin, int64_t end) {
-  using Arithmetic = typename Operation::Arithmetic;
+void run_blocks(const Operation& given, int64_t numel, int64_t begin, int64_t end) {
+  constexpr int size = Operation::elements;
   const Operation operation = given;
-  const int operands = operation.operands();
-  alignas(64) float sum[Operation::elements];
-  for (int64_t first = begin; first < end; first += Operation::elements) {
-    const int64_t count = first + Operation::elements < end ? Operation::elements : end - first;
-    for (int k = 0; k < operands; ++k) {
-      const auto operand = operation.operand(k);
-      if (k == 0) {
-        for (int64_t i = 0; i < count; ++i) sum[i] = operand[first + i];
-      } else {
-        for (int64_t i = 0; i < count; ++i) sum[i] = Arithmetic::add(sum[i], operand[first + i]);
-      }
+  for (int64_t index = begin; index < end; ++index) {
+    if (const int64_t rest = numel - index * size; rest >= size) {
+      Tile<size, true> tile(index, size);
+      operation(tile);
+    } else {
+      Tile<size, false> tile(index, static_cast<int>(rest));
+      operation(tile);
     }
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) operation.emit(first + i, sum[i]);
   }
 }
 

@@ -1,60 +1,58 @@
 #include "kernels/cuda/batch.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/tile.h"
 #include "kernels/operations.h"
 
 namespace dltrain::cuda {
 
 namespace {
 
-constexpr int unroll = 4;  // elements that a thread has under way, so that the loads of one do not wait for another's
+constexpr int warps = threads / warp;  // of a block, a tile each
 
-// The operation and what its operands point to, by value, as the host's list of them is gone when the kernel runs.
+// The operation and the messages that it receives, by value, as the host's list of them is gone when the kernel runs.
 template <class Operation, int capacity>
 struct Blocks {
   Operation operation;
   int64_t numel;
-  const float* received[capacity];
+  const uint8_t* received[capacity];
 };
+
+template <class Operation>
+concept Receives = requires(Operation operation) { operation.received; };
 
 template <class Operation, int capacity>
 __global__ void __launch_bounds__(threads) map_blocks_kernel(const __grid_constant__ Blocks<Operation, capacity> blocks) {
-  using Arithmetic = typename Operation::Arithmetic;
+  constexpr int size = Operation::elements;
   Operation operation = blocks.operation;
-  operation.received = blocks.received;
-  const int operands = operation.operands();
-  const int64_t step = static_cast<int64_t>(gridDim.x) * threads * unroll;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * threads * unroll + threadIdx.x; first < blocks.numel; first += step) {
-    float sum[unroll] = {};
-    for (int k = 0; k < operands; ++k) {
-      const auto operand = operation.operand(k);
-#pragma unroll
-      for (int u = 0; u < unroll; ++u) {
-        const int64_t i = first + u * threads;
-        if (i < blocks.numel) sum[u] = k == 0 ? operand[i] : Arithmetic::add(sum[u], operand[i]);
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < unroll; ++u) {
-      const int64_t i = first + u * threads;
-      if (i < blocks.numel) operation.emit(i, sum[u]);
-    }
+  if constexpr (Receives<Operation>) operation.received = blocks.received;
+  const int64_t tiles = (blocks.numel + size - 1) / size;
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / warp; index < tiles; index += gridDim.x * int64_t{warps}) {
+    const int64_t rest = blocks.numel - index * size;
+    Tile<size> tile(index, rest < size ? static_cast<int>(rest) : size);
+    operation(tile);
   }
 }
 
 template <int capacity, class Operation>
 void enqueue_up_to(const Place& place, int64_t numel, const Operation& operation) {
-  dltrain::check(operation.count <= capacity, "received: expected at most ", capacity, " operands on CUDA, got ", operation.count);
+  constexpr int64_t size = warps * int64_t{Operation::elements};
   Blocks<Operation, capacity> blocks;
   static_assert(sizeof(blocks) <= parameter_bytes);
   blocks.operation = operation;
   blocks.numel = numel;
-  std::copy_n(operation.received, operation.count, blocks.received);
-  launch(place, map_blocks_kernel<Operation, capacity>, (numel + threads * unroll - 1) / (threads * unroll), blocks, "starting map_blocks");
+  if constexpr (Receives<Operation>) {
+    dltrain::check(operation.count <= capacity, "received: expected at most ", capacity, " messages on CUDA, got ", operation.count);
+    std::copy_n(operation.received, operation.count, blocks.received);
+  }
+  launch(place, map_blocks_kernel<Operation, capacity>, (numel + size - 1) / size, blocks, "starting map_blocks");
 }
 
 template <class Operation>
 void enqueue(const Place& place, int64_t numel, const Operation& operation) {
-  operation.count <= 16 ? enqueue_up_to<16>(place, numel, operation) : enqueue_up_to<4000>(place, numel, operation);
+  if constexpr (Receives<Operation>) {
+    if (operation.count > 16) return enqueue_up_to<4000>(place, numel, operation);
+  }
+  enqueue_up_to<16>(place, numel, operation);
 }
 
 template <class... Operations>

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -25,6 +26,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __syncthreads() emulated_cuda::block->arrive_and_wait()
+#define __shfl_xor_sync(mask, value, apart) emulated_cuda::exchange(value, apart)
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -62,6 +64,24 @@ namespace emulated_cuda {
 inline std::mutex one_grid_at_a_time;
 inline std::barrier<>* block = nullptr;
 
+// A warp of threads: what one hands in, another takes.
+constexpr unsigned warp_size = 32;
+struct Warp {
+  std::barrier<> barrier{warp_size};
+  uint64_t slots[warp_size];
+};
+inline thread_local Warp* warp = nullptr;
+
+template <class T>
+T exchange(T value, unsigned apart) {
+  const unsigned lane = threadIdx.x % warp_size;
+  std::memcpy(&warp->slots[lane], &value, sizeof(T));
+  warp->barrier.arrive_and_wait();
+  std::memcpy(&value, &warp->slots[lane ^ apart], sizeof(T));
+  warp->barrier.arrive_and_wait();
+  return value;
+}
+
 inline CUstream_st& of(cudaStream_t stream) {
   static CUstream_st default_stream;
   return stream ? *stream : default_stream;
@@ -73,10 +93,12 @@ void run_grid(void (*kernel)(Parameters), dim3 grid, unsigned threads, const Par
   std::optional<std::barrier<>> in_block;
   const auto next_block = [&]() noexcept { block = &in_block.emplace(threads); };
   std::barrier between_blocks(threads, next_block);
+  std::deque<Warp> warps(threads / warp_size);
   std::vector<std::thread> team;
   for (unsigned thread = 0; thread < threads; ++thread) {
     team.emplace_back([&, thread] {
       threadIdx = {thread};
+      warp = &warps[thread / warp_size];
       gridDim = grid;
       for (unsigned index = 0; index < grid.x; ++index) {
         between_blocks.arrive_and_wait();

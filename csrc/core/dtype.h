@@ -1,0 +1,77 @@
+#pragma once
+
+// The element types of the tensors that come in and go out. All arithmetic is fp32: elements are widened as they are read, and narrowed,
+// to nearest even as IEEE 754 has it, as they are written. In integers, so that every processor gives the same bits.
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace dltrain {
+
+enum class Dtype { fp32, fp16, bf16 };
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+DLT_HD float widen(float x) { return x; }
+
+DLT_HD float widen(BFloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+
+DLT_HD float widen(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  const uint32_t normal = (magnitude << 13) + ((127 - 15) << 23);
+  const uint32_t denormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t special = (magnitude << 13) | 0x7f800000;
+  return float_of(sign | (magnitude < 0x0400 ? denormal : magnitude < 0x7c00 ? normal : special));
+}
+
+template <class T>
+DLT_HD T narrow(float x);
+
+template <>
+DLT_HD float narrow<float>(float x) {
+  return x;
+}
+
+template <>
+DLT_HD BFloat16 narrow<BFloat16>(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x0040;
+  return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded)};
+}
+
+template <>
+DLT_HD Half narrow<Half>(float x) {
+  const uint32_t sign = (bits_of(x) >> 16) & 0x8000, magnitude = bits_of(x) & 0x7fffffff;
+  const uint32_t normal = (magnitude + 0x0fff + ((magnitude >> 13) & 1) - ((127 - 15) << 23)) >> 13;
+  // Below 2^-14 the last place is 2^-24, which is that of the floats from 0.5 on.
+  const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+  const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  return {static_cast<uint16_t>(sign | (magnitude < 0x38800000 ? denormal : magnitude < 0x477ff000 ? normal : special))};
+}
+
+// Elements of a type that is known when the program runs; none where data is null.
+struct Elements {
+  void* data = nullptr;
+  Dtype dtype = Dtype::fp32;
+};
+
+// visit(pointer to the elements), typed.
+template <class Visit>
+DLT_HD void with_type(const Elements& elements, Visit&& visit) {
+  switch (elements.dtype) {
+    case Dtype::fp32:
+      return visit(static_cast<float*>(elements.data));
+    case Dtype::fp16:
+      return visit(static_cast<Half*>(elements.data));
+    case Dtype::bf16:
+      return visit(static_cast<BFloat16*>(elements.data));
+  }
+}
+
+}  // namespace dltrain

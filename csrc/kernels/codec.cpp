@@ -1,0 +1,77 @@
+#include "kernels/codec.h"
+
+#include <utility>
+
+#include "core/check.h"
+#include "core/memory.h"
+#include "kernels/codecs.h"
+#include "kernels/decode.h"
+#include "kernels/map_blocks.h"
+
+namespace dltrain {
+
+namespace {
+
+template <class C>
+void encode_sum(const Place& place, const Sum& sum) {
+  map_blocks(place, sum.numel, EncodeSum<C>{sum});
+}
+
+int64_t tiles_of_sums(int64_t count) { return (count + SumTiles::elements - 1) / SumTiles::elements; }
+
+// 256 numbers become one, until one is left. Also of none, whose sum is 0.
+void add_up(const Place& place, const double* numbers, int64_t count, double* room, const Statistics& statistics) {
+  for (; count > SumTiles::elements; count = tiles_of_sums(count)) {
+    map_blocks(place, count, SumTiles{numbers, count, room, nullptr});
+    numbers = std::exchange(room, room + tiles_of_sums(count));
+  }
+  map_blocks(place, SumTiles::elements, SumTiles{numbers, count, statistics.sum_squares, statistics.found_inf});
+}
+
+template <class C>
+void decode(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics) {
+  if (!statistics.sum_squares) return map_blocks(place, numel, Decode<C>{numel, message, values, nullptr});
+  const int64_t tiles = Message<C>::tiles(numel);
+  int64_t room = tiles;
+  for (int64_t count = tiles; count > SumTiles::elements; room += count) count = tiles_of_sums(count);
+  const Memory sums(place, room * static_cast<int64_t>(sizeof(double)));
+  auto* const first = static_cast<double*>(sums.data());
+  map_blocks(place, numel, Decode<C>{numel, message, values, first});
+  add_up(place, first, tiles, first + tiles, statistics);
+}
+
+template <class C>
+Codec entry() {
+  using Layout = Message<C>;
+  constexpr int64_t cache_line = 64;
+  return {C::name,           C::block,          Layout::scaled ? C::block : cache_line / static_cast<int64_t>(sizeof(typename C::Unit)),
+          Layout::scaled,    C::bits,           [](int64_t numel) { return Layout::bytes(numel); },
+          encode_sum<C>,     decode<C>};
+}
+
+template <class... C>
+std::vector<Codec> entries(const std::tuple<C...>*) {
+  return {entry<C>()...};
+}
+
+}  // namespace
+
+const std::vector<Codec>& codecs() {
+  static const std::vector<Codec> all = entries(static_cast<const Codecs*>(nullptr));
+  return all;
+}
+
+std::vector<std::string> codec_names() {
+  std::vector<std::string> names;
+  for (const Codec& codec : codecs()) names.push_back(codec.name);
+  return names;
+}
+
+const Codec& find_codec(const std::string& name) {
+  for (const Codec& codec : codecs()) {
+    if (codec.name == name) return codec;
+  }
+  unknown_name("codec", codec_names(), name);
+}
+
+}  // namespace dltrain

@@ -1,0 +1,163 @@
+#pragma once
+
+// The elements of a tile on the CPU, in the first-level cache. All loops have a length that the compiler knows, but in the last tile.
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/dtype.h"
+#include "core/host_device.h"
+#include "kernels/message.h"
+#include "math/philox.h"
+
+namespace dltrain::cpu {
+
+template <int size, bool full>
+class Tile {
+ public:
+  DLT_HD Tile(int64_t index, int count) : index_(index), first_(index * size), count_(full ? size : count) {
+    if constexpr (!full) std::memset(held_, 0, sizeof(held_));
+  }
+
+  DLT_HD int64_t index() const { return index_; }
+  DLT_HD int count() const { return full ? size : count_; }
+
+  // value <- f(value, x), for each x of the elements.
+  template <class T, class F>
+  DLT_HD void load(const T* from, F f) {
+    from += first_;
+    value_ = held_;
+    const int n = count();
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) held_[i] = f(held_[i], widen(from[i]));
+  }
+
+  // The same as load, when value is to be x.
+  DLT_HD void view(const float* from) {
+    if constexpr (full) {
+      value_ = from + first_;
+    } else {
+      load(from, [](float, float x) DLT_HD_LAMBDA { return x; });
+    }
+  }
+
+  // elements <- f(value, decoded).
+  template <class T, class F>
+  DLT_HD void store(T* to, F f) const {
+    const float* const value = value_;
+    to += first_;
+    const int n = count();
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) to[i] = narrow<T>(f(value[i], decoded_[i]));
+  }
+
+  // elements <- f(value, decoded, element).
+  template <class T, class F>
+  DLT_HD void update(T* elements, F f) const {
+    const float* const value = value_;
+    elements += first_;
+    const int n = count();
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) elements[i] = narrow<T>(f(value[i], decoded_[i], widen(elements[i])));
+  }
+
+  // units <- f(value, random word), a code each.
+  template <class Codec, class F>
+  DLT_HD void encode(typename Codec::Unit* to, F f) {
+    const float* const value = value_;  // which no store of a byte can change
+    using Layout = Message<Codec>;
+    typename Codec::Unit units[full ? 1 : Layout::units];
+    auto* const out = full ? to : units;
+#pragma GCC ivdep
+    for (int j = 0; j < Layout::units; ++j) {
+      uint32_t unit = 0;
+      for (int k = 0; k < Layout::codes; ++k) {
+        const int i = j + k * Layout::units;
+        const uint32_t code = f(value[i], random_[i]);
+        unit |= (full || i < count_ ? code : 0) << (k * Codec::bits);
+      }
+      out[j] = static_cast<typename Codec::Unit>(unit);
+    }
+    if constexpr (!full) std::memcpy(to, units, present<Layout>());
+  }
+
+  // value <- f(value, code), for each code of the units.
+  template <class Codec, class F>
+  DLT_HD void decode(const typename Codec::Unit* from, F f) {
+    each_code<Codec>(from, [&](int i, uint32_t code) DLT_HD_LAMBDA { held_[i] = f(held_[i], code); });
+  }
+
+  // decoded <- f(code), for each code of what encode has made.
+  template <class Codec, class F>
+  DLT_HD void recall(const typename Codec::Unit* units, F f) {
+    each_code<Codec>(units, [&](int i, uint32_t code) DLT_HD_LAMBDA { decoded_[i] = f(code); });
+  }
+
+  DLT_HD void randomize(const math::RandomStream& stream, int64_t first) {
+#pragma GCC ivdep
+    for (int quad = 0; quad < size / 4; ++quad) {
+      const math::Words words = stream.at((first + first_) / 4 + quad);
+      for (int k = 0; k < 4; ++k) random_[4 * quad + k] = words.word[k];
+    }
+  }
+
+  // As bits, whose order is that of the magnitudes, with infinity and then NaN on top.
+  DLT_HD uint32_t largest_magnitude() const {
+    const float* const value = value_;
+    uint32_t largest = 0;
+    for (int i = 0; i < size; ++i) {
+      const uint32_t bits = math::magnitude_bits(value[i]);
+      largest = bits > largest ? bits : largest;
+    }
+    return largest;
+  }
+
+  // The sum of f(index, value), halves first: s[m] + s[m + h] for h = size / 2, ..., 1.
+  template <class T, class F>
+  DLT_HD T sum(F f) const {
+    const float* const value = value_;
+    const auto term = [&](int i) DLT_HD_LAMBDA { return full || i < count_ ? f(first_ + i, value[i]) : T(0); };
+    alignas(64) T terms[size / 2];
+    for (int m = 0; m < size / 2; ++m) terms[m] = term(m) + term(m + size / 2);
+#pragma GCC unroll 16
+    for (int half = size / 4; half > 0; half /= 2) {
+      for (int m = 0; m < half; ++m) terms[m] += terms[m + half];
+    }
+    return terms[0];
+  }
+
+  template <class T>
+  DLT_HD void put(T* to, T number) const {
+    *to = number;
+  }
+
+ private:
+  template <class Layout>
+  DLT_HD size_t present() const {
+    return sizeof(typename Layout::Unit) * static_cast<size_t>(count_ < Layout::units ? count_ : Layout::units);
+  }
+
+  template <class Codec, class F>
+  DLT_HD void each_code(const typename Codec::Unit* from, F f) const {
+    using Layout = Message<Codec>;
+    typename Codec::Unit units[full ? 1 : Layout::units] = {};
+    if constexpr (!full) std::memcpy(units, from, present<Layout>());
+    const auto* const in = full ? from : units;
+    constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
+    for (int k = 0; k < Layout::codes; ++k) {
+#pragma GCC ivdep
+      for (int j = 0; j < Layout::units; ++j) {
+        if (const int i = j + k * Layout::units; full || i < count_) f(i, (in[j] >> (k * Codec::bits)) & mask);
+      }
+    }
+  }
+
+  const int64_t index_, first_;
+  const int count_;
+  const float* value_ = held_;
+  alignas(64) float held_[size];
+  alignas(64) float decoded_[size];
+  alignas(64) uint32_t random_[size];
+};
+
+}  // namespace dltrain::cpu

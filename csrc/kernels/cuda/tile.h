@@ -1,0 +1,181 @@
+#pragma once
+
+// The elements of a tile on CUDA, in the registers of a warp. Lane l holds the quads of four elements that begin at 4 l, 4 l + 128, ..., so
+// that a warp reads and writes 16 bytes a lane side by side.
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "kernels/message.h"
+#include "math/philox.h"
+
+namespace dltrain::cuda {
+
+inline constexpr unsigned warp = 32, all_lanes = 0xffffffff;
+
+template <int size>
+class Tile {
+ public:
+  static constexpr int quads = size / 128, held = 4 * quads;
+
+  __device__ Tile(int64_t index, int count) : index_(index), first_(index * size), count_(count), lane_(threadIdx.x % warp) {}
+
+  __device__ int64_t index() const { return index_; }
+  __device__ int count() const { return count_; }
+
+  template <class T, class F>
+  __device__ void load(const T* from, F f) {
+    for (int i = 0; i < held; i += 4) {
+      const auto x = read(from + first_, element(i));
+      for (int c = 0; c < 4; ++c) {
+        if (is_present(i + c)) value_[i + c] = f(value_[i + c], widen(x.of[c]));
+      }
+    }
+  }
+
+  __device__ void view(const float* from) {
+    load(from, [](float, float x) { return x; });
+  }
+
+  template <class T, class F>
+  __device__ void store(T* to, F f) const {
+    for (int i = 0; i < held; i += 4) {
+      Four<T> x;
+      for (int c = 0; c < 4; ++c) x.of[c] = narrow<T>(f(value_[i + c], decoded_[i + c]));
+      write(to + first_, element(i), x);
+    }
+  }
+
+  template <class T, class F>
+  __device__ void update(T* elements, F f) const {
+    for (int i = 0; i < held; i += 4) {
+      auto x = read(elements + first_, element(i));
+      for (int c = 0; c < 4; ++c) x.of[c] = narrow<T>(f(value_[i + c], decoded_[i + c], widen(x.of[c])));
+      write(elements + first_, element(i), x);
+    }
+  }
+
+  template <class Codec, class F>
+  __device__ void encode(typename Codec::Unit* to, F f) {
+    using Layout = Message<Codec>;
+    uint32_t unit[held] = {};
+    for (int i = 0; i < held; ++i) {
+      code_[i] = is_present(i) ? f(value_[i], random_[i]) : 0;
+      unit[i % kept<Layout>] |= code_[i] << shift<Codec>(i);
+    }
+    // Lanes whose codes share units put them together, and the first of them write.
+    for (unsigned apart = Layout::units / 4; apart < warp; apart *= 2) {
+      for (int c = 0; c < 4; ++c) unit[c] |= __shfl_xor_sync(all_lanes, unit[c], apart);
+    }
+    if (lane_ >= Layout::units / 4) return;
+    for (int i = 0; i < kept<Layout>; i += 4) {
+      Four<typename Codec::Unit> x;
+      for (int c = 0; c < 4; ++c) x.of[c] = static_cast<typename Codec::Unit>(unit[i + c]);
+      write(to, element(i), x);
+    }
+  }
+
+  template <class Codec, class F>
+  __device__ void decode(const typename Codec::Unit* from, F f) {
+    using Layout = Message<Codec>;
+    constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
+    Four<typename Codec::Unit> unit[kept<Layout> / 4];
+    for (int i = 0; i < kept<Layout>; i += 4) unit[i / 4] = read(from, static_cast<int>(element(i) % Layout::units));
+    for (int i = 0; i < held; ++i) {
+      const uint32_t code = (unit[i % kept<Layout> / 4].of[i % 4] >> shift<Codec>(i)) & mask;
+      if (is_present(i)) value_[i] = f(value_[i], code);
+    }
+  }
+
+  template <class Codec, class F>
+  __device__ void recall(const typename Codec::Unit*, F f) {
+    for (int i = 0; i < held; ++i) decoded_[i] = f(code_[i]);
+  }
+
+  __device__ void randomize(const math::RandomStream& stream, int64_t first) {
+    for (int i = 0; i < held; i += 4) {
+      const math::Words words = stream.at((first + first_ + element(i)) / 4);
+      for (int c = 0; c < 4; ++c) random_[i + c] = words.word[c];
+    }
+  }
+
+  __device__ uint32_t largest_magnitude() const {
+    uint32_t largest = 0;
+    for (int i = 0; i < held; ++i) largest = larger(largest, math::magnitude_bits(value_[i]));
+    for (unsigned apart = warp / 2; apart > 0; apart /= 2) largest = larger(largest, __shfl_xor_sync(all_lanes, largest, apart));
+    return largest;
+  }
+
+  template <class T, class F>
+  __device__ T sum(F f) const {
+    T terms[held];
+    for (int i = 0; i < held; ++i) terms[i] = is_present(i) ? f(first_ + element(i), value_[i]) : T(0);
+    for (int half = held / 2; half >= 4; half /= 2) {
+      for (int i = 0; i < half; ++i) terms[i] += terms[i + half];
+    }
+    for (unsigned apart = warp / 2; apart > 0; apart /= 2) {
+      for (int c = 0; c < 4; ++c) terms[c] += __shfl_xor_sync(all_lanes, terms[c], apart);
+    }
+    return (terms[0] + terms[2]) + (terms[1] + terms[3]);
+  }
+
+  template <class T>
+  __device__ void put(T* to, T number) const {
+    if (lane_ == 0) *to = number;
+  }
+
+ private:
+  template <class T>
+  struct alignas(4 * sizeof(T)) Four {
+    T of[4];
+  };
+
+  static __device__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+  // Where in the tile my i-th element is, and whether the tile has it.
+  __device__ int element(int i) const { return static_cast<int>(4 * lane_) + 128 * (i / 4) + i % 4; }
+  __device__ bool is_present(int i) const { return element(i) < count_; }
+
+  // So many units a lane works on. My i-th code is in the (i % kept)-th of them, so far from its lowest bit.
+  template <class Layout>
+  static constexpr int kept = Layout::units < 128 ? 4 : Layout::units / 32;
+  template <class Codec>
+  __device__ int shift(int i) const {
+    return element(i) / Message<Codec>::units * Codec::bits;
+  }
+
+  template <class T>
+  static __device__ bool is_aligned(const T* data) {
+    return reinterpret_cast<uintptr_t>(data) % sizeof(Four<T>) == 0;
+  }
+
+  // Four neighbours, of which only those below count() are there.
+  template <class T>
+  __device__ Four<T> read(const T* from, int first) const {
+    if (first + 4 <= count_ && is_aligned(from + first)) return *reinterpret_cast<const Four<T>*>(from + first);
+    Four<T> x = {};
+    for (int c = 0; c < 4; ++c) {
+      if (first + c < count_) x.of[c] = from[first + c];
+    }
+    return x;
+  }
+
+  template <class T>
+  __device__ void write(T* to, int first, const Four<T>& x) const {
+    if (first + 4 <= count_ && is_aligned(to + first)) {
+      *reinterpret_cast<Four<T>*>(to + first) = x;
+      return;
+    }
+    for (int c = 0; c < 4; ++c) {
+      if (first + c < count_) to[first + c] = x.of[c];
+    }
+  }
+
+  const int64_t index_, first_;
+  const int count_;
+  const unsigned lane_;
+  float value_[held] = {}, decoded_[held];
+  uint32_t code_[held], random_[held] = {};
+};
+
+}  // namespace dltrain::cuda

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "kernels/message.h"
+
+namespace dltrain {
+
+// An operation of map_blocks: values <- what the message stands for. And, where wanted, the sum of squares of each tile's values.
+template <class C>
+struct Decode {
+  using Codec = C;
+  using Layout = Message<C>;
+  static constexpr int elements = Layout::tile;
+
+  int64_t numel;
+  const uint8_t* message;
+  Elements values;
+  double* sums;
+
+  template <class Tile>
+  DLT_HD void operator()(Tile& tile) const {
+    const float scale = Layout::scaled ? Layout::scales(message)[tile.index()] : 1.0f;
+    tile.template decode<C>(Layout::units_of(message, numel, tile.index()), [=](float, uint32_t code) DLT_HD_LAMBDA {
+      if constexpr (!Layout::scaled) return C::value(code);
+      return math::scaled(C::value(code), scale);
+    });
+    with_type(values, [&](auto* to) DLT_HD_LAMBDA {
+      tile.store(to, [](float value, float) DLT_HD_LAMBDA { return value; });
+      // Of what was stored: a narrower type may have made an infinity of it.
+      if (sums) tile.load(to, [](float, float stored) DLT_HD_LAMBDA { return stored; });
+    });
+    if (!sums) return;
+    tile.put(sums + tile.index(), tile.template sum<double>([](int64_t, float x) DLT_HD_LAMBDA {
+      return static_cast<double>(x) * static_cast<double>(x);
+    }));
+  }
+};
+
+// An operation of map_blocks: the sums of 256 numbers each. Where found_inf is given there is one sum, and it becomes 1 if that is not
+// finite, else 0. (In double: no square of a float overflows, so a sum of squares is finite exactly if all elements are.)
+struct SumTiles {
+  static constexpr int elements = 256;
+
+  const double* from;
+  int64_t count;
+  double* to;
+  float* found_inf;
+
+  template <class Tile>
+  DLT_HD void operator()(Tile& tile) const {
+    const double sum = tile.template sum<double>([numbers = from, end = count](int64_t i, float) DLT_HD_LAMBDA {
+      return i < end ? numbers[i] : 0.0;
+    });
+    tile.put(to + tile.index(), sum);
+    if (found_inf) tile.put(found_inf, sum - sum == 0.0 ? 0.0f : 1.0f);
+  }
+};
+
+}  // namespace dltrain

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "kernels/message.h"
+#include "math/philox.h"
+
+namespace dltrain {
+
+// What the one operation of a codec is given: own contribution, received messages, residual -> message, decoded, residual.
+struct Sum {
+  int64_t numel = 0;
+  Elements own;
+  float scale = 1.0f;                        // of my own contribution: 1 / p for an average
+  const uint8_t* const* received = nullptr;  // messages, in the order of adding
+  int count = 0;                             // of them
+  int own_place = 0;                         // so many of them come before my own contribution
+  Elements residual;                         // added to my own; then what encoding lost. In units of the unscaled, averaged gradient
+  const float* loss_scale = nullptr;         // gradients are this times larger than residuals; null: 1
+  uint8_t* message = nullptr;                // null: nothing is encoded
+  Elements decoded;                          // what the message stands for or, where nothing is encoded, the sum itself; may be own
+  bool stochastic = false;                   // rounding
+  math::RandomStream random;                 // for it
+  int64_t first = 0;                         // where in the rank's tensor own begins; a multiple of 4
+
+  DLT_HD const uint8_t* operand(int k) const { return received[k < own_place ? k : k - 1]; }
+};
+
+// An operation of map_blocks, the one that encodes: message <- encode(the sum, in order, of received[0..own_place), own * scale + residual,
+// received[own_place..count)). A block that is not finite leaves its residual as it is.
+template <class C>
+struct EncodeSum : Sum {
+  using Codec = C;
+  static constexpr int elements = Message<C>::tile;
+
+  template <class Tile>
+  DLT_HD void operator()(Tile& tile) const {
+    if (is_own_alone()) tile.view(static_cast<const float*>(own.data));
+    for (int k = is_own_alone() ? 1 : 0; k <= count; ++k) {
+      if (k == own_place) {
+        add_own(tile, k == 0);
+      } else {
+        add_received(tile, operand(k), k == 0);
+      }
+    }
+    if (!message) {
+      return with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float sum, float) DLT_HD_LAMBDA { return sum; }); });
+    }
+    const math::Scale scale = encode(tile);
+    if (!residual.data && !decoded.data) return;
+    tile.template recall<C>(Layout::units_of(message, numel, tile.index()), [&](uint32_t code) DLT_HD_LAMBDA { return value(code, scale.decode); });
+    if (residual.data) keep_lost(tile);
+    if (decoded.data) {
+      with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float, float decoded) DLT_HD_LAMBDA { return decoded; }); });
+    }
+  }
+
+ private:
+  using Layout = Message<C>;
+
+  DLT_HD bool is_own_alone() const { return count == 0 && own.dtype == Dtype::fp32 && scale == 1.0f && !residual.data; }
+
+  static DLT_HD float value(uint32_t code, float scale) {
+    if constexpr (!Layout::scaled) return C::value(code);
+    return math::scaled(C::value(code), scale);
+  }
+
+  DLT_HD float residual_scale() const { return loss_scale ? *loss_scale : 1.0f; }
+
+  template <class Tile>
+  DLT_HD void add_own(Tile& tile, bool first) const {
+    const float by = scale;
+    with_type(own, [&](auto* from) DLT_HD_LAMBDA {
+      if (first) {
+        tile.load(from, [=](float, float x) DLT_HD_LAMBDA { return x * by; });
+      } else {
+        tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * by; });
+      }
+    });
+    if (!residual.data) return;
+    const float up = residual_scale();
+    with_type(residual, [&](auto* from) DLT_HD_LAMBDA {
+      tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * up; });
+    });
+  }
+
+  template <class Tile>
+  DLT_HD void add_received(Tile& tile, const uint8_t* from, bool first) const {
+    const float scale = Layout::scaled ? Layout::scales(from)[tile.index()] : 1.0f;
+    const auto* units = Layout::units_of(from, numel, tile.index());
+    if (first) {
+      tile.template decode<C>(units, [=](float, uint32_t code) DLT_HD_LAMBDA { return value(code, scale); });
+    } else {
+      tile.template decode<C>(units, [=](float sum, uint32_t code) DLT_HD_LAMBDA { return sum + value(code, scale); });
+    }
+  }
+
+  template <class Tile>
+  DLT_HD math::Scale encode(Tile& tile) const {
+    math::Scale scale{1.0f, 1.0f};
+    if constexpr (Layout::scaled) {
+      scale = math::scale_of(statistic(tile), C::largest);
+      tile.put(Layout::scales(message) + tile.index(), scale.decode);
+    }
+    auto* units = Layout::units_of(message, numel, tile.index());
+    if (!math::is_finite(scale.decode)) {
+      tile.template encode<C>(units, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
+    } else if (stochastic) {
+      tile.randomize(random, first);
+      tile.template encode<C>(units, [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * scale.encode, word); });
+    } else {
+      tile.template encode<C>(units, [=](float x, uint32_t) DLT_HD_LAMBDA { return C::nearest(x * scale.encode); });
+    }
+    return scale;
+  }
+
+  template <class Tile>
+  DLT_HD float statistic(Tile& tile) const {
+    if (C::statistic == math::Statistic::absmax || stochastic) return float_of(tile.largest_magnitude());
+    // Divided before they are added, so that the sum of finite ones is finite.
+    const float sum = tile.template sum<float>(
+        [](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)) * (1.0f / Layout::tile); });
+    return sum * (static_cast<float>(Layout::tile) / static_cast<float>(tile.count()));
+  }
+
+  template <class Tile>
+  DLT_HD void keep_lost(Tile& tile) const {
+    const float down = 1.0f / residual_scale();
+    with_type(residual, [&](auto* to) DLT_HD_LAMBDA {
+      tile.update(to, [=](float sum, float decoded, float before) DLT_HD_LAMBDA {
+        return math::is_finite(decoded) ? (sum - decoded) * down : before;
+      });
+    });
+  }
+};
+
+}  // namespace dltrain

@@ -1,0 +1,54 @@
+#pragma once
+
+// The bytes of a message, little-endian:
+//
+//   | scale 0 | scale 1 | ... | units of block 0 | units of block 1 | ...        scales fp32; only codecs of blocks have them
+//
+// A unit holds one code or several: unit j of a block holds those of elements j, j + U, j + 2U, ..., lowest bits first, U being the units
+// of a block. The last block may be short: it keeps that order, and ends with the last unit that holds an element.
+
+#include <cstdint>
+
+#include "core/host_device.h"
+#include "math/block.h"
+
+namespace dltrain {
+
+template <class Codec>
+struct Message {
+  using Unit = typename Codec::Unit;
+  static constexpr bool scaled = Codec::statistic != math::Statistic::none;
+  static constexpr int tile = scaled ? Codec::block : 256;  // elements that are worked on together
+  static constexpr int codes = 8 * static_cast<int>(sizeof(Unit)) / Codec::bits;  // of a unit
+  static constexpr int units = tile / codes;                                      // of a tile
+
+  static DLT_HD int64_t tiles(int64_t numel) { return (numel + tile - 1) / tile; }
+  static DLT_HD int64_t payload(int64_t numel) { return scaled ? tiles(numel) * static_cast<int64_t>(sizeof(float)) : 0; }
+  static DLT_HD int64_t bytes(int64_t numel) {
+    const int64_t rest = numel % tile;
+    return payload(numel) + (numel / tile * units + (rest < units ? rest : units)) * static_cast<int64_t>(sizeof(Unit));
+  }
+
+  template <class Byte>
+  static DLT_HD auto* scales(Byte* message) {
+    return reinterpret_cast<typename Same<Byte>::template as<float>*>(message);
+  }
+  template <class Byte>
+  static DLT_HD auto* units_of(Byte* message, int64_t numel, int64_t index) {
+    return reinterpret_cast<typename Same<Byte>::template as<Unit>*>(message + payload(numel)) + index * units;
+  }
+
+ private:
+  template <class Byte>
+  struct Same {
+    template <class T>
+    using as = T;
+  };
+  template <class Byte>
+  struct Same<const Byte> {
+    template <class T>
+    using as = const T;
+  };
+};
+
+}  // namespace dltrain

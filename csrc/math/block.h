@@ -1,0 +1,55 @@
+#pragma once
+
+// What the codecs share: a block of elements has one scale, and an element's code stands for value(code) * scale.
+//
+//   statistic   the largest magnitude of the block or, for codecs of one bit, the mean magnitude
+//   scale       statistic / largest code           x  ~  value(code(x / scale)) * scale
+//
+// A block that holds a NaN or an infinity has scale NaN and codes of zero. One whose statistic is below 2^-117 has scale 0: the
+// reciprocal of a smaller one might not be finite, nor the scale a normal number. (127 / absmax overflows below 4e-37, or 2^-121.)
+
+#include "core/host_device.h"
+
+namespace dltrain::math {
+
+enum class Statistic { none, absmax, mean };
+
+inline constexpr uint32_t nan_bits = 0x7fc00000;  // the one NaN that is sent
+inline constexpr float smallest_statistic = 0x1p-117f;
+
+DLT_HD uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffff; }
+DLT_HD bool is_finite(float x) { return magnitude_bits(x) < 0x7f800000; }
+
+struct Scale {
+  float decode;  // value(code) * decode is the element
+  float encode;  // element * encode is what is rounded to a code
+};
+
+DLT_HD Scale scale_of(float statistic, float largest) {
+  if (!is_finite(statistic)) return {float_of(nan_bits), 0.0f};
+  if (statistic < smallest_statistic) return {0.0f, 0.0f};
+  // The largest float divided by 127 is rounded up, and times 127 would be infinite.
+  const float scale = (statistic < 0x1.fffffcp127f ? statistic : 0x1.fffffcp127f) / largest;
+  return {scale, largest / statistic};
+}
+
+// Not value * scale alone: what a NaN becomes in a product differs between processors.
+DLT_HD float scaled(float value, float scale) { return is_finite(scale) ? value * scale : float_of(nan_bits); }
+
+// The 24 upper bits of a random word, as a number in [0, 1).
+DLT_HD float uniform(uint32_t random) { return static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f; }
+
+DLT_HD float clamped(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }
+
+// A neighbouring whole number, each with the probability that makes the mean x. |x| < 2^23.
+DLT_HD int32_t stochastic_integer(float x, uint32_t random) {
+  const auto whole = static_cast<int32_t>(x);
+  const float rest = x - static_cast<float>(whole);
+  const int32_t away = uniform(random) < float_of(magnitude_bits(rest)) ? 1 : 0, negative = static_cast<int32_t>(bits_of(rest)) >> 31;
+  return whole + ((away ^ negative) - negative);
+}
+
+// The nearest whole number, ties to even, plus 0x4b400000; |x| < 2^22. Added to 1.5 * 2^23 there is no room for a fraction.
+DLT_HD uint32_t nearest_integer(float x) { return bits_of(x + 12582912.0f); }
+
+}  // namespace dltrain::math

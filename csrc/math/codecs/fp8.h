@@ -1,0 +1,46 @@
+#pragma once
+
+// 128 elements share an fp32 scale, absmax / 448; each is a float of 1 + 4 + 3 bits, e4m3fn (Micikevicius et al., "FP8 Formats for Deep
+// Learning", 2022): 2^(e - 7) 1.mmm, and without the leading one 2^-6 0.mmm where e is 0.
+//
+//   error relative to absmax     nearest  1/28, also rms     stochastic  1/14, rms 1/28
+//   and of each element          nearest  2^-4               stochastic  2^-3, down to absmax 2^-6 / 448, constant from there
+
+#include "math/block.h"
+
+namespace dltrain::math {
+
+struct FP8 {
+  static constexpr const char* name = "fp8";
+  static constexpr int block = 128;
+  static constexpr Statistic statistic = Statistic::absmax;
+  static constexpr float largest = 448.0f;
+  using Unit = uint8_t;
+  static constexpr int bits = 8;
+
+  DLT_HD static uint32_t nearest(float y) {
+    const uint32_t magnitude = magnitude_bits(y);
+    const uint32_t normal = (magnitude + 0x7ffff + ((magnitude >> 20) & 1) - first_normal) >> 20;
+    // Below 2^-6 the last place is 2^-9, which is that of the floats from 2^14 on.
+    const uint32_t denormal = bits_of(float_of(magnitude) + 0x1p14f) - 0x46800000;
+    return sign(y) | (magnitude < smallest_normal ? denormal : normal);
+  }
+  DLT_HD static uint32_t stochastic(float y, uint32_t random) {
+    const uint32_t magnitude = magnitude_bits(clamped(y, largest));
+    const uint32_t normal = (magnitude + (random & 0xfffff) - first_normal) >> 20;
+    const auto denormal = static_cast<uint32_t>(stochastic_integer(clamped(float_of(magnitude), 0x1p-6f) * 0x1p9f, random));
+    return sign(y) | (magnitude < smallest_normal ? denormal : normal);
+  }
+  DLT_HD static float value(uint32_t code) {
+    const uint32_t magnitude = code & 0x7f;
+    const uint32_t denormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f);
+    return float_of((code & 0x80) << 24 | (magnitude < 8 ? denormal : (magnitude << 20) + first_normal));
+  }
+
+ private:
+  static constexpr uint32_t first_normal = (127 - 7) << 23, smallest_normal = (127 - 6) << 23;
+
+  DLT_HD static uint32_t sign(float y) { return (bits_of(y) >> 24) & 0x80; }
+};
+
+}  // namespace dltrain::math

@@ -1,0 +1,27 @@
+#pragma once
+
+// 128 elements share an fp32 scale, absmax / 7; each is four bits in two's complement. Byte j of a block holds element j in its low half
+// and element j + 64 in its high half.
+//
+//   error relative to absmax     nearest  1/14, also rms     stochastic  1/7, rms 1/14
+
+#include "math/block.h"
+
+namespace dltrain::math {
+
+struct Int4 {
+  static constexpr const char* name = "int4";
+  static constexpr int block = 128;
+  static constexpr Statistic statistic = Statistic::absmax;
+  static constexpr float largest = 7.0f;
+  using Unit = uint8_t;
+  static constexpr int bits = 4;
+
+  DLT_HD static uint32_t nearest(float y) { return nearest_integer(y) & 0xf; }
+  DLT_HD static uint32_t stochastic(float y, uint32_t random) {
+    return static_cast<uint32_t>(stochastic_integer(clamped(y, largest), random)) & 0xf;
+  }
+  DLT_HD static float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code << 28) >> 28); }
+};
+
+}  // namespace dltrain::math

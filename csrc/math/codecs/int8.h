@@ -1,0 +1,26 @@
+#pragma once
+
+// 256 elements share an fp32 scale, absmax / 127; each is a byte in two's complement.
+//
+//   error relative to absmax     nearest  1/254, also rms     stochastic  1/127, rms 1/254
+
+#include "math/block.h"
+
+namespace dltrain::math {
+
+struct Int8 {
+  static constexpr const char* name = "int8";
+  static constexpr int block = 256;
+  static constexpr Statistic statistic = Statistic::absmax;
+  static constexpr float largest = 127.0f;
+  using Unit = uint8_t;
+  static constexpr int bits = 8;
+
+  DLT_HD static uint32_t nearest(float y) { return nearest_integer(y) & 0xff; }
+  DLT_HD static uint32_t stochastic(float y, uint32_t random) {
+    return static_cast<uint32_t>(stochastic_integer(clamped(y, largest), random)) & 0xff;
+  }
+  DLT_HD static float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code << 24) >> 24); }
+};
+
+}  // namespace dltrain::math

@@ -1,0 +1,27 @@
+#pragma once
+
+// 256 elements share an fp32 scale m, their mean magnitude; each is a bit, set where it is negative (Seide et al., "1-bit Stochastic
+// Gradient Descent", 2014; with the mean: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019). Bit b of byte j of a block is element
+// j + 32 b. It is biased, and meant for error feedback. Stochastic rounding is not: m is then absmax, and x becomes m with probability
+// (1 + x / m) / 2.
+//
+//   error relative to absmax     nearest  1, rms 1/2     stochastic  2, rms 1
+
+#include "math/block.h"
+
+namespace dltrain::math {
+
+struct Sign {
+  static constexpr const char* name = "sign";
+  static constexpr int block = 256;
+  static constexpr Statistic statistic = Statistic::mean;
+  static constexpr float largest = 1.0f;
+  using Unit = uint8_t;
+  static constexpr int bits = 1;
+
+  DLT_HD static uint32_t nearest(float y) { return bits_of(y) >> 31; }
+  DLT_HD static uint32_t stochastic(float y, uint32_t random) { return uniform(random) < 0.5f - 0.5f * clamped(y, largest) ? 1 : 0; }
+  DLT_HD static float value(uint32_t code) { return float_of(0x3f800000 | code << 31); }
+};
+
+}  // namespace dltrain::math
