@@ -1,7 +1,6 @@
 #pragma once
 
-#include "core/place.h"
-#include "core/tensor_list.h"
+#include "core/host_device.h"
 #include "kernels/scalars.h"
 #include "math/adamw.h"
 

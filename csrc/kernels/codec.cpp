@@ -30,13 +30,15 @@ void add_up(const Place& place, const double* numbers, int64_t count, double* ro
 
 template <class C>
 void decode(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics) {
-  if (!statistics.sum_squares) return map_blocks(place, numel, Decode<C>{numel, message, values, nullptr});
+  constexpr int64_t cache = 16 << 20;  // bytes
+  const bool past_cache = numel * (values.dtype == Dtype::fp32 ? 4 : 2) >= cache;
+  if (!statistics.sum_squares) return map_blocks(place, numel, Decode<C>{numel, message, values, nullptr, past_cache});
   const int64_t tiles = Message<C>::tiles(numel);
   int64_t room = tiles;
   for (int64_t count = tiles; count > SumTiles::elements; room += count) count = tiles_of_sums(count);
   const Memory sums(place, room * static_cast<int64_t>(sizeof(double)));
   auto* const first = static_cast<double*>(sums.data());
-  map_blocks(place, numel, Decode<C>{numel, message, values, first});
+  map_blocks(place, numel, Decode<C>{numel, message, values, first, past_cache});
   add_up(place, first, tiles, first + tiles, statistics);
 }
 

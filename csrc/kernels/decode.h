@@ -7,7 +7,7 @@
 
 namespace dltrain {
 
-// An operation of map_blocks: values <- what the message stands for. And, where wanted, the sum of squares of each tile's values.
+// An operation of map_blocks: values <- what the message stands for, and sums <- the sum of squares of each tile's values.
 template <class C>
 struct Decode {
   using Codec = C;
@@ -17,7 +17,8 @@ struct Decode {
   int64_t numel;
   const uint8_t* message;
   Elements values;
-  double* sums;
+  double* sums;      // where wanted
+  bool past_cache;  // the values are more than a cache holds
 
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
@@ -27,9 +28,13 @@ struct Decode {
       return math::scaled(C::value(code), scale);
     });
     with_type(values, [&](auto* to) DLT_HD_LAMBDA {
-      tile.store(to, [](float value, float) DLT_HD_LAMBDA { return value; });
-      // Of what was stored: a narrower type may have made an infinity of it.
-      if (sums) tile.load(to, [](float, float stored) DLT_HD_LAMBDA { return stored; });
+      // The sum is one of what is stored: a narrower type may make an infinity of a value.
+      tile.round(to);
+      if (past_cache) {
+        tile.stream(to);
+      } else {
+        tile.store(to, [](float value, float) DLT_HD_LAMBDA { return value; });
+      }
     });
     if (!sums) return;
     tile.put(sums + tile.index(), tile.template sum<double>([](int64_t, float x) DLT_HD_LAMBDA {

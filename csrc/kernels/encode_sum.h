@@ -36,8 +36,7 @@ struct EncodeSum : Sum {
 
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
-    if (is_own_alone()) tile.view(static_cast<const float*>(own.data));
-    for (int k = is_own_alone() ? 1 : 0; k <= count; ++k) {
+    for (int k = 0; k <= count; ++k) {
       if (k == own_place) {
         add_own(tile, k == 0);
       } else {
@@ -59,8 +58,6 @@ struct EncodeSum : Sum {
  private:
   using Layout = Message<C>;
 
-  DLT_HD bool is_own_alone() const { return count == 0 && own.dtype == Dtype::fp32 && scale == 1.0f && !residual.data; }
-
   static DLT_HD float value(uint32_t code, float scale) {
     if constexpr (!Layout::scaled) return C::value(code);
     return math::scaled(C::value(code), scale);
@@ -71,13 +68,17 @@ struct EncodeSum : Sum {
   template <class Tile>
   DLT_HD void add_own(Tile& tile, bool first) const {
     const float by = scale;
-    with_type(own, [&](auto* from) DLT_HD_LAMBDA {
-      if (first) {
-        tile.load(from, [=](float, float x) DLT_HD_LAMBDA { return x * by; });
-      } else {
-        tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * by; });
-      }
-    });
+    if (first && by == 1.0f && own.dtype == Dtype::fp32) {
+      tile.view(static_cast<const float*>(own.data));
+    } else {
+      with_type(own, [&](auto* from) DLT_HD_LAMBDA {
+        if (first) {
+          tile.load(from, [=](float, float x) DLT_HD_LAMBDA { return x * by; });
+        } else {
+          tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * by; });
+        }
+      });
+    }
     if (!residual.data) return;
     const float up = residual_scale();
     with_type(residual, [&](auto* from) DLT_HD_LAMBDA {

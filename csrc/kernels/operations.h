@@ -3,6 +3,7 @@
 // Every operation, once: the loops of each device and each instruction set are compiled for what stands here.
 
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "kernels/adamw.h"
@@ -29,8 +30,19 @@ struct TableOf;
 template <template <class> class Entry, class... Operations>
 struct TableOf<Entry, std::tuple<Operations...>> {
   using type = std::tuple<Entry<Operations>...>;
+
+  template <class Make>
+  static constexpr type make(Make make) {
+    return {Entry<Operations>{make(std::type_identity<Operations>{})}...};
+  }
 };
 template <template <class> class Entry, class List>
 using Table = typename TableOf<Entry, List>::type;
+
+// A table whose entries hold make(type_identity<Operation>).
+template <template <class> class Entry, class List, class Make>
+constexpr Table<Entry, List> make_table(Make make) {
+  return TableOf<Entry, List>::make(make);
+}
 
 }  // namespace dltrain

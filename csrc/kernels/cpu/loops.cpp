@@ -39,6 +39,7 @@ void run_blocks(const Operation& given, int64_t numel, int64_t begin, int64_t en
       operation(tile);
     }
   }
+  finish_stores();
 }
 
 // As many running values for every instruction set, so that all of them give the same bits.
@@ -58,25 +59,15 @@ typename Reduction::Value reduce(const float* values, int64_t numel) {
   return running[0];
 }
 
-template <class... Operations>
-constexpr std::tuple<ElementLoop<Operations>...> element_loops(const std::tuple<Operations...>*) {
-  return {ElementLoop<Operations>{Elements<Operations, std::make_index_sequence<Operations::streams>>::run}...};
-}
-template <class... Operations>
-constexpr std::tuple<BlockLoop<Operations>...> block_loops(const std::tuple<Operations...>*) {
-  return {BlockLoop<Operations>{run_blocks<Operations>}...};
-}
-template <class... Operations>
-constexpr std::tuple<ReduceLoop<Operations>...> reduce_loops(const std::tuple<Operations...>*) {
-  return {ReduceLoop<Operations>{reduce<Operations>}...};
-}
-
 }  // namespace
 
 namespace DLT_INSTRUCTION_SET {
 extern const Loops loops;
-constinit const Loops loops = {element_loops(static_cast<const Elementwise*>(nullptr)), block_loops(static_cast<const Blockwise*>(nullptr)),
-                               reduce_loops(static_cast<const Reductions*>(nullptr))};
+constinit const Loops loops = {
+    make_table<ElementLoop, Elementwise>([]<class O>(std::type_identity<O>) { return Elements<O, std::make_index_sequence<O::streams>>::run; }),
+    make_table<BlockLoop, Blockwise>([]<class O>(std::type_identity<O>) { return run_blocks<O>; }),
+    make_table<ReduceLoop, Reductions>([]<class O>(std::type_identity<O>) { return reduce<O>; }),
+};
 }  // namespace DLT_INSTRUCTION_SET
 
 }  // namespace dltrain::cpu

@@ -7,6 +7,7 @@
 
 #include "core/dtype.h"
 #include "core/host_device.h"
+#include "kernels/cpu/stream.h"
 #include "kernels/message.h"
 #include "math/philox.h"
 
@@ -26,13 +27,14 @@ class Tile {
   template <class T, class F>
   DLT_HD void load(const T* from, F f) {
     from += first_;
-    value_ = held_;
+    const float* const value = value_;
     const int n = count();
 #pragma GCC ivdep
-    for (int i = 0; i < n; ++i) held_[i] = f(held_[i], widen(from[i]));
+    for (int i = 0; i < n; ++i) held_[i] = f(value[i], widen(from[i]));
+    value_ = held_;
   }
 
-  // The same as load, when value is to be x.
+  // value <- x, without a copy of the elements.
   DLT_HD void view(const float* from) {
     if constexpr (full) {
       value_ = from + first_;
@@ -49,6 +51,27 @@ class Tile {
     const int n = count();
 #pragma GCC ivdep
     for (int i = 0; i < n; ++i) to[i] = narrow<T>(f(value[i], decoded_[i]));
+  }
+
+  // elements <- value, past the cache.
+  template <class T>
+  DLT_HD void stream(T* to) const {
+    constexpr int line = line_bytes / static_cast<int>(sizeof(T));
+    to += first_;
+    if (!full || reinterpret_cast<uintptr_t>(to) % line_bytes != 0) {
+      return store(to - first_, [](float value, float) DLT_HD_LAMBDA { return value; });
+    }
+    for (int i = 0; i < size; i += line) {
+      alignas(line_bytes) T narrowed[line];
+      for (int k = 0; k < line; ++k) narrowed[k] = narrow<T>(held_[i + k]);
+      store_line(to + i, narrowed);
+    }
+  }
+
+  // value <- value as a T holds it; the pointer only names T.
+  template <class T>
+  DLT_HD void round(const T*) {
+    for (int i = 0; i < size; ++i) held_[i] = widen(narrow<T>(held_[i]));
   }
 
   // elements <- f(value, decoded, element).
@@ -84,7 +107,9 @@ class Tile {
   // value <- f(value, code), for each code of the units.
   template <class Codec, class F>
   DLT_HD void decode(const typename Codec::Unit* from, F f) {
-    each_code<Codec>(from, [&](int i, uint32_t code) DLT_HD_LAMBDA { held_[i] = f(held_[i], code); });
+    const float* const value = value_;
+    each_code<Codec>(from, [&](int i, uint32_t code) DLT_HD_LAMBDA { held_[i] = f(value[i], code); });
+    value_ = held_;
   }
 
   // decoded <- f(code), for each code of what encode has made.

@@ -78,13 +78,8 @@ void enqueue(const Place& place, const TensorList<Operation::streams>& list, con
              [&](const auto& batch, int64_t) { launch(place, for_each_kernel<Operation>, batch.chunks, batch, "starting for_each"); });
 }
 
-template <class... Operations>
-constexpr std::tuple<ForEach<Operations>...> table(const std::tuple<Operations...>*) {
-  return {ForEach<Operations>{enqueue<Operations>}...};
-}
-
 }  // namespace
 
-const Table<ForEach, Elementwise> for_each_table = table(static_cast<const Elementwise*>(nullptr));
+const Table<ForEach, Elementwise> for_each_table = make_table<ForEach, Elementwise>([]<class O>(std::type_identity<O>) { return enqueue<O>; });
 
 }  // namespace dltrain::cuda

@@ -55,13 +55,8 @@ void enqueue(const Place& place, int64_t numel, const Operation& operation) {
   enqueue_up_to<16>(place, numel, operation);
 }
 
-template <class... Operations>
-constexpr std::tuple<MapBlocks<Operations>...> table(const std::tuple<Operations...>*) {
-  return {MapBlocks<Operations>{enqueue<Operations>}...};
-}
-
 }  // namespace
 
-const Table<MapBlocks, Blockwise> map_blocks_table = table(static_cast<const Blockwise*>(nullptr));
+const Table<MapBlocks, Blockwise> map_blocks_table = make_table<MapBlocks, Blockwise>([]<class O>(std::type_identity<O>) { return enqueue<O>; });
 
 }  // namespace dltrain::cuda

@@ -63,13 +63,8 @@ void enqueue(const Place& place, const TensorList<1>& list, typename Reduction::
   });
 }
 
-template <class... Operations>
-constexpr std::tuple<Reduce<Operations>...> table(const std::tuple<Operations...>*) {
-  return {Reduce<Operations>{enqueue<Operations>}...};
-}
-
 }  // namespace
 
-const Table<Reduce, Reductions> reduce_table = table(static_cast<const Reductions*>(nullptr));
+const Table<Reduce, Reductions> reduce_table = make_table<Reduce, Reductions>([]<class O>(std::type_identity<O>) { return enqueue<O>; });
 
 }  // namespace dltrain::cuda

@@ -46,6 +46,16 @@ class Tile {
     }
   }
 
+  template <class T>
+  __device__ void stream(T* to) const {
+    store(to, [](float value, float) { return value; });
+  }
+
+  template <class T>
+  __device__ void round(const T*) {
+    for (int i = 0; i < held; ++i) value_[i] = widen(narrow<T>(value_[i]));
+  }
+
   template <class T, class F>
   __device__ void update(T* elements, F f) const {
     for (int i = 0; i < held; i += 4) {
