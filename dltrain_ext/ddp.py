@@ -17,7 +17,7 @@ class AllReduceState:
 
     Args:
         process_group: the model's group; the default group where None.
-        codec: one of ``codecs.CODECS``.
+        codec: ``"raw"``, the only one of ``codecs.CODECS`` that an all-reduce carries so far.
         algorithm: one of ``comm.ALGORITHMS``, or ``"auto"``: by the size of the bucket.
         timeout: how long one bucket may wait for its peers; the group's own where None.
 

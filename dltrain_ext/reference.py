@@ -92,6 +92,11 @@ FORMATS = {
     "sign": Format(256, 8, torch.uint8, 1.0),
 }
 TINY = 2.0**-117
+FLOATS = {  # stored bits of the mantissa, smallest normal exponent, largest number, first that rounds to infinity
+    "fp16": (10, -14, 65504.0, 65520.0),
+    "bf16": (7, -126, float.fromhex("0x1.fep127"), float.fromhex("0x1.ffp127")),
+    "fp8": (3, -6, 448.0, torch.inf),
+}
 
 
 def encode_sum_(
@@ -211,7 +216,8 @@ def _decoded(wire: Tensor, codec: str, numel: int) -> Tensor:
     else:
         half = 128 if codec == "int8" else 8
         values = ((codes + half) % (2 * half) - half).float()
-    return (values.reshape(count, form.block) * scales[:, None]).flatten()[:numel]
+    scaled: Tensor = values.reshape(count, form.block) * scales[:, None]
+    return scaled.flatten()[:numel]
 
 
 def _codes(y: Tensor, codec: str, random: Tensor | None) -> Tensor:
@@ -237,9 +243,10 @@ def _either_neighbour(y: Tensor, codec: str, random: Tensor) -> Tensor:
     if codec == "sign":
         return torch.where(uniform < 0.5 - 0.5 * y.clamp(-1.0, 1.0), -1.0, 1.0)
     if codec in ("int8", "int4"):
-        y = y.clamp(-FORMATS[codec].largest, FORMATS[codec].largest)  # type: ignore[operator]
+        largest = 127.0 if codec == "int8" else 7.0
+        y = y.clamp(-largest, largest)
         return y.trunc() + y.sign() * (uniform < (y - y.trunc()).abs())
-    mantissa, smallest, largest = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895313892515355e38), "fp8": (3, -6, 448.0)}[codec]
+    mantissa, smallest, largest, infinite = FLOATS[codec]
     size = y.abs().clamp(max=largest)
     # Of normal numbers the lower bits of the word are added below the last place; others are multiples of one step.
     below = 23 - mantissa
@@ -250,8 +257,7 @@ def _either_neighbour(y: Tensor, codec: str, random: Tensor) -> Tensor:
     if codec == "bf16":
         subnormal = normal.view(torch.float32)  # whose subnormals are float32's
     rounded = torch.where(size < 2.0**smallest, subnormal.float(), normal.view(torch.float32)).clamp(max=largest)
-    overflows = ~(y.abs() < {"fp16": 65520.0, "bf16": 3.3961775292304957e38, "fp8": torch.inf}[codec])
-    return torch.where(overflows, y, rounded.copysign(y))
+    return torch.where(y.abs() < infinite, rounded.copysign(y), y)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

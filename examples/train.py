@@ -30,7 +30,7 @@ try:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.lr_scheduler import LambdaLR
 
-    from dltrain_ext import codecs, comm, ddp, optim
+    from dltrain_ext import comm, ddp, optim
 except ModuleNotFoundError as missing:
     sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
 
@@ -198,7 +198,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", choices=TASKS, default="digits")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--algorithm", choices=["auto", *comm.ALGORITHMS], default="auto")
-    parser.add_argument("--codec", choices=codecs.CODECS, default="raw", help="how gradients travel")
+    parser.add_argument("--codec", choices=["raw"], default="raw", help="how gradients travel: raw alone so far")
     parser.add_argument("--steps", type=positive, help="default: the data set's own, as for the next two")
     parser.add_argument("--batch-size", type=positive, help="over all ranks together")
     parser.add_argument("--lr", type=float)

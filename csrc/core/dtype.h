@@ -65,12 +65,9 @@ struct Elements {
 template <class Visit>
 DLT_HD void with_type(const Elements& elements, Visit&& visit) {
   switch (elements.dtype) {
-    case Dtype::fp32:
-      return visit(static_cast<float*>(elements.data));
-    case Dtype::fp16:
-      return visit(static_cast<Half*>(elements.data));
-    case Dtype::bf16:
-      return visit(static_cast<BFloat16*>(elements.data));
+    case Dtype::fp32: return visit(static_cast<float*>(elements.data));
+    case Dtype::fp16: return visit(static_cast<Half*>(elements.data));
+    case Dtype::bf16: return visit(static_cast<BFloat16*>(elements.data));
   }
 }
 

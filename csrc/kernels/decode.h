@@ -10,23 +10,20 @@ namespace dltrain {
 // An operation of map_blocks: values <- what the message stands for, and sums <- the sum of squares of each tile's values.
 template <class C>
 struct Decode {
-  using Codec = C;
   using Layout = Message<C>;
   static constexpr int elements = Layout::tile;
 
   int64_t numel;
   const uint8_t* message;
   Elements values;
-  double* sums;      // where wanted
+  double* sums;     // where wanted
   bool past_cache;  // the values are more than a cache holds
 
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
-    const float scale = Layout::scaled ? Layout::scales(message)[tile.index()] : 1.0f;
-    tile.template decode<C>(Layout::units_of(message, numel, tile.index()), [=](float, uint32_t code) DLT_HD_LAMBDA {
-      if constexpr (!Layout::scaled) return C::value(code);
-      return math::scaled(C::value(code), scale);
-    });
+    const float scale = Layout::scaled ? *Layout::scale_at(message, tile.index()) : 1.0f;
+    tile.template decode<C>(Layout::units_at(message, numel, tile.index()),
+                            [=](float, uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, scale); });
     with_type(values, [&](auto* to) DLT_HD_LAMBDA {
       // The sum is one of what is stored: a narrower type may make an infinity of a value.
       tile.round(to);
@@ -37,9 +34,8 @@ struct Decode {
       }
     });
     if (!sums) return;
-    tile.put(sums + tile.index(), tile.template sum<double>([](int64_t, float x) DLT_HD_LAMBDA {
-      return static_cast<double>(x) * static_cast<double>(x);
-    }));
+    tile.put(sums + tile.index(),
+             tile.template sum<double>([](int64_t, float x) DLT_HD_LAMBDA { return static_cast<double>(x) * static_cast<double>(x); }));
   }
 };
 
@@ -55,9 +51,8 @@ struct SumTiles {
 
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
-    const double sum = tile.template sum<double>([numbers = from, end = count](int64_t i, float) DLT_HD_LAMBDA {
-      return i < end ? numbers[i] : 0.0;
-    });
+    const double sum =
+        tile.template sum<double>([numbers = from, end = count](int64_t i, float) DLT_HD_LAMBDA { return i < end ? numbers[i] : 0.0; });
     tile.put(to + tile.index(), sum);
     if (found_inf) tile.put(found_inf, sum - sum == 0.0 ? 0.0f : 1.0f);
   }

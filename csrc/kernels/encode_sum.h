@@ -31,7 +31,6 @@ struct Sum {
 // received[own_place..count)). A block that is not finite leaves its residual as it is.
 template <class C>
 struct EncodeSum : Sum {
-  using Codec = C;
   static constexpr int elements = Message<C>::tile;
 
   template <class Tile>
@@ -48,7 +47,8 @@ struct EncodeSum : Sum {
     }
     const math::Scale scale = encode(tile);
     if (!residual.data && !decoded.data) return;
-    tile.template recall<C>(Layout::units_of(message, numel, tile.index()), [&](uint32_t code) DLT_HD_LAMBDA { return value(code, scale.decode); });
+    tile.template recall<C>(Layout::units_at(message, numel, tile.index()),
+                            [&](uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, scale.decode); });
     if (residual.data) keep_lost(tile);
     if (decoded.data) {
       with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float, float decoded) DLT_HD_LAMBDA { return decoded; }); });
@@ -57,11 +57,6 @@ struct EncodeSum : Sum {
 
  private:
   using Layout = Message<C>;
-
-  static DLT_HD float value(uint32_t code, float scale) {
-    if constexpr (!Layout::scaled) return C::value(code);
-    return math::scaled(C::value(code), scale);
-  }
 
   DLT_HD float residual_scale() const { return loss_scale ? *loss_scale : 1.0f; }
 
@@ -81,19 +76,17 @@ struct EncodeSum : Sum {
     }
     if (!residual.data) return;
     const float up = residual_scale();
-    with_type(residual, [&](auto* from) DLT_HD_LAMBDA {
-      tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * up; });
-    });
+    with_type(residual, [&](auto* from) DLT_HD_LAMBDA { tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * up; }); });
   }
 
   template <class Tile>
   DLT_HD void add_received(Tile& tile, const uint8_t* from, bool first) const {
-    const float scale = Layout::scaled ? Layout::scales(from)[tile.index()] : 1.0f;
-    const auto* units = Layout::units_of(from, numel, tile.index());
+    const float scale = Layout::scaled ? *Layout::scale_at(from, tile.index()) : 1.0f;
+    const auto* units = Layout::units_at(from, numel, tile.index());
     if (first) {
-      tile.template decode<C>(units, [=](float, uint32_t code) DLT_HD_LAMBDA { return value(code, scale); });
+      tile.template decode<C>(units, [=](float, uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, scale); });
     } else {
-      tile.template decode<C>(units, [=](float sum, uint32_t code) DLT_HD_LAMBDA { return sum + value(code, scale); });
+      tile.template decode<C>(units, [=](float sum, uint32_t code) DLT_HD_LAMBDA { return sum + math::decoded<C>(code, scale); });
     }
   }
 
@@ -102,9 +95,9 @@ struct EncodeSum : Sum {
     math::Scale scale{1.0f, 1.0f};
     if constexpr (Layout::scaled) {
       scale = math::scale_of(statistic(tile), C::largest);
-      tile.put(Layout::scales(message) + tile.index(), scale.decode);
+      tile.put(Layout::scale_at(message, tile.index()), scale.decode);
     }
-    auto* units = Layout::units_of(message, numel, tile.index());
+    auto* units = Layout::units_at(message, numel, tile.index());
     if (!math::is_finite(scale.decode)) {
       tile.template encode<C>(units, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
     } else if (stochastic) {
@@ -120,8 +113,8 @@ struct EncodeSum : Sum {
   DLT_HD float statistic(Tile& tile) const {
     if (C::statistic == math::Statistic::absmax || stochastic) return float_of(tile.largest_magnitude());
     // Divided before they are added, so that the sum of finite ones is finite.
-    const float sum = tile.template sum<float>(
-        [](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)) * (1.0f / Layout::tile); });
+    const float sum =
+        tile.template sum<float>([](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)) * (1.0f / Layout::tile); });
     return sum * (static_cast<float>(Layout::tile) / static_cast<float>(tile.count()));
   }
 
@@ -129,9 +122,8 @@ struct EncodeSum : Sum {
   DLT_HD void keep_lost(Tile& tile) const {
     const float down = 1.0f / residual_scale();
     with_type(residual, [&](auto* to) DLT_HD_LAMBDA {
-      tile.update(to, [=](float sum, float decoded, float before) DLT_HD_LAMBDA {
-        return math::is_finite(decoded) ? (sum - decoded) * down : before;
-      });
+      tile.update(to, [=](float sum, float decoded, float before)
+                          DLT_HD_LAMBDA { return math::is_finite(decoded) ? (sum - decoded) * down : before; });
     });
   }
 };

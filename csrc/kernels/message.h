@@ -8,6 +8,7 @@
 // of a block. The last block may be short: it keeps that order, and ends with the last unit that holds an element.
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/host_device.h"
 #include "math/block.h"
@@ -18,37 +19,32 @@ template <class Codec>
 struct Message {
   using Unit = typename Codec::Unit;
   static constexpr bool scaled = Codec::statistic != math::Statistic::none;
-  static constexpr int tile = scaled ? Codec::block : 256;  // elements that are worked on together
+  static constexpr int tile = scaled ? Codec::block : 256;                        // elements that are worked on together
   static constexpr int codes = 8 * static_cast<int>(sizeof(Unit)) / Codec::bits;  // of a unit
   static constexpr int units = tile / codes;                                      // of a tile
 
   static DLT_HD int64_t tiles(int64_t numel) { return (numel + tile - 1) / tile; }
-  static DLT_HD int64_t payload(int64_t numel) { return scaled ? tiles(numel) * static_cast<int64_t>(sizeof(float)) : 0; }
+  static DLT_HD int64_t scale_bytes(int64_t numel) { return scaled ? tiles(numel) * static_cast<int64_t>(sizeof(float)) : 0; }
   static DLT_HD int64_t bytes(int64_t numel) {
     const int64_t rest = numel % tile;
-    return payload(numel) + (numel / tile * units + (rest < units ? rest : units)) * static_cast<int64_t>(sizeof(Unit));
+    return scale_bytes(numel) + (numel / tile * units + (rest < units ? rest : units)) * static_cast<int64_t>(sizeof(Unit));
   }
 
+  // Of the index-th tile, in a message of uint8_t or const uint8_t.
   template <class Byte>
-  static DLT_HD auto* scales(Byte* message) {
-    return reinterpret_cast<typename Same<Byte>::template as<float>*>(message);
+  static DLT_HD auto* scale_at(Byte* message, int64_t index) {
+    return as<float>(message) + index;
   }
   template <class Byte>
-  static DLT_HD auto* units_of(Byte* message, int64_t numel, int64_t index) {
-    return reinterpret_cast<typename Same<Byte>::template as<Unit>*>(message + payload(numel)) + index * units;
+  static DLT_HD auto* units_at(Byte* message, int64_t numel, int64_t index) {
+    return as<Unit>(message + scale_bytes(numel)) + index * units;
   }
 
  private:
-  template <class Byte>
-  struct Same {
-    template <class T>
-    using as = T;
-  };
-  template <class Byte>
-  struct Same<const Byte> {
-    template <class T>
-    using as = const T;
-  };
+  template <class T, class Byte>
+  static DLT_HD auto* as(Byte* bytes) {
+    return reinterpret_cast<std::conditional_t<std::is_const_v<Byte>, const T, T>*>(bytes);
+  }
 };
 
 }  // namespace dltrain

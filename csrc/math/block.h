@@ -33,8 +33,15 @@ DLT_HD Scale scale_of(float statistic, float largest) {
   return {scale, largest / statistic};
 }
 
-// Not value * scale alone: what a NaN becomes in a product differs between processors.
-DLT_HD float scaled(float value, float scale) { return is_finite(scale) ? value * scale : float_of(nan_bits); }
+// The element that a code stands for. Not the product alone: what a NaN becomes in one differs between processors.
+template <class Codec>
+DLT_HD float decoded(uint32_t code, float scale) {
+  if constexpr (Codec::statistic == Statistic::none) {
+    return Codec::value(code);
+  } else {
+    return is_finite(scale) ? Codec::value(code) * scale : float_of(nan_bits);
+  }
+}
 
 // The 24 upper bits of a random word, as a number in [0, 1).
 DLT_HD float uniform(uint32_t random) { return static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f; }

@@ -22,26 +22,13 @@ std::vector<float> numbers(int64_t numel, unsigned seed) {
   for (int64_t i = 0; i < numel; ++i) {
     const float x = normal(random);
     switch (i / 256 % 7) {
-      case 0:
-        out.push_back(x);
-        break;
-      case 1:
-        out.push_back(std::ldexp(x, static_cast<int>(random() % 200) - 120));
-        break;
-      case 2:
-        out.push_back(x < 0 ? -0.0f : 0.0f);
-        break;
-      case 3:
-        out.push_back(std::ldexp(x, -130));
-        break;
-      case 4:
-        out.push_back(x < 0 ? -std::numeric_limits<float>::max() : std::numeric_limits<float>::max());
-        break;
-      case 5:
-        out.push_back(i % 256 == 77 ? std::numeric_limits<float>::quiet_NaN() : x);
-        break;
-      default:
-        out.push_back(i % 256 == 3 ? -std::numeric_limits<float>::infinity() : x);
+      case 0: out.push_back(x); break;
+      case 1: out.push_back(std::ldexp(x, static_cast<int>(random() % 200) - 120)); break;
+      case 2: out.push_back(x < 0 ? -0.0f : 0.0f); break;
+      case 3: out.push_back(std::ldexp(x, -130)); break;
+      case 4: out.push_back(x < 0 ? -std::numeric_limits<float>::max() : std::numeric_limits<float>::max()); break;
+      case 5: out.push_back(i % 256 == 77 ? std::numeric_limits<float>::quiet_NaN() : x); break;
+      default: out.push_back(i % 256 == 3 ? -std::numeric_limits<float>::infinity() : x);
     }
   }
   return out;
@@ -122,8 +109,8 @@ Result run(const Place& place, const Case& c) {
   const Array<double> sum_squares(place, {-1.0});
   const Array<float> found_inf(place, {-1.0f});
   c.codec.decode(place, c.numel, message.data(), {values.data()}, {sum_squares.data(), found_inf.data()});
-  return {message.values(), decoded.values(), as_elements(residual.values(), Dtype::fp32), values.values(), sum_squares.values()[0],
-          found_inf.values()[0]};
+  return {message.values(), decoded.values(),        as_elements(residual.values(), Dtype::fp32),
+          values.values(),  sum_squares.values()[0], found_inf.values()[0]};
 }
 
 bool same_bits(double a, double b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }

@@ -127,7 +127,7 @@ def all_reduce(
             it is sent.
         group: the default group where None.
         algorithm: one of ``comm.ALGORITHMS``, or ``"auto"``: by size.
-        codec: one of ``codecs.CODECS``.
+        codec: ``"raw"``, the only one of ``codecs.CODECS`` that an all-reduce carries so far.
         async_op: return a :class:`Work` at once.
 
     Raises:

@@ -64,7 +64,8 @@ typename Reduction::Value reduce(const float* values, int64_t numel) {
 namespace DLT_INSTRUCTION_SET {
 extern const Loops loops;
 constinit const Loops loops = {
-    make_table<ElementLoop, Elementwise>([]<class O>(std::type_identity<O>) { return Elements<O, std::make_index_sequence<O::streams>>::run; }),
+    make_table<ElementLoop, Elementwise>(
+        []<class O>(std::type_identity<O>) { return Elements<O, std::make_index_sequence<O::streams>>::run; }),
     make_table<BlockLoop, Blockwise>([]<class O>(std::type_identity<O>) { return run_blocks<O>; }),
     make_table<ReduceLoop, Reductions>([]<class O>(std::type_identity<O>) { return reduce<O>; }),
 };

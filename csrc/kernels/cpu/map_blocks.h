@@ -11,8 +11,7 @@ template <class Operation>
 void map_blocks(const Place& place, int64_t numel, const Operation& operation) {
   constexpr int64_t size = Operation::elements, grain = (int64_t{1} << 17) / size;
   const auto loop = std::get<BlockLoop<Operation>>(loops().blocks);
-  place.parallel_for((numel + size - 1) / size, grain,
-                     [&](int64_t begin, int64_t end) { loop.run(operation, numel, begin, end); });
+  place.parallel_for((numel + size - 1) / size, grain, [&](int64_t begin, int64_t end) { loop.run(operation, numel, begin, end); });
 }
 
 }  // namespace dltrain::cpu

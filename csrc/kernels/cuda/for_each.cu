@@ -80,6 +80,7 @@ void enqueue(const Place& place, const TensorList<Operation::streams>& list, con
 
 }  // namespace
 
-const Table<ForEach, Elementwise> for_each_table = make_table<ForEach, Elementwise>([]<class O>(std::type_identity<O>) { return enqueue<O>; });
+const Table<ForEach, Elementwise> for_each_table =
+    make_table<ForEach, Elementwise>([]<class O>(std::type_identity<O>) { return enqueue<O>; });
 
 }  // namespace dltrain::cuda

@@ -57,6 +57,7 @@ void enqueue(const Place& place, int64_t numel, const Operation& operation) {
 
 }  // namespace
 
-const Table<MapBlocks, Blockwise> map_blocks_table = make_table<MapBlocks, Blockwise>([]<class O>(std::type_identity<O>) { return enqueue<O>; });
+const Table<MapBlocks, Blockwise> map_blocks_table =
+    make_table<MapBlocks, Blockwise>([]<class O>(std::type_identity<O>) { return enqueue<O>; });
 
 }  // namespace dltrain::cuda
