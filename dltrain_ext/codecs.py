@@ -11,7 +11,7 @@ codec block bytes/element an element is                  error, nearest (max, rm
 ===== ===== ============= ============================== ========================= =========================
 raw       1 4             float32                        0                         0
 fp16      1 2             IEEE 754 half                  2^-11, 2^-11              2^-10, 2^-11
-bf16      1 2             bfloat16                       2^-9, 2^-9                2^-8, 2^-9
+bf16      1 2             bfloat16                       2^-8, 2^-8                2^-7, 2^-8
 fp8     128 1.03125       e4m3fn times absmax / 448      1/28, 1/28                1/14, 1/28
 int8    256 1.015625      -127..127 times absmax / 127   1/254, 1/254              1/127, 1/254
 int4    128 0.53125       -7..7 times absmax / 7         1/14, 1/14                1/7, 1/14
@@ -19,9 +19,10 @@ sign    256 0.140625      a bit, set: minus, times the   1, 1/2                 
                           block's mean magnitude
 ===== ===== ============= ============================== ========================= =========================
 
-Errors are bounds relative to the block's largest magnitude, up to fp32 rounding (a factor of 1 + 1e-4); stochastic rms
-ones are expectations. fp16 and bf16, blocks of one element, keep them down to 2^-14 and 2^-126, and the absolute error
-below. In fp8 they are relative to the element (2^-4, stochastic 2^-3) down to 2^-6 / 448 of the largest.
+Errors are bounds relative to the block's largest magnitude, as :func:`error_bound` has them, up to fp32 rounding (a
+factor of 1 + 1e-4); the rms of stochastic rounding is an expectation. fp16 and bf16, blocks of one element, keep them
+down to 2^-14 and 2^-126, and the absolute error below. In fp8 the error is also relative to the element (2^-4,
+stochastic 2^-3) down to 2^-6 / 448 of the largest.
 
 - Rounding is to nearest even, or stochastic: unbiased, with a Philox stream (Salmon et al., 2011) keyed by (seed, step)
   and counted by (element, rank), so the same on any number of threads and on any device. Stochastic sign takes the
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,20 @@ from dltrain_ext import _ops
 
 CODECS: tuple[str, ...] = tuple(codec.name for codec in _ops.codecs())
 
-__all__ = ["CODECS", "Encoded", "GradStats", "decode", "encode", "nbytes", "reduce", "zero_residual"]
+__all__ = [
+    "CODECS",
+    "Encoded",
+    "ErrorBound",
+    "GradStats",
+    "block_size",
+    "decode",
+    "empty",
+    "encode",
+    "error_bound",
+    "nbytes",
+    "reduce",
+    "zero_residual",
+]
 
 _FEEDBACK = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -83,9 +97,37 @@ class GradStats(NamedTuple):
     found_inf: Tensor
 
 
+class ErrorBound(NamedTuple):
+    """Of a codec's error, relative to the largest magnitude of a block.
+
+    Attributes:
+        max: of an element.
+        rms: root mean square over a block; of stochastic rounding an expectation.
+    """
+
+    max: float
+    rms: float
+
+
+def block_size(codec: str) -> int:
+    """The elements of a block, which share a scale; 1 where there is none."""
+    return _ops.find_codec(codec).block
+
+
+def error_bound(codec: str, rounding: str = "nearest") -> ErrorBound:
+    """The bound of the codec's error with that rounding, "nearest" or "stochastic"."""
+    return ErrorBound(*_ops.find_codec(codec).error(_is_stochastic(rounding)))
+
+
 def nbytes(codec: str, numel: int) -> int:
     """Bytes of the message of ``numel`` elements."""
     return _ops.find_codec(codec).bytes(numel)
+
+
+def empty(tensor: Tensor, codec: str) -> Encoded:
+    """A message for that tensor that is still to be written, by ``out`` of :func:`encode`."""
+    wire = torch.empty(nbytes(codec, tensor.numel()), dtype=torch.uint8, device=tensor.device)
+    return Encoded(wire, codec, tuple(tensor.shape), tensor.dtype)
 
 
 def zero_residual(tensor: Any, *, feedback_dtype: str = "fp32") -> Tensor:
@@ -186,44 +228,40 @@ def reduce(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding: expected 'nearest' or 'stochastic', got {rounding!r}")
+    stochastic = _is_stochastic(rounding)
     if codec is None:
         if not received:
             raise ValueError("codec: expected one of " + ", ".join(CODECS) + " where nothing is received, got None")
         codec = received[0].codec
-    for index, message in enumerate(received):
-        if message.codec != codec:
-            raise ValueError(f"received[{index}]: expected a message in {codec}, got one in {message.codec}")
+    for index, other in enumerate(received):
+        if other.codec != codec:
+            raise ValueError(f"received[{index}]: expected a message in {codec}, got one in {other.codec}")
     given, like = _as_tensor(own, "own" if received else "tensor")
-    if out is None:
-        wire = torch.empty(nbytes(codec, given.numel()), dtype=torch.uint8, device=given.device)
-    elif (out.codec, out.shape, out.dtype) == (codec, given.shape, given.dtype):
-        wire, _ = _as_tensor(out.wire, "out")
-    else:
+    message = empty(given, codec) if out is None else out
+    if (message.codec, message.shape, message.dtype) != (codec, given.shape, given.dtype):
         raise ValueError(
             f"out: expected a message of {given.dtype} {tuple(given.shape)} in {codec}, "
-            f"got one of {out.dtype} {out.shape} in {out.codec}"
+            f"got one of {message.dtype} {message.shape} in {message.codec}"
         )
     for name, tensor in (("residual", residual), ("decoded", decoded)):
         if tensor is not None and tensor.shape != given.shape:
             raise ValueError(f"{name}: expected shape {tuple(given.shape)}, got {tuple(tensor.shape)}")
     _ops.encode_sum_(
         given.contiguous(),
-        [_as_tensor(message.wire, f"received[{index}]")[0] for index, message in enumerate(received)],
+        [_as_tensor(other.wire, f"received[{index}]")[0] for index, other in enumerate(received)],
         codec,
         position=position,
         scale=scale,
         residual=residual,
         loss_scale=loss_scale,
-        wire=wire,
+        wire=_as_tensor(message.wire, "out")[0],
         decoded=decoded,
-        stochastic=rounding == "stochastic",
+        stochastic=stochastic,
         seed=seed,
         step=step,
         rank=rank,
     )
-    return out or Encoded(_in_kind(wire, like), codec, tuple(given.shape), given.dtype)
+    return message if out or like is None else replace(message, wire=_in_kind(message.wire, like))
 
 
 def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> Any:
@@ -258,6 +296,12 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
         values.copy_(dense)
     result = _in_kind(values, like) if out is None else out
     return (result, stats) if stats else result
+
+
+def _is_stochastic(rounding: str) -> bool:
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding: expected 'nearest' or 'stochastic', got {rounding!r}")
+    return rounding == "stochastic"
 
 
 def _as_tensor(given: Any, name: str) -> tuple[Tensor, Any]:

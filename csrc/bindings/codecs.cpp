@@ -168,6 +168,11 @@ void bind_codecs(py::module_& module) {
       .def_readonly("alignment", &Codec::alignment)
       .def_readonly("scaled", &Codec::scaled)
       .def_readonly("bits", &Codec::bits)
+      .def("error",
+           [](const Codec& codec, bool stochastic) {
+             const math::Bound& bound = stochastic ? codec.stochastic_error : codec.nearest_error;
+             return std::pair(bound.max, bound.rms);
+           })
       .def("bytes", [](const Codec& codec, int64_t numel) {
         check(numel >= 0, "numel: expected at least 0, got ", numel);
         return codec.bytes(numel);

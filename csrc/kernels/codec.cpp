@@ -46,9 +46,17 @@ template <class C>
 Codec entry() {
   using Layout = Message<C>;
   constexpr int64_t cache_line = 64;
-  return {C::name,        C::block, Layout::scaled ? C::block : cache_line / static_cast<int64_t>(sizeof(typename C::Unit)),
-          Layout::scaled, C::bits,  [](int64_t numel) { return Layout::bytes(numel); },
-          encode_sum<C>,  decode<C>};
+  const auto bytes = [](int64_t numel) { return Layout::bytes(numel); };
+  return {C::name,
+          C::block,
+          Layout::scaled ? C::block : cache_line / static_cast<int64_t>(sizeof(typename C::Unit)),
+          Layout::scaled,
+          C::bits,
+          C::nearest_error,
+          C::stochastic_error,
+          bytes,
+          encode_sum<C>,
+          decode<C>};
 }
 
 template <class... C>

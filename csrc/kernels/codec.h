@@ -21,7 +21,8 @@ struct Codec {
   int64_t block;      // elements that share a scale; 1 where there is none
   int64_t alignment;  // elements; where a message that is one of several may begin
   bool scaled;
-  int bits;                         // of a code
+  int bits;  // of a code
+  math::Bound nearest_error, stochastic_error;
   int64_t (*bytes)(int64_t numel);  // of a message
   void (*encode_sum)(const Place& place, const Sum& sum);
   void (*decode)(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics);

@@ -101,7 +101,7 @@ struct EncodeSum : Sum {
     if (!math::is_finite(scale.decode)) {
       tile.template encode<C>(units, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
     } else if (stochastic) {
-      tile.randomize(random, first);
+      if constexpr (C::stochastic_error.max > 0.0) tile.randomize(random, first);
       tile.template encode<C>(units, [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * scale.encode, word); });
     } else {
       tile.template encode<C>(units, [=](float x, uint32_t) DLT_HD_LAMBDA { return C::nearest(x * scale.encode); });

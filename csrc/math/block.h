@@ -20,6 +20,12 @@ inline constexpr float smallest_statistic = 0x1p-117f;
 DLT_HD uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffff; }
 DLT_HD bool is_finite(float x) { return magnitude_bits(x) < 0x7f800000; }
 
+// Of a codec's error, relative to the largest magnitude of the block: of an element, and the root mean square over a block. Up to fp32
+// rounding, a factor of 1 + 1e-4; the rms of stochastic rounding is an expectation.
+struct Bound {
+  double max, rms;
+};
+
 struct Scale {
   float decode;  // value(code) * decode is the element
   float encode;  // element * encode is what is rounded to a code
@@ -45,6 +51,12 @@ DLT_HD float decoded(uint32_t code, float scale) {
 
 // The 24 upper bits of a random word, as a number in [0, 1).
 DLT_HD float uniform(uint32_t random) { return static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f; }
+
+// yes or no; both are worked out, so that a compiler has no branch to keep.
+DLT_HD uint32_t select(bool condition, uint32_t yes, uint32_t no) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (yes & mask) | (no & ~mask);
+}
 
 DLT_HD float clamped(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }
 

@@ -1,8 +1,7 @@
 #pragma once
 
 // Each element is a bfloat16, the upper half of a float, and a block of its own. One that rounds to 2^128 is an overflow: NaN.
-//
-//   error relative to the element     nearest  2^-9     stochastic  2^-8, rms 2^-9; from 2^-126 on, constant below
+// The bounds hold down to 2^-126; below, the error is constant.
 
 #include "core/dtype.h"
 #include "math/block.h"
@@ -15,6 +14,7 @@ struct BF16 {
   static constexpr Statistic statistic = Statistic::none;
   using Unit = uint16_t;
   static constexpr int bits = 16;
+  static constexpr Bound nearest_error{0x1p-8, 0x1p-8}, stochastic_error{0x1p-7, 0x1p-8};
 
   DLT_HD static uint32_t nearest(float y) {
     const uint32_t code = (bits_of(y) + 0x7fff + ((bits_of(y) >> 16) & 1)) >> 16;

@@ -1,8 +1,7 @@
 #pragma once
 
 // Each element is an IEEE 754 half, and a block of its own. One that rounds to 2^16 or more is an overflow: NaN.
-//
-//   error relative to the element     nearest  2^-11     stochastic  2^-10, rms 2^-11; from 2^-14 on, constant below
+// The bounds hold down to 2^-14; below, the error is constant.
 
 #include "core/dtype.h"
 #include "math/block.h"
@@ -15,6 +14,7 @@ struct FP16 {
   static constexpr Statistic statistic = Statistic::none;
   using Unit = uint16_t;
   static constexpr int bits = 16;
+  static constexpr Bound nearest_error{0x1p-11, 0x1p-11}, stochastic_error{0x1p-10, 0x1p-11};
 
   DLT_HD static uint32_t nearest(float y) {
     const uint32_t magnitude = magnitude_bits(y);
@@ -26,8 +26,10 @@ struct FP16 {
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {
     const uint32_t magnitude = magnitude_bits(y);
     const uint32_t normal = (magnitude + (random & 0x1fff) - first_normal) >> 13;
-    const auto denormal = static_cast<uint32_t>(stochastic_integer(clamped(float_of(magnitude), 0x1p-14f) * 0x1p24f, random));
-    return code(y, magnitude < smallest_normal ? denormal : normal < 0x7bff ? normal : 0x7bff);
+    const auto denormal =
+        static_cast<uint32_t>(stochastic_integer(float_of(magnitude < smallest_normal ? magnitude : smallest_normal) * 0x1p24f, random));
+    const uint32_t capped = normal < 0x7bff ? normal : 0x7bff;
+    return code(y, select(magnitude < smallest_normal, denormal, capped));
   }
   DLT_HD static float value(uint32_t code) { return widen(Half{static_cast<uint16_t>(code)}); }
 
@@ -35,7 +37,7 @@ struct FP16 {
   static constexpr uint32_t first_normal = (127 - 15) << 23, smallest_normal = (127 - 14) << 23;
 
   DLT_HD static uint32_t code(float y, uint32_t magnitude) {
-    return magnitude_bits(y) < 0x477ff000 ? (bits_of(y) >> 16 & 0x8000) | magnitude : 0x7e00;
+    return select(magnitude_bits(y) < 0x477ff000, (bits_of(y) >> 16 & 0x8000) | magnitude, 0x7e00);
   }
 };
 

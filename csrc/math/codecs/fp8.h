@@ -3,8 +3,7 @@
 // 128 elements share an fp32 scale, absmax / 448; each is a float of 1 + 4 + 3 bits, e4m3fn (Micikevicius et al., "FP8 Formats for Deep
 // Learning", 2022): 2^(e - 7) 1.mmm, and without the leading one 2^-6 0.mmm where e is 0.
 //
-//   error relative to absmax     nearest  1/28, also rms     stochastic  1/14, rms 1/28
-//   and of each element          nearest  2^-4               stochastic  2^-3, down to absmax 2^-6 / 448, constant from there
+// The error is also relative to the element, 2^-4 (stochastic 2^-3) of it, down to absmax 2^-6 / 448; below, it is constant.
 
 #include "math/block.h"
 
@@ -17,6 +16,7 @@ struct FP8 {
   static constexpr float largest = 448.0f;
   using Unit = uint8_t;
   static constexpr int bits = 8;
+  static constexpr Bound nearest_error{1.0 / 28, 1.0 / 28}, stochastic_error{1.0 / 14, 1.0 / 28};
 
   DLT_HD static uint32_t nearest(float y) {
     const uint32_t magnitude = magnitude_bits(y);
@@ -28,8 +28,9 @@ struct FP8 {
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {
     const uint32_t magnitude = magnitude_bits(clamped(y, largest));
     const uint32_t normal = (magnitude + (random & 0xfffff) - first_normal) >> 20;
-    const auto denormal = static_cast<uint32_t>(stochastic_integer(clamped(float_of(magnitude), 0x1p-6f) * 0x1p9f, random));
-    return sign(y) | (magnitude < smallest_normal ? denormal : normal);
+    const auto denormal =
+        static_cast<uint32_t>(stochastic_integer(float_of(magnitude < smallest_normal ? magnitude : smallest_normal) * 0x1p9f, random));
+    return sign(y) | select(magnitude < smallest_normal, denormal, normal);
   }
   DLT_HD static float value(uint32_t code) {
     const uint32_t magnitude = code & 0x7f;

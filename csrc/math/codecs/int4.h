@@ -2,8 +2,6 @@
 
 // 128 elements share an fp32 scale, absmax / 7; each is four bits in two's complement. Byte j of a block holds element j in its low half
 // and element j + 64 in its high half.
-//
-//   error relative to absmax     nearest  1/14, also rms     stochastic  1/7, rms 1/14
 
 #include "math/block.h"
 
@@ -16,6 +14,7 @@ struct Int4 {
   static constexpr float largest = 7.0f;
   using Unit = uint8_t;
   static constexpr int bits = 4;
+  static constexpr Bound nearest_error{1.0 / 14, 1.0 / 14}, stochastic_error{1.0 / 7, 1.0 / 14};
 
   DLT_HD static uint32_t nearest(float y) { return nearest_integer(y) & 0xf; }
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {

@@ -1,8 +1,6 @@
 #pragma once
 
 // 256 elements share an fp32 scale, absmax / 127; each is a byte in two's complement.
-//
-//   error relative to absmax     nearest  1/254, also rms     stochastic  1/127, rms 1/254
 
 #include "math/block.h"
 
@@ -15,6 +13,7 @@ struct Int8 {
   static constexpr float largest = 127.0f;
   using Unit = uint8_t;
   static constexpr int bits = 8;
+  static constexpr Bound nearest_error{1.0 / 254, 1.0 / 254}, stochastic_error{1.0 / 127, 1.0 / 254};
 
   DLT_HD static uint32_t nearest(float y) { return nearest_integer(y) & 0xff; }
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {

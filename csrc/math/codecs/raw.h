@@ -12,6 +12,7 @@ struct Raw {
   static constexpr Statistic statistic = Statistic::none;
   using Unit = uint32_t;
   static constexpr int bits = 32;
+  static constexpr Bound nearest_error{0.0, 0.0}, stochastic_error{0.0, 0.0};
 
   DLT_HD static uint32_t nearest(float y) { return is_finite(y) ? bits_of(y) : nan_bits; }
   DLT_HD static uint32_t stochastic(float y, uint32_t) { return nearest(y); }

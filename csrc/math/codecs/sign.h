@@ -4,8 +4,6 @@
 // Gradient Descent", 2014; with the mean: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019). Bit b of byte j of a block is element
 // j + 32 b. It is biased, and meant for error feedback. Stochastic rounding is not: m is then absmax, and x becomes m with probability
 // (1 + x / m) / 2.
-//
-//   error relative to absmax     nearest  1, rms 1/2     stochastic  2, rms 1
 
 #include "math/block.h"
 
@@ -18,6 +16,7 @@ struct Sign {
   static constexpr float largest = 1.0f;
   using Unit = uint8_t;
   static constexpr int bits = 1;
+  static constexpr Bound nearest_error{1.0, 0.5}, stochastic_error{2.0, 1.0};
 
   DLT_HD static uint32_t nearest(float y) { return bits_of(y) >> 31; }
   DLT_HD static uint32_t stochastic(float y, uint32_t random) { return uniform(random) < 0.5f - 0.5f * clamped(y, largest) ? 1 : 0; }
