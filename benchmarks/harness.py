@@ -68,13 +68,17 @@ class Row:
 
 @dataclass
 class Table:
-    """What a case returns. Rows with an `x` are drawn as one curve per side, the others as bars."""
+    """What a case returns. Rows with an `x` are drawn as one curve per side, the others as bars.
+
+    Those of the workload `summary` are not timed, and are shown below in a grid of their own.
+    """
 
     title: str
     rows: list[Row]
     notes: list[str]
     check_heading: str = "check"
     x_label: str = ""
+    summary: str = ""
 
 
 def interleave(

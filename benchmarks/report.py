@@ -56,27 +56,37 @@ def live(console: Console, case: str) -> Iterator[Progress]:
 
 
 def show(console: Console, table: Table) -> None:
-    figures = list(dict.fromkeys(name for row in table.rows for name in row.figures))
-    grid = Grid(title=table.title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
-    grid.add_column("workload")
-    grid.add_column("side")
-    for heading in ("time (q1 - q3)", "peer/ours", *figures, table.check_heading):
-        grid.add_column(heading, justify="right")
-    for workload, group in groupby(table.rows, key=lambda row: row.workload):
-        for position, row in enumerate(group):
-            grid.add_row(workload if position == 0 else "", *cells(row, figures), style="bold" if row.ours else "")
-        grid.add_section()
-    console.print(grid)
+    summary = [row for row in table.rows if row.workload == table.summary]
+    console.print(draw([row for row in table.rows if row.workload != table.summary], table, table.title))
+    if summary:
+        console.print(draw(summary, table, None))
     reading = "time: median (quartiles) of rounds in which all sides took turns; peer/ours: below 1 we are slower"
     for note in (reading, *table.notes):
         console.print(Text(f"  {note}", style="dim"))
     console.print()
 
 
-def cells(row: Row, figures: list[str]) -> Iterator[str | Text]:
+def draw(rows: list[Row], table: Table, title: str | None) -> Grid:
+    timed = title is not None
+    figures = list(dict.fromkeys(name for row in rows for name in row.figures))
+    grid = Grid(title=title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
+    grid.add_column("workload")
+    grid.add_column("side")
+    for heading in (*(("time (q1 - q3)", "peer/ours") if timed else ()), *figures, table.check_heading):
+        grid.add_column(heading, justify="right")
+    for workload, group in groupby(rows, key=lambda row: row.workload):
+        for position, row in enumerate(group):
+            style = "bold" if row.ours else ""
+            grid.add_row(workload if position == 0 else "", *cells(row, figures, timed), style=style)
+        grid.add_section()
+    return grid
+
+
+def cells(row: Row, figures: list[str], timed: bool) -> Iterator[str | Text]:
     yield row.side
-    yield duration(row.time) if row.time else "-"
-    yield comparison(row.ratio) if row.ratio else ""
+    if timed:
+        yield duration(row.time) if row.time else "-"
+        yield comparison(row.ratio) if row.ratio else ""
     yield from (number(row.figures.get(name)) for name in figures)
     yield Text(row.check) if row.correct else Text(f"{row.check} WRONG", style="bold red")
 
@@ -137,8 +147,13 @@ def plot(folder: Path, case: str, table: Table) -> Path:
         axes.legend()
     else:
         groups = {workload: list(rows) for workload, rows in groupby(timed, key=lambda row: row.workload)}
-        figure, grid = pyplot.subplots(1, len(groups) or 1, figsize=(12, 4), layout="constrained", squeeze=False)
-        for axes, (workload, rows) in zip(grid[0], groups.items(), strict=False):
+        columns = min(4, len(groups) or 1)
+        lines = max(1, math.ceil(len(groups) / columns))
+        size = (12, 4 * lines)
+        figure, grid = pyplot.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+        for axes in grid.flat[len(groups) :]:
+            axes.set_axis_off()
+        for axes, (workload, rows) in zip(grid.flat, groups.items(), strict=False):
             low, middle, high = zip(
                 *((1e3 * t.q1, 1e3 * t.median, 1e3 * t.q3) for t in (row.time for row in rows)), strict=True
             )
@@ -147,7 +162,10 @@ def plot(folder: Path, case: str, table: Table) -> Path:
                 [b - m for m, b in zip(middle, high, strict=True)],
             ]
             colours = ["tab:orange" if row.ours else "tab:blue" for row in rows]
-            axes.bar([row.side.replace(" ", "\n") for row in rows], middle, yerr=errors, color=colours, capsize=3)
+            crowded = len(rows) > 4
+            names = [row.side if crowded else row.side.replace(" ", "\n") for row in rows]
+            axes.bar(names, middle, yerr=errors, color=colours, capsize=3)
+            axes.tick_params("x", rotation=90 if crowded else 0)
             axes.set(title=workload, ylabel="ms, median and quartiles")
     figure.suptitle(table.title)
     path = folder / f"{case}.png"

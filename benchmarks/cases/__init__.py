@@ -7,9 +7,10 @@ run(options, progress) -> Table    verify each side, time the sides interleaved;
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, optim
+from benchmarks.cases import allreduce, codec, optim
 
 CASES: dict[str, ModuleType] = {
     "optim": optim,
     "allreduce": allreduce,
+    "codec": codec,
 }
