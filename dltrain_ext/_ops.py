@@ -146,7 +146,7 @@ def sgd_(
 
 
 def encode_sum_(
-    own: Tensor,
+    tensor: Tensor,
     received: Sequence[Tensor],
     codec: str,
     *,
@@ -164,16 +164,16 @@ def encode_sum_(
 ) -> None:
     """Encode a sum; its meaning is :func:`dltrain_ext.reference.encode_sum_`.
 
-    Adds, in fp32 and in this order, what ``received[:position]`` stand for, ``own * scale + residual * loss_scale``,
+    Adds, in fp32 and in this order, what ``received[:position]`` stand for, ``tensor * scale + residual * loss_scale``,
     and what ``received[position:]`` stand for; encodes the sum into ``wire``, writes what ``wire`` stands for to
     ``decoded`` and what encoding lost, over ``loss_scale``, to ``residual``. Without ``wire`` nothing is encoded, and
-    ``decoded`` is the sum. ``own`` begins at element ``first``, a multiple of 4, of what the rank encodes.
+    ``decoded`` is the sum. ``tensor`` begins at element ``first``, a multiple of 4, of what the rank encodes.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     torch.ops.dltrain_ext.encode_sum_(
-        own,
+        tensor,
         received,
         codec,
         position=position,

@@ -34,8 +34,9 @@ stochastic 2^-3) down to 2^-6 / 448 of the largest.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -80,6 +81,11 @@ class Encoded:
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        """Elements that were encoded."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the message."""
         return int(self.wire.shape[0])
@@ -111,17 +117,17 @@ class ErrorBound(NamedTuple):
 
 def block_size(codec: str) -> int:
     """The elements of a block, which share a scale; 1 where there is none."""
-    return _ops.find_codec(codec).block
+    return _find(codec).block
 
 
 def error_bound(codec: str, rounding: str = "nearest") -> ErrorBound:
     """The bound of the codec's error with that rounding, "nearest" or "stochastic"."""
-    return ErrorBound(*_ops.find_codec(codec).error(_is_stochastic(rounding)))
+    return ErrorBound(*_find(codec).error(_is_stochastic(rounding)))
 
 
 def nbytes(codec: str, numel: int) -> int:
     """Bytes of the message of ``numel`` elements."""
-    return _ops.find_codec(codec).bytes(numel)
+    return _find(codec).bytes(numel)
 
 
 def empty(tensor: Tensor, codec: str) -> Encoded:
@@ -165,10 +171,10 @@ def encode(
         codec: one of ``CODECS``.
         residual: error feedback (Seide et al., 2014; Karimireddy et al., 2019), float32 or bfloat16 of the tensor's
             shape, updated in place. In units of the unscaled, averaged gradient. Where a block is not finite it stays
-            as it is.
+            as it is. Not with stochastic sign, whose error can exceed what it encodes: feedback would make it grow.
         scale: what the tensor is multiplied by first: 1 / world size where contributions will be averaged.
-        loss_scale: a float32 tensor of one number where the tensor lies, that many times larger than the residual's
-            units are those of the tensor; 1 where None.
+        loss_scale: a float32 tensor of one number above 0, where the tensor lies: so many times larger than the
+            residual is the tensor. 1 where None.
         rounding: "nearest" (ties to even) or "stochastic".
         seed, step, rank: key and counter of the stochastic rounding; at least 0, step and rank below 2^32.
         decoded: written with what the message stands for; float32, float16 or bfloat16 of the tensor's shape, or the
@@ -198,7 +204,7 @@ def encode(
 
 
 def reduce(
-    own: Any,
+    tensor: Any,
     received: Sequence[Encoded],
     *,
     codec: str | None = None,
@@ -215,12 +221,12 @@ def reduce(
 ) -> Encoded:
     """A hop of an all-reduce in one pass: encode the sum of messages and of one's own contribution.
 
-    The sum is taken in fp32, in this order: ``received[:position]``, ``own * scale + residual * loss_scale``,
+    The sum is taken in fp32, in this order: ``received[:position]``, ``tensor * scale + residual * loss_scale``,
     ``received[position:]``.
 
     Args:
-        own: as ``tensor`` of :func:`encode`.
-        received: messages of one codec, each of as many elements as ``own``.
+        tensor: one's own contribution, as for :func:`encode`.
+        received: messages of one codec, each of as many elements.
         codec: that of ``received``, and of the result; needed where ``received`` is empty.
         position: how many of the received come before one's own in the sum.
         residual, scale, loss_scale, rounding, seed, step, rank, decoded, out: as for :func:`encode`.
@@ -229,39 +235,45 @@ def reduce(
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     stochastic = _is_stochastic(rounding)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed: expected 0 to {2**63 - 1}, got {seed}")
+    own, in_kind = _as_tensor(tensor, "tensor")
     if codec is None:
         if not received:
             raise ValueError("codec: expected one of " + ", ".join(CODECS) + " where nothing is received, got None")
         codec = received[0].codec
-    for index, other in enumerate(received):
-        if other.codec != codec:
-            raise ValueError(f"received[{index}]: expected a message in {codec}, got one in {other.codec}")
-    given, like = _as_tensor(own, "own" if received else "tensor")
-    message = empty(given, codec) if out is None else out
-    if (message.codec, message.shape, message.dtype) != (codec, given.shape, given.dtype):
+    messages = []
+    for index, message in enumerate(received):
+        _check_message(message, f"received[{index}]", codec, own.numel())
+        messages.append(_as_tensor(message.wire, f"received[{index}]")[0])
+        _check_tensor(messages[-1], f"received[{index}]", own)
+    _check_tensor(residual, "residual", own, own.shape)
+    _check_tensor(decoded, "decoded", own, own.shape)
+    _check_tensor(loss_scale, "loss_scale", own)
+    result = empty(own, codec) if out is None else out
+    _check_message(result, "out", codec, own.numel())
+    wire, _ = _as_tensor(result.wire, "out", written=True)
+    _check_tensor(wire, "out", own)
+    if (result.shape, result.dtype) != (own.shape, own.dtype):
         raise ValueError(
-            f"out: expected a message of {given.dtype} {tuple(given.shape)} in {codec}, "
-            f"got one of {message.dtype} {message.shape} in {message.codec}"
+            f"out: expected a message of {own.dtype} {tuple(own.shape)}, got one of {result.dtype} {result.shape}"
         )
-    for name, tensor in (("residual", residual), ("decoded", decoded)):
-        if tensor is not None and tensor.shape != given.shape:
-            raise ValueError(f"{name}: expected shape {tuple(given.shape)}, got {tuple(tensor.shape)}")
     _ops.encode_sum_(
-        given.contiguous(),
-        [_as_tensor(other.wire, f"received[{index}]")[0] for index, other in enumerate(received)],
+        own.contiguous(),
+        messages,
         codec,
         position=position,
         scale=scale,
         residual=residual,
         loss_scale=loss_scale,
-        wire=_as_tensor(message.wire, "out")[0],
+        wire=wire,
         decoded=decoded,
         stochastic=stochastic,
         seed=seed,
         step=step,
         rank=rank,
     )
-    return message if out or like is None else replace(message, wire=_in_kind(message.wire, like))
+    return replace(result, wire=in_kind(wire)) if out is None else out
 
 
 def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> Any:
@@ -279,11 +291,15 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    wire, like = _as_tensor(encoded.wire, "encoded")
+    if not isinstance(encoded, Encoded):
+        raise TypeError(f"encoded: expected an Encoded, got {type(encoded).__name__}")
+    wire, in_kind = _as_tensor(encoded.wire, "encoded")
     if out is None:
         values = torch.empty(encoded.shape, dtype=encoded.dtype, device=wire.device)
     else:
-        values, _ = _as_tensor(out, "out")
+        values, _ = _as_tensor(out, "out", written=True)
+        _check_tensor(values, "out", wire)
+        _check_message(encoded, "encoded", encoded.codec, values.numel())
     dense = values if values.is_contiguous() else torch.empty_like(values, memory_format=torch.contiguous_format)
     stats = None
     if return_stats:
@@ -294,8 +310,14 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
     _ops.decode_(wire, encoded.codec, dense, **(stats._asdict() if stats else {}))
     if dense is not values:
         values.copy_(dense)
-    result = _in_kind(values, like) if out is None else out
+    result = in_kind(values) if out is None else out
     return (result, stats) if stats else result
+
+
+def _find(codec: str) -> _ops.Codec:
+    if not isinstance(codec, str):
+        raise TypeError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
+    return _ops.find_codec(codec)
 
 
 def _is_stochastic(rounding: str) -> bool:
@@ -304,20 +326,45 @@ def _is_stochastic(rounding: str) -> bool:
     return rounding == "stochastic"
 
 
-def _as_tensor(given: Any, name: str) -> tuple[Tensor, Any]:
-    """The memory of an array as a tensor, and the array whose kind the answer takes: None for a tensor."""
+def _check_message(given: object, name: str, codec: str, numel: int) -> None:
+    if not isinstance(given, Encoded):
+        raise TypeError(f"{name}: expected an Encoded, got {type(given).__name__}")
+    if given.codec != codec:
+        raise ValueError(f"{name}: expected a message in {codec}, got one in {given.codec}")
+    if given.numel != numel:
+        raise ValueError(f"{name}: expected a message of {numel} elements, got one of {given.numel}")
+
+
+def _check_tensor(given: Tensor | None, name: str, like: Tensor, shape: torch.Size | None = None) -> None:
+    """What the op cannot tell: it is not even reached where a tensor is on meta."""
+    if given is None:
+        return
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
+    if given.device != like.device:
+        raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {given.device}")
+    if shape is not None and given.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(given.shape)}")
+
+
+def _as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The memory of an array as a tensor, and what makes arrays of its kind of tensors."""
     if isinstance(given, Tensor):
-        return given.detach(), None
+        if given.layout != torch.strided:
+            raise TypeError(f"{name}: expected a plain dense tensor, got layout {given.layout}")
+        return given.detach(), lambda tensor: tensor
     if not hasattr(given, "__dlpack__"):
         raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(given).__name__}")
-    return torch.from_dlpack(given), given
-
-
-def _in_kind(tensor: Tensor, like: Any) -> Any:
-    """The tensor's memory as an array of the kind of another; as it is where that is None."""
-    if like is None:
-        return tensor
-    if hasattr(like, "__array_namespace__"):
-        return like.__array_namespace__().from_dlpack(tensor)
-    library = sys.modules[type(like).__module__.partition(".")[0]]
-    return library.from_dlpack(tensor)
+    if hasattr(given, "__array_namespace__"):
+        library = given.__array_namespace__()
+    else:
+        library = sys.modules[type(given).__module__.partition(".")[0]]
+    if not hasattr(library, "from_dlpack"):
+        raise TypeError(f"{name}: expected an array of a library with from_dlpack, got {type(given).__name__}")
+    # What torch.from_dlpack does not look at: strides that would end the process, and memory that is not to be written.
+    if any(stride < 0 for stride in getattr(given, "strides", None) or ()):
+        raise ValueError(f"{name}: expected strides of at least 0, got {given.strides}; make a copy of the array")
+    immutable = hasattr(given, "at") or not getattr(getattr(given, "flags", None), "writeable", True)  # JAX, NumPy
+    if written and immutable:
+        raise ValueError(f"{name}: expected an array that can be written, got a {type(given).__name__} that cannot")
+    return torch.from_dlpack(given), library.from_dlpack

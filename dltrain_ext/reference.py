@@ -100,7 +100,7 @@ FLOATS = {  # stored bits of the mantissa, smallest normal exponent, largest num
 
 
 def encode_sum_(
-    own: Tensor,
+    tensor: Tensor,
     received: Sequence[Tensor],
     codec: str,
     *,
@@ -117,9 +117,9 @@ def encode_sum_(
     first: int = 0,
 ) -> None:
     """The one operation of a codec. Unlike the other meanings it is in float32: it gives the very bytes."""
-    numel, up = own.numel(), torch.tensor(1.0) if loss_scale is None else loss_scale
+    numel, up = tensor.numel(), torch.tensor(1.0) if loss_scale is None else loss_scale
     terms = [_decoded(message, codec, numel) for message in received]
-    terms.insert(position, own.float().flatten() * torch.tensor(scale, dtype=torch.float32))
+    terms.insert(position, tensor.float().flatten() * torch.tensor(scale, dtype=torch.float32))
     if residual is not None:
         terms.insert(position + 1, residual.float().flatten() * up)
     total = terms[0]
@@ -175,20 +175,21 @@ def _encoded(x: Tensor, codec: str, random: Tensor | None) -> Tensor:
         return torch.where(_is_nan(codes, codec), _nan(codec), codes).to(form.unit).view(torch.uint8)
     blocks = _blocks(x, form.block)
     if codec == "sign" and random is None:
-        # In the order of a tree, halves first; divided before they are added, so that they cannot overflow.
-        tree = blocks.abs() / form.block
-        while tree.shape[1] > 1:
-            half = tree.shape[1] // 2
-            tree = tree[:, :half] + tree[:, half:]
         counts = _blocks(torch.ones_like(x), form.block).sum(1)
-        statistic = tree[:, 0] * (form.block / counts)
+        total = _added_halves_first(blocks.abs())
+        # Those that overflow are divided before they are added.
+        small = _added_halves_first(blocks.abs() / counts[:, None])
+        small = torch.where(blocks.isfinite().all(1), small.clamp(max=torch.finfo(torch.float32).max), small)
+        statistic = torch.where(total.isfinite(), total / counts, small)
     else:
         statistic = torch.where(blocks.isfinite().all(1), blocks.abs().amax(1), torch.nan)
     seen, tiny = statistic.isfinite(), statistic < TINY
     scales = torch.where(tiny, 0.0, statistic.clamp(max=float.fromhex("0x1.fffffcp127")) / form.largest)
-    inverse = torch.where(tiny, 0.0, form.largest / statistic)
+    # Not number / tensor, which torch rounds twice.
+    inverse = torch.where(tiny, 0.0, torch.full_like(statistic, form.largest) / statistic)
     words = None if random is None else _blocks(random, form.block).flatten()
-    codes = _codes((blocks * inverse[:, None]).nan_to_num(0.0).flatten(), codec, words).reshape(blocks.shape)
+    scaled = blocks if codec == "sign" and random is None else blocks * inverse[:, None]
+    codes = _codes(scaled.nan_to_num(0.0).flatten(), codec, words).reshape(blocks.shape)
     codes = torch.where(seen[:, None], codes, 0).flatten()
     codes[x.numel() :] = 0
     units = form.block // form.codes
@@ -214,8 +215,7 @@ def _decoded(wire: Tensor, codec: str, numel: int) -> Tensor:
     elif codec == "sign":
         values = 1.0 - 2.0 * codes.float()
     else:
-        half = 128 if codec == "int8" else 8
-        values = ((codes + half) % (2 * half) - half).float()
+        values = (codes.to(torch.int8) if codec == "int8" else codes - 8).float()
     scaled: Tensor = values.reshape(count, form.block) * scales[:, None]
     return scaled.flatten()[:numel]
 
@@ -234,7 +234,7 @@ def _codes(y: Tensor, codec: str, random: Tensor | None) -> Tensor:
         return y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8).long()
     if codec == "sign":
         return y.signbit().long()
-    return y.round().long() & (0xFF if codec == "int8" else 0xF)
+    return y.round().long() & 0xFF if codec == "int8" else y.round().long() + 8
 
 
 def _either_neighbour(y: Tensor, codec: str, random: Tensor) -> Tensor:
@@ -258,6 +258,13 @@ def _either_neighbour(y: Tensor, codec: str, random: Tensor) -> Tensor:
         subnormal = normal.view(torch.float32)  # whose subnormals are float32's
     rounded = torch.where(size < 2.0**smallest, subnormal.float(), normal.view(torch.float32)).clamp(max=largest)
     return torch.where(y.abs() < infinite, rounded.copysign(y), y)
+
+
+def _added_halves_first(tree: Tensor) -> Tensor:
+    while tree.shape[1] > 1:
+        half = tree.shape[1] // 2
+        tree = tree[:, :half] + tree[:, half:]
+    return tree[:, 0]
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

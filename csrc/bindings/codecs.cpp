@@ -84,17 +84,17 @@ void changed(std::initializer_list<const at::Tensor*> tensors) {
 
 const at::Tensor* given(const std::optional<at::Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
-void encode_sum_op(const at::Tensor& own, at::TensorList received, const std::string& codec_name, int64_t position, double scale,
+void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std::string& codec_name, int64_t position, double scale,
                    const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& loss_scale,
                    const std::optional<at::Tensor>& wire, const std::optional<at::Tensor>& decoded, bool stochastic, int64_t seed,
                    int64_t step, int64_t rank, int64_t first) {
   const Codec& codec = find_codec(codec_name);
-  const at::Device device = own.device();
+  const at::Device device = tensor.device();
   std::vector<at::Tensor> kept;
   std::vector<const uint8_t*> messages;
   Sum sum;
-  sum.numel = own.numel();
-  sum.own = elements_of(own, "own", device, sum.numel);
+  sum.numel = tensor.numel();
+  sum.own = elements_of(tensor, "tensor", device, sum.numel);
   sum.scale = static_cast<float>(scale);
   for (size_t k = 0; k < received.size(); ++k) {
     const uint8_t* const message = message_of(received[k], "received[" + std::to_string(k) + "]", device, codec, sum.numel);
@@ -107,6 +107,9 @@ void encode_sum_op(const at::Tensor& own, at::TensorList received, const std::st
   TORCH_CHECK_VALUE(wire || decoded, "wire, decoded: expected at least one of them");
   if (residual) {
     TORCH_CHECK_VALUE(wire, "residual: expected none where no wire is encoded");
+    TORCH_CHECK_VALUE(!stochastic || codec.stochastic_error.rms < 1.0,
+                      "residual: expected none where the rounding is stochastic and the codec ", codec.name,
+                      ", whose error can exceed what it encodes: feedback would make it grow");
     sum.residual = elements_of(*residual, "residual", device, sum.numel, false);
   }
   if (loss_scale) sum.loss_scale = number_of<float>(*loss_scale, "loss_scale", device);
@@ -142,7 +145,7 @@ void decode_op(const at::Tensor& wire, const std::string& codec_name, const at::
 
 TORCH_LIBRARY_FRAGMENT(dltrain_ext, library) {
   library.def(
-      "encode_sum_(Tensor own, Tensor[] received, str codec, *, int position=0, float scale=1.0, Tensor(a!)? residual=None, Tensor? "
+      "encode_sum_(Tensor tensor, Tensor[] received, str codec, *, int position=0, float scale=1.0, Tensor(a!)? residual=None, Tensor? "
       "loss_scale=None, Tensor(b!)? wire=None, Tensor(c!)? decoded=None, bool stochastic=False, int seed=0, int step=0, int rank=0, int "
       "first=0) -> ()");
   library.def("decode_(Tensor wire, str codec, Tensor(a!) out, *, Tensor(b!)? sum_squares=None, Tensor(c!)? found_inf=None) -> ()");

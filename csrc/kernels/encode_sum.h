@@ -104,7 +104,12 @@ struct EncodeSum : Sum {
       if constexpr (C::stochastic_error.max > 0.0) tile.randomize(random, first);
       tile.template encode<C>(units, [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * scale.encode, word); });
     } else {
-      tile.template encode<C>(units, [=](float x, uint32_t) DLT_HD_LAMBDA { return C::nearest(x * scale.encode); });
+      // Where the statistic is the mean, a code is a sign and needs no scale.
+      const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
+        if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
+        return C::nearest(x * scale.encode);
+      };
+      tile.template encode<C>(units, nearest);
     }
     return scale;
   }
@@ -112,10 +117,12 @@ struct EncodeSum : Sum {
   template <class Tile>
   DLT_HD float statistic(Tile& tile) const {
     if (C::statistic == math::Statistic::absmax || stochastic) return float_of(tile.largest_magnitude());
+    const float sum = tile.template sum<float>([](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)); });
+    const auto count = static_cast<float>(tile.count());
+    if (math::is_finite(sum)) return sum / count;
     // Divided before they are added, so that the sum of finite ones is finite.
-    const float sum =
-        tile.template sum<float>([](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)) * (1.0f / Layout::tile); });
-    return sum * (static_cast<float>(Layout::tile) / static_cast<float>(tile.count()));
+    const float mean = tile.template sum<float>([=](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)) / count; });
+    return math::is_finite(float_of(tile.largest_magnitude())) && !math::is_finite(mean) ? math::largest_float : mean;
   }
 
   template <class Tile>

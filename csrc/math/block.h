@@ -15,7 +15,7 @@ namespace dltrain::math {
 enum class Statistic { none, absmax, mean };
 
 inline constexpr uint32_t nan_bits = 0x7fc00000;  // the one NaN that is sent
-inline constexpr float smallest_statistic = 0x1p-117f;
+inline constexpr float smallest_statistic = 0x1p-117f, largest_float = 0x1.fffffep127f;
 
 DLT_HD uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffff; }
 DLT_HD bool is_finite(float x) { return magnitude_bits(x) < 0x7f800000; }
@@ -39,13 +39,13 @@ DLT_HD Scale scale_of(float statistic, float largest) {
   return {scale, largest / statistic};
 }
 
-// The element that a code stands for. Not the product alone: what a NaN becomes in one differs between processors.
+// The element that a code stands for. A NaN is not left to the product, where its bits differ between processors.
 template <class Codec>
 DLT_HD float decoded(uint32_t code, float scale) {
   if constexpr (Codec::statistic == Statistic::none) {
     return Codec::value(code);
   } else {
-    return is_finite(scale) ? Codec::value(code) * scale : float_of(nan_bits);
+    return is_finite(scale) ? Codec::scaled(code, scale) : float_of(nan_bits);
   }
 }
 
@@ -69,6 +69,6 @@ DLT_HD int32_t stochastic_integer(float x, uint32_t random) {
 }
 
 // The nearest whole number, ties to even, plus 0x4b400000; |x| < 2^22. Added to 1.5 * 2^23 there is no room for a fraction.
-DLT_HD uint32_t nearest_integer(float x) { return bits_of(x + 12582912.0f); }
+DLT_HD uint32_t nearest_integer(float x) { return bits_of(x + 0x1.8p23f); }
 
 }  // namespace dltrain::math

@@ -2,8 +2,10 @@
 
 // The elements of a tile on the CPU, in the first-level cache. All loops have a length that the compiler knows, but in the last tile.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "core/host_device.h"
@@ -87,21 +89,25 @@ class Tile {
   // units <- f(value, random word), a code each.
   template <class Codec, class F>
   DLT_HD void encode(typename Codec::Unit* to, F f) {
-    const float* const value = value_;  // which no store of a byte can change
     using Layout = Message<Codec>;
-    typename Codec::Unit units[full ? 1 : Layout::units];
-    auto* const out = full ? to : units;
+    const float* const value = value_;  // which no store of a byte can change
+    alignas(line_bytes) Word<Codec> scratch[Layout::units];
+    Word<Codec>* words = scratch;
+    if constexpr (full && Layout::codes == 1) words = to;
 #pragma GCC ivdep
     for (int j = 0; j < Layout::units; ++j) {
-      uint32_t unit = 0;
+      uint32_t word = 0;
       for (int k = 0; k < Layout::codes; ++k) {
         const int i = j + k * Layout::units;
         const uint32_t code = f(value[i], random_[i]);
-        unit |= (full || i < count_ ? code : 0) << (k * Codec::bits);
+        word |= (full || i < count_ ? code : 0) << (k * Codec::bits);
       }
-      out[j] = static_cast<typename Codec::Unit>(unit);
+      words[j] = static_cast<Word<Codec>>(word);
     }
-    if constexpr (!full) std::memcpy(to, units, present<Layout>());
+    if constexpr (full && Layout::codes == 1) return;
+    const int n = present<Layout>();
+#pragma GCC ivdep
+    for (int j = 0; j < n; ++j) to[j] = static_cast<typename Codec::Unit>(words[j]);
   }
 
   // value <- f(value, code), for each code of the units.
@@ -146,6 +152,7 @@ class Tile {
     for (int m = 0; m < size / 2; ++m) terms[m] = term(m) + term(m + size / 2);
 #pragma GCC unroll 16
     for (int half = size / 4; half > 0; half /= 2) {
+#pragma GCC unroll 8
       for (int m = 0; m < half; ++m) terms[m] += terms[m + half];
     }
     return terms[0];
@@ -157,23 +164,33 @@ class Tile {
   }
 
  private:
+  // Several codes are put together and taken apart in whole words: the compiler would else narrow or widen each by itself.
+  template <class Codec>
+  using Word = std::conditional_t<Message<Codec>::codes == 1, typename Codec::Unit, uint32_t>;
+
   template <class Layout>
-  DLT_HD size_t present() const {
-    return sizeof(typename Layout::Unit) * static_cast<size_t>(count_ < Layout::units ? count_ : Layout::units);
+  DLT_HD int present() const {
+    return full || Layout::units < count_ ? Layout::units : count_;
   }
 
   template <class Codec, class F>
   DLT_HD void each_code(const typename Codec::Unit* from, F f) const {
     using Layout = Message<Codec>;
-    typename Codec::Unit units[full ? 1 : Layout::units] = {};
-    if constexpr (!full) std::memcpy(units, from, present<Layout>());
-    const auto* const in = full ? from : units;
-    constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
-    for (int k = 0; k < Layout::codes; ++k) {
+    alignas(line_bytes) Word<Codec> scratch[Layout::units];
+    const Word<Codec>* words = scratch;
+    if constexpr (full && Layout::codes == 1) {
+      words = from;
+    } else {
+      const int n = present<Layout>();
 #pragma GCC ivdep
-      for (int j = 0; j < Layout::units; ++j) {
-        if (const int i = j + k * Layout::units; full || i < count_) f(i, (in[j] >> (k * Codec::bits)) & mask);
-      }
+      for (int j = 0; j < n; ++j) scratch[j] = from[j];
+    }
+    constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
+#pragma GCC unroll 8
+    for (int k = 0; k < Layout::codes; ++k) {
+      const int n = full ? Layout::units : std::min(Layout::units, count_ - k * Layout::units);
+#pragma GCC ivdep
+      for (int j = 0; j < n; ++j) f(j + k * Layout::units, (words[j] >> (k * Codec::bits)) & mask);
     }
   }
 

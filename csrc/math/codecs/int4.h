@@ -1,7 +1,7 @@
 #pragma once
 
-// 128 elements share an fp32 scale, absmax / 7; each is four bits in two's complement. Byte j of a block holds element j in its low half
-// and element j + 64 in its high half.
+// 128 elements share an fp32 scale, absmax / 7; each is four bits, 8 more than the number. Byte j of a block holds element j in its low
+// half and element j + 64 in its high half.
 
 #include "math/block.h"
 
@@ -16,11 +16,15 @@ struct Int4 {
   static constexpr int bits = 4;
   static constexpr Bound nearest_error{1.0 / 14, 1.0 / 14}, stochastic_error{1.0 / 7, 1.0 / 14};
 
-  DLT_HD static uint32_t nearest(float y) { return nearest_integer(y) & 0xf; }
+  // The sum has the nearest whole number plus 8 in its last bits, since there it has no room for a fraction.
+  DLT_HD static uint32_t nearest(float y) { return bits_of(y + offset) & 0xf; }
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {
-    return static_cast<uint32_t>(stochastic_integer(clamped(y, largest), random)) & 0xf;
+    return static_cast<uint32_t>(stochastic_integer(clamped(y, largest), random) + 8);
   }
-  DLT_HD static float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code << 28) >> 28); }
+  DLT_HD static float scaled(uint32_t code, float scale) { return (float_of(0x4b400000 | code) - offset) * scale; }
+
+ private:
+  static constexpr float offset = 0x1.8p23f + 8.0f;
 };
 
 }  // namespace dltrain::math

@@ -19,7 +19,8 @@ struct Int8 {
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {
     return static_cast<uint32_t>(stochastic_integer(clamped(y, largest), random)) & 0xff;
   }
-  DLT_HD static float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code << 24) >> 24); }
+  DLT_HD static float scaled(uint32_t code, float scale) { return value(code) * scale; }
+  DLT_HD static float value(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
 };
 
 }  // namespace dltrain::math

@@ -20,7 +20,7 @@ struct Sign {
 
   DLT_HD static uint32_t nearest(float y) { return bits_of(y) >> 31; }
   DLT_HD static uint32_t stochastic(float y, uint32_t random) { return uniform(random) < 0.5f - 0.5f * clamped(y, largest) ? 1 : 0; }
-  DLT_HD static float value(uint32_t code) { return float_of(0x3f800000 | code << 31); }
+  DLT_HD static float scaled(uint32_t code, float scale) { return float_of(bits_of(scale) | code << 31); }
 };
 
 }  // namespace dltrain::math
