@@ -24,6 +24,7 @@ factor of 1 + 1e-4); the rms of stochastic rounding is an expectation. fp16 and 
 down to 2^-14 and 2^-126, and the absolute error below. In fp8 the error is also relative to the element (2^-4,
 stochastic 2^-3) down to 2^-6 / 448 of the largest.
 
+- int8's numbers are in two's complement; int4's are stored 8 larger, as 1 to 15.
 - Rounding is to nearest even, or stochastic: unbiased, with a Philox stream (Salmon et al., 2011) keyed by (seed, step)
   and counted by (element, rank), so the same on any number of threads and on any device. Stochastic sign takes the
   largest magnitude for the scale. raw rounds nothing.
@@ -299,7 +300,8 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
     else:
         values, _ = _as_tensor(out, "out", written=True)
         _check_tensor(values, "out", wire)
-        _check_message(encoded, "encoded", encoded.codec, values.numel())
+        if values.numel() != encoded.numel:
+            raise ValueError(f"out: expected {encoded.numel} elements, got {values.numel()}")
     dense = values if values.is_contiguous() else torch.empty_like(values, memory_format=torch.contiguous_format)
     stats = None
     if return_stats:
