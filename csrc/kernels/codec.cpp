@@ -12,9 +12,13 @@ namespace dltrain {
 
 namespace {
 
+constexpr int64_t cache = 16 << 20;  // bytes: what is written and more than this will not be found there
+
 template <class C>
 void encode_sum(const Place& place, const Sum& sum) {
-  map_blocks(place, sum.numel, EncodeSum<C>{sum});
+  EncodeSum<C> operation{sum};
+  operation.past_cache = Message<C>::bytes(sum.numel) >= cache && !sum.residual.data && !sum.decoded.data;  // else it is read at once
+  map_blocks(place, sum.numel, operation);
 }
 
 int64_t tiles_of_sums(int64_t count) { return (count + SumTiles::elements - 1) / SumTiles::elements; }
@@ -30,7 +34,6 @@ void add_up(const Place& place, const double* numbers, int64_t count, double* ro
 
 template <class C>
 void decode(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics) {
-  constexpr int64_t cache = 16 << 20;  // bytes
   const bool past_cache = numel * (values.dtype == Dtype::fp32 ? 4 : 2) >= cache;
   if (!statistics.sum_squares) return map_blocks(place, numel, Decode<C>{numel, message, values, nullptr, past_cache});
   const int64_t tiles = Message<C>::tiles(numel);

@@ -22,6 +22,7 @@ struct Sum {
   Elements decoded;                          // what the message stands for or, where nothing is encoded, the sum itself; may be own
   bool stochastic = false;                   // rounding
   math::RandomStream random;                 // for it
+  bool past_cache = false;                   // the message is more than a cache holds
   int64_t first = 0;                         // where in the rank's tensor own begins; a multiple of 4
 
   DLT_HD const uint8_t* operand(int k) const { return received[k < own_place ? k : k - 1]; }
@@ -99,17 +100,18 @@ struct EncodeSum : Sum {
     }
     auto* units = Layout::units_at(message, numel, tile.index());
     if (!math::is_finite(scale.decode)) {
-      tile.template encode<C>(units, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
+      tile.template encode<C>(units, past_cache, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
     } else if (stochastic) {
       if constexpr (C::stochastic_error.max > 0.0) tile.randomize(random, first);
-      tile.template encode<C>(units, [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * scale.encode, word); });
+      tile.template encode<C>(units, past_cache,
+                              [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * scale.encode, word); });
     } else {
       // Where the statistic is the mean, a code is a sign and needs no scale.
       const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
         if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
         return C::nearest(x * scale.encode);
       };
-      tile.template encode<C>(units, nearest);
+      tile.template encode<C>(units, past_cache, nearest);
     }
     return scale;
   }

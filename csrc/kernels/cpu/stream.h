@@ -2,6 +2,7 @@
 
 // Stores that go around the cache: what is written is not read first, and nothing else is pushed out. For memory that nobody reads soon.
 
+#include <cstdint>
 #include <cstring>
 
 #include "core/host_device.h"
@@ -14,21 +15,32 @@ namespace dltrain::cpu {
 
 inline constexpr int line_bytes = 64;
 
-// Both on a line's border.
-DLT_HD void store_line(void* to, const void* from) {
+// To a line's border.
+DLT_HD void stream_line(void* to, const void* from) {
 #if defined(__AVX512F__)
-  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
+  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
 #elif defined(__AVX__)
   for (int half = 0; half < 2; ++half) {
-    _mm256_stream_si256(static_cast<__m256i*>(to) + half, _mm256_load_si256(static_cast<const __m256i*>(from) + half));
+    _mm256_stream_si256(static_cast<__m256i*>(to) + half, _mm256_loadu_si256(static_cast<const __m256i*>(from) + half));
   }
 #elif defined(__x86_64__)
   for (int quarter = 0; quarter < 4; ++quarter) {
-    _mm_stream_si128(static_cast<__m128i*>(to) + quarter, _mm_load_si128(static_cast<const __m128i*>(from) + quarter));
+    _mm_stream_si128(static_cast<__m128i*>(to) + quarter, _mm_loadu_si128(static_cast<const __m128i*>(from) + quarter));
   }
 #else
   std::memcpy(to, from, line_bytes);
 #endif
+}
+
+// Lines that are written in part, at the ends, go through the cache.
+DLT_HD void stream(void* to, const void* from, int64_t bytes) {
+  auto* const out = static_cast<char*>(to);
+  const auto* const in = static_cast<const char*>(from);
+  const int64_t border = -reinterpret_cast<intptr_t>(to) & (line_bytes - 1), head = border < bytes ? border : bytes;
+  std::memcpy(out, in, head);
+  int64_t at = head;
+  for (; at + line_bytes <= bytes; at += line_bytes) stream_line(out + at, in + at);
+  std::memcpy(out + at, in + at, bytes - at);
 }
 
 // What this thread has streamed comes before what it writes from now on.

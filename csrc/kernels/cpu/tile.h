@@ -29,6 +29,7 @@ class Tile {
   template <class T, class F>
   DLT_HD void load(const T* from, F f) {
     from += first_;
+    fetch_ahead(from);
     const float* const value = value_;
     const int n = count();
 #pragma GCC ivdep
@@ -40,6 +41,7 @@ class Tile {
   DLT_HD void view(const float* from) {
     if constexpr (full) {
       value_ = from + first_;
+      fetch_ahead(value_);
     } else {
       load(from, [](float, float x) DLT_HD_LAMBDA { return x; });
     }
@@ -58,16 +60,11 @@ class Tile {
   // elements <- value, past the cache.
   template <class T>
   DLT_HD void stream(T* to) const {
-    constexpr int line = line_bytes / static_cast<int>(sizeof(T));
-    to += first_;
-    if (!full || reinterpret_cast<uintptr_t>(to) % line_bytes != 0) {
-      return store(to - first_, [](float value, float) DLT_HD_LAMBDA { return value; });
-    }
-    for (int i = 0; i < size; i += line) {
-      alignas(line_bytes) T narrowed[line];
-      for (int k = 0; k < line; ++k) narrowed[k] = narrow<T>(held_[i + k]);
-      store_line(to + i, narrowed);
-    }
+    alignas(line_bytes) T narrowed[size];
+    const int n = count();
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) narrowed[i] = narrow<T>(held_[i]);
+    cpu::stream(to + first_, narrowed, n * static_cast<int64_t>(sizeof(T)));
   }
 
   // value <- value as a T holds it; the pointer only names T.
@@ -86,14 +83,14 @@ class Tile {
     for (int i = 0; i < n; ++i) elements[i] = narrow<T>(f(value[i], decoded_[i], widen(elements[i])));
   }
 
-  // units <- f(value, random word), a code each.
+  // units <- f(value, random word), a code each; past the cache or not.
   template <class Codec, class F>
-  DLT_HD void encode(typename Codec::Unit* to, F f) {
+  DLT_HD void encode(typename Codec::Unit* to, bool past_cache, F f) {
     using Layout = Message<Codec>;
     const float* const value = value_;  // which no store of a byte can change
     alignas(line_bytes) Word<Codec> scratch[Layout::units];
     Word<Codec>* words = scratch;
-    if constexpr (full && Layout::codes == 1) words = to;
+    if constexpr (full && Layout::codes == 1) words = past_cache ? scratch : to;
 #pragma GCC ivdep
     for (int j = 0; j < Layout::units; ++j) {
       uint32_t word = 0;
@@ -104,7 +101,10 @@ class Tile {
       }
       words[j] = static_cast<Word<Codec>>(word);
     }
-    if constexpr (full && Layout::codes == 1) return;
+    if constexpr (full && Layout::codes == 1) {
+      if (past_cache) cpu::stream(to, scratch, sizeof(scratch));
+      return;
+    }
     const int n = present<Layout>();
 #pragma GCC ivdep
     for (int j = 0; j < n; ++j) to[j] = static_cast<typename Codec::Unit>(words[j]);
@@ -164,6 +164,14 @@ class Tile {
   }
 
  private:
+  // Into the second-level cache: memory would else be idle while a tile is worked on.
+  template <class T>
+  DLT_HD static void fetch_ahead(const T* elements) {
+    constexpr int distance = 2048, second_level = 2;
+    const auto* const ahead = reinterpret_cast<const char*>(elements) + distance;
+    for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += line_bytes) __builtin_prefetch(ahead + at, 0, second_level);
+  }
+
   // Several codes are put together and taken apart in whole words: the compiler would else narrow or widen each by itself.
   template <class Codec>
   using Word = std::conditional_t<Message<Codec>::codes == 1, typename Codec::Unit, uint32_t>;

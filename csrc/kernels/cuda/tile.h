@@ -66,7 +66,7 @@ class Tile {
   }
 
   template <class Codec, class F>
-  __device__ void encode(typename Codec::Unit* to, F f) {
+  __device__ void encode(typename Codec::Unit* to, bool, F f) {
     using Layout = Message<Codec>;
     uint32_t unit[held] = {};
     for (int i = 0; i < held; ++i) {
