@@ -288,6 +288,12 @@ for numel in (1, 31, 256, 30001):
                 tensor.nan_to_num_(7.0)
             for tensor in (encoded.wire, decoded.float(), kept, values, *stats):
                 seen.update(tensor.numpy().tobytes())
+large = torch.randn(2**22 + 77, generator=generator)  # more than a cache holds: written around it
+for codec in codecs.CODECS:
+    encoded = codecs.encode(large, codec)
+    narrow = codecs.decode(encoded, torch.empty_like(large).half()).float()
+    for tensor in (encoded.wire, codecs.decode(encoded), narrow):
+        seen.update(tensor.numpy().tobytes())
 print(_ops.instruction_set(), seen.hexdigest())
 """
 
@@ -312,6 +318,29 @@ def test_every_instruction_set_gives_the_same_bytes():
         assert chosen == name
     assert len(set(results.values())) == 1, results
     assert "portable" in results
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+def test_more_than_a_cache_holds(codec, device):
+    """Large tensors and messages take another way to memory, in whole lines; small ones and all ends the usual one."""
+    piece, numel = 2**20, 2**24 + 256 * 5 + 77
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    whole = codecs.encode(x, codec)
+    pieces = [codecs.encode(part, codec) for part in x.split(piece)]
+    scales = [part.wire[: part.nbytes - payload(codec, part.numel)] for part in pieces]
+    units = [part.wire[part.nbytes - payload(codec, part.numel) :] for part in pieces]
+    assert torch.equal(whole.wire, torch.cat([*scales, *units]))
+    expected = torch.cat([codecs.decode(part) for part in pieces])
+    for dtype in DTYPES:
+        room = torch.full((numel + 2,), -7.0, dtype=dtype, device=device)
+        codecs.decode(whole, room[1:-1])
+        assert torch.equal(room[1:-1], expected.to(dtype))
+        assert room[0] == room[-1] == -7.0
+
+
+def payload(codec, numel):
+    """Bytes of a message without its scales."""
+    return codecs.nbytes(codec, numel) - (4 * -(-numel // BLOCK[codec]) if BLOCK[codec] > 1 else 0)
 
 
 # What the API takes and gives.

@@ -19,7 +19,7 @@ BUILD = json.loads((ROOT / "csrc" / "build.json").read_text())
 VARIABLE = "DLTRAIN_INSTRUCTION_SET"
 WORK = """
 import hashlib, torch
-from dltrain_ext import _ops, optim
+from dltrain_ext import _ops, codecs, optim
 torch.manual_seed(0)
 params = [torch.nn.Parameter(torch.randn(n)) for n in (1, 7, 1000, 30001)]
 for optimizer in (optim.AdamW(params, amsgrad=True), optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)):
@@ -27,7 +27,8 @@ for optimizer in (optim.AdamW(params, amsgrad=True), optim.SGD(params, lr=0.1, m
         for p in params:
             p.grad = torch.sin(p.detach() + step)
         optimizer.step()
-bits = torch.cat([p.detach() for p in params]).numpy().tobytes()
+wires = [codecs.encode(params[-1], codec, rounding=r).wire for codec in codecs.CODECS for r in ("nearest", "stochastic")]
+bits = b"".join(tensor.detach().numpy().tobytes() for tensor in [*params, *wires])
 print(_ops.instruction_set(), hashlib.sha256(bits).hexdigest())
 """
 
