@@ -27,7 +27,8 @@ for optimizer in (optim.AdamW(params, amsgrad=True), optim.SGD(params, lr=0.1, m
         for p in params:
             p.grad = torch.sin(p.detach() + step)
         optimizer.step()
-wires = [codecs.encode(params[-1], codec, rounding=r).wire for codec in codecs.CODECS for r in ("nearest", "stochastic")]
+both = ("nearest", "stochastic")
+wires = [codecs.encode(params[-1], codec, rounding=rounding).wire for codec in codecs.CODECS for rounding in both]
 bits = b"".join(tensor.detach().numpy().tobytes() for tensor in [*params, *wires])
 print(_ops.instruction_set(), hashlib.sha256(bits).hexdigest())
 """
