@@ -29,8 +29,8 @@ stochastic 2^-3) down to 2^-6 / 448 of the largest.
   and counted by (element, rank), so the same on any number of threads and on any device. Stochastic sign takes the
   largest magnitude for the scale. raw rounds nothing.
 - A NaN or an infinity makes its whole block NaN; so does a finite number that rounds beyond fp16's or bf16's range.
-- A block whose largest (sign: mean) magnitude is below 2^-117, about 6e-36, becomes zero: 127 / absmax would overflow
-  near 4e-37. raw, fp16 and bf16 have no such threshold.
+- A block whose largest (sign to nearest: mean) magnitude is below 2^-117, about 6e-36, becomes zero: 127 / absmax would
+  overflow near 4e-37. raw, fp16 and bf16 have no such threshold.
 """
 
 from __future__ import annotations
@@ -131,10 +131,11 @@ def nbytes(codec: str, numel: int) -> int:
     return _find(codec).bytes(numel)
 
 
-def empty(tensor: Tensor, codec: str) -> Encoded:
-    """A message for that tensor that is still to be written, by ``out`` of :func:`encode`."""
-    wire = torch.empty(nbytes(codec, tensor.numel()), dtype=torch.uint8, device=tensor.device)
-    return Encoded(wire, codec, tuple(tensor.shape), tensor.dtype)
+def empty(tensor: Any, codec: str) -> Encoded:
+    """A message for that tensor, or array, that is still to be written: ``out`` of :func:`encode`."""
+    given, in_kind = _as_tensor(tensor, "tensor")
+    message = _empty(given, codec)
+    return replace(message, wire=in_kind(message.wire))
 
 
 def zero_residual(tensor: Any, *, feedback_dtype: str = "fp32") -> Tensor:
@@ -161,14 +162,16 @@ def encode(
     seed: int = 0,
     step: int = 0,
     rank: int = 0,
+    first: int = 0,
     decoded: Tensor | None = None,
     out: Encoded | None = None,
 ) -> Encoded:
     """Encode ``tensor * scale + residual * loss_scale``, and keep in ``residual`` what that lost.
 
     Args:
-        tensor: float32, float16 or bfloat16 of any shape, on the CPU or a CUDA device; or any object with
-            ``__dlpack__`` (an array of NumPy, CuPy or JAX).
+        tensor: float32, float16 or bfloat16 of any shape, on the CPU or a CUDA device; or an array with
+            ``__dlpack__`` of a library with ``from_dlpack`` (NumPy, CuPy, JAX); one on a device is used on torch's
+            current stream.
         codec: one of ``CODECS``.
         residual: error feedback (Seide et al., 2014; Karimireddy et al., 2019), float32 or bfloat16 of the tensor's
             shape, updated in place. In units of the unscaled, averaged gradient. Where a block is not finite it stays
@@ -177,13 +180,16 @@ def encode(
         loss_scale: a float32 tensor of one number above 0, where the tensor lies: so many times larger than the
             residual is the tensor. 1 where None.
         rounding: "nearest" (ties to even) or "stochastic".
-        seed, step, rank: key and counter of the stochastic rounding; at least 0, step and rank below 2^32.
+        seed, step, rank, first: key and counter of the stochastic rounding; at least 0, step and rank below 2^32.
+            ``first``, a multiple of 4, is the number of the tensor's first element: tensors of one step that share it
+            are rounded alike, so give them ranges, or seeds, of their own.
         decoded: written with what the message stands for; float32, float16 or bfloat16 of the tensor's shape, or the
-            tensor itself.
+            tensor itself. Otherwise what is written shares no memory with anything else; ``out`` may be a received
+            message.
         out: an ``Encoded`` whose wire is written and which is returned, in the place of a new one.
 
     Returns:
-        The message; its wire is of the tensor's kind.
+        The message; its wire is of the tensor's kind, or ``out``.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -199,6 +205,7 @@ def encode(
         seed=seed,
         step=step,
         rank=rank,
+        first=first,
         decoded=decoded,
         out=out,
     )
@@ -217,6 +224,7 @@ def reduce(
     seed: int = 0,
     step: int = 0,
     rank: int = 0,
+    first: int = 0,
     decoded: Tensor | None = None,
     out: Encoded | None = None,
 ) -> Encoded:
@@ -230,30 +238,33 @@ def reduce(
         received: messages of one codec, each of as many elements.
         codec: that of ``received``, and of the result; needed where ``received`` is empty.
         position: how many of the received come before one's own in the sum.
-        residual, scale, loss_scale, rounding, seed, step, rank, decoded, out: as for :func:`encode`.
+        residual, scale, loss_scale, rounding, seed, step, rank, first, decoded, out: as for :func:`encode`.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     stochastic = _is_stochastic(rounding)
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed: expected 0 to {2**63 - 1}, got {seed}")
+    for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("rank", rank, 2**32)):
+        if not isinstance(number, int):
+            raise TypeError(f"{name}: expected an int, got {number!r}")
+        if not 0 <= number < bound:
+            raise ValueError(f"{name}: expected 0 to {bound - 1}, got {number}")
+    if not isinstance(received, Sequence):
+        raise TypeError(f"received: expected a sequence of messages, got {type(received).__name__}")
     own, in_kind = _as_tensor(tensor, "tensor")
     if codec is None:
         if not received:
             raise ValueError("codec: expected one of " + ", ".join(CODECS) + " where nothing is received, got None")
-        codec = received[0].codec
+        codec = getattr(received[0], "codec", CODECS[0])
     messages = []
     for index, message in enumerate(received):
-        _check_message(message, f"received[{index}]", codec, own.numel())
-        messages.append(_as_tensor(message.wire, f"received[{index}]")[0])
+        messages.append(_wire_of(message, f"received[{index}]", codec, own.numel())[0])
         _check_tensor(messages[-1], f"received[{index}]", own)
-    _check_tensor(residual, "residual", own, own.shape)
-    _check_tensor(decoded, "decoded", own, own.shape)
+    _check_tensor(residual, "residual", own, own.shape, written=True)
+    _check_tensor(decoded, "decoded", own, own.shape, written=True)
     _check_tensor(loss_scale, "loss_scale", own)
-    result = empty(own, codec) if out is None else out
-    _check_message(result, "out", codec, own.numel())
-    wire, _ = _as_tensor(result.wire, "out", written=True)
+    result = _empty(own, codec) if out is None else out
+    wire, _ = _wire_of(result, "out", codec, own.numel(), written=True)
     _check_tensor(wire, "out", own)
     if (result.shape, result.dtype) != (own.shape, own.dtype):
         raise ValueError(
@@ -273,6 +284,7 @@ def reduce(
         seed=seed,
         step=step,
         rank=rank,
+        first=first,
     )
     return replace(result, wire=in_kind(wire)) if out is None else out
 
@@ -292,9 +304,7 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    if not isinstance(encoded, Encoded):
-        raise TypeError(f"encoded: expected an Encoded, got {type(encoded).__name__}")
-    wire, in_kind = _as_tensor(encoded.wire, "encoded")
+    wire, in_kind = _wire_of(encoded, "encoded", None, None)
     if out is None:
         values = torch.empty(encoded.shape, dtype=encoded.dtype, device=wire.device)
     else:
@@ -316,6 +326,11 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
     return (result, stats) if stats else result
 
 
+def _empty(tensor: Tensor, codec: str) -> Encoded:
+    wire = torch.empty(nbytes(codec, tensor.numel()), dtype=torch.uint8, device=tensor.device)
+    return Encoded(wire, codec, tuple(tensor.shape), tensor.dtype)
+
+
 def _find(codec: str) -> _ops.Codec:
     if not isinstance(codec, str):
         raise TypeError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
@@ -328,25 +343,46 @@ def _is_stochastic(rounding: str) -> bool:
     return rounding == "stochastic"
 
 
-def _check_message(given: object, name: str, codec: str, numel: int) -> None:
+def _wire_of(
+    given: Any, name: str, codec: str | None, numel: int | None, *, written: bool = False
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """As :func:`_as_tensor` of a message that is checked; None: whatever it says of itself."""
     if not isinstance(given, Encoded):
         raise TypeError(f"{name}: expected an Encoded, got {type(given).__name__}")
-    if given.codec != codec:
+    if codec not in (None, given.codec):
         raise ValueError(f"{name}: expected a message in {codec}, got one in {given.codec}")
-    if given.numel != numel:
+    if numel not in (None, given.numel):
         raise ValueError(f"{name}: expected a message of {numel} elements, got one of {given.numel}")
+    wire, in_kind = _as_tensor(given.wire, name, written=written)
+    size = nbytes(given.codec, given.numel)
+    if wire.numel() != size:
+        raise ValueError(
+            f"{name}: expected {size} bytes, which {given.numel} elements are in {given.codec}, got {wire.numel()}"
+        )
+    return wire, in_kind
 
 
-def _check_tensor(given: Tensor | None, name: str, like: Tensor, shape: torch.Size | None = None) -> None:
+def _check_tensor(
+    given: Tensor | None, name: str, like: Tensor, shape: torch.Size | None = None, *, written: bool = False
+) -> None:
     """What the op cannot tell: it is not even reached where a tensor is on meta."""
     if given is None:
         return
     if not isinstance(given, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
+    if written:
+        _check_no_grad(given, name)
     if given.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {given.device}")
     if shape is not None and given.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(given.shape)}")
+
+
+def _check_no_grad(given: Tensor, name: str) -> None:
+    if given.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: expected a tensor that requires no grad, got one that does; call under torch.no_grad()"
+        )
 
 
 def _as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -354,6 +390,8 @@ def _as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor,
     if isinstance(given, Tensor):
         if given.layout != torch.strided:
             raise TypeError(f"{name}: expected a plain dense tensor, got layout {given.layout}")
+        if written:
+            _check_no_grad(given, name)
         return given.detach(), lambda tensor: tensor
     if not hasattr(given, "__dlpack__"):
         raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(given).__name__}")
@@ -361,7 +399,7 @@ def _as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor,
         library = given.__array_namespace__()
     else:
         library = sys.modules[type(given).__module__.partition(".")[0]]
-    if not hasattr(library, "from_dlpack"):
+    if not written and not hasattr(library, "from_dlpack"):
         raise TypeError(f"{name}: expected an array of a library with from_dlpack, got {type(given).__name__}")
     # What torch.from_dlpack does not look at: strides that would end the process, and memory that is not to be written.
     if any(stride < 0 for stride in getattr(given, "strides", None) or ()):
@@ -369,4 +407,7 @@ def _as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor,
     immutable = hasattr(given, "at") or not getattr(getattr(given, "flags", None), "writeable", True)  # JAX, NumPy
     if written and immutable:
         raise ValueError(f"{name}: expected an array that can be written, got a {type(given).__name__} that cannot")
-    return torch.from_dlpack(given), library.from_dlpack
+    try:
+        return torch.from_dlpack(given), getattr(library, "from_dlpack", lambda tensor: tensor)
+    except BufferError as error:
+        raise ValueError(f"{name}: expected an array that torch can take, got one of which it says: {error}") from None

@@ -131,7 +131,8 @@ def encode_sum_(
         value = _decoded(wire, codec, numel)
         if residual is not None:
             lost = ((total - value) * (1.0 / up)).reshape(residual.shape).to(residual.dtype)
-            residual.copy_(torch.where(value.isfinite().reshape(residual.shape), lost, residual))
+            kept = (lost.abs() < FLOATS["bf16"][3]) & value.isfinite().reshape(residual.shape)
+            residual.copy_(torch.where(kept, lost, residual))
         total = value
     if decoded is not None:
         decoded.copy_(total.reshape(decoded.shape))
@@ -239,7 +240,7 @@ def _codes(y: Tensor, codec: str, random: Tensor | None) -> Tensor:
 
 def _either_neighbour(y: Tensor, codec: str, random: Tensor) -> Tensor:
     """One of the two numbers beside y that the codec has, so that the mean is y."""
-    uniform = (random >> 8) * 2.0**-24
+    uniform = ((random >> 1).float() * 2.0**-31).clamp(max=1 - 2.0**-24)
     if codec == "sign":
         return torch.where(uniform < 0.5 - 0.5 * y.clamp(-1.0, 1.0), -1.0, 1.0)
     if codec in ("int8", "int4"):

@@ -291,6 +291,16 @@ def test_sums_that_overflow(codec, device):
     assert stats.found_inf.item() == 1
 
 
+@pytest.mark.parametrize("loss_scale", [0.5, 1e-40, 0.0])
+@pytest.mark.parametrize("codec", codecs.CODECS)
+def test_no_finite_block_spoils_a_residual(codec, loss_scale, device):
+    """What is lost may be too large for the residual, in its units: then it is not kept."""
+    residual = torch.zeros(256, device=device)
+    x = torch.full((256,), 1e30, device=device).index_fill(0, torch.tensor([0], device=device), 3e38)
+    codecs.encode(x, codec, residual=residual, loss_scale=torch.tensor(loss_scale, device=device))
+    assert residual.isfinite().all()
+
+
 @pytest.mark.parametrize("what", ["residual", "scale", "loss_scale"])
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_what_becomes_infinite_on_the_way(codec, what, device):

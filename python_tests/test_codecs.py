@@ -629,6 +629,26 @@ def test_what_is_written_counts_a_version(device):
         product.backward()
 
 
+def test_what_is_written_is_not_shared(device):
+    """Memory that is to be copied when it is written."""
+    for write in (
+        lambda tensor: codecs.encode(torch.ones(512, device=device), "raw", decoded=tensor),
+        lambda tensor: codecs.decode(codecs.encode(torch.ones(512, device=device), "raw"), tensor),
+    ):
+        original = torch.zeros(512, device=device)
+        clone = torch._lazy_clone(original)
+        write(clone)
+        assert clone.sum() == 512 and original.sum() == 0
+
+
+def test_a_message_may_take_the_place_of_a_received_one(device):
+    x = values_of(5000).to(device)
+    for codec in codecs.CODECS:
+        received = codecs.encode(x.flip(0), codec)
+        want = codecs.reduce(x, [received]).wire.clone()
+        assert torch.equal(codecs.reduce(x, [received], out=received).wire, want)
+
+
 def test_in_inference_mode(device):
     x = values_of(300).to(device)
     with torch.inference_mode():
@@ -730,6 +750,36 @@ REFUSED = {
         "residual: expected none where the rounding is stochastic and the codec sign",
         lambda: codecs.encode(X, "sign", residual=torch.zeros(100), rounding="stochastic"),
     ),
+    "a tensor for the received": (
+        TypeError,
+        r"received\[0\]: expected an Encoded, got int",
+        lambda: codecs.reduce(X, [5]),
+    ),
+    "what is written twice": (
+        ValueError,
+        "decoded: expected memory apart from that of residual, got some that both use",
+        lambda: codecs.encode(X, "int8", residual=(r := torch.zeros(100)), decoded=r),
+    ),
+    "a message over its tensor": (
+        ValueError,
+        "wire: expected memory apart from that of tensor",
+        lambda: codecs.encode(y := torch.zeros(100), "int8", out=int8(wire=y.view(torch.uint8)[:104])),
+    ),
+    "decoded that is shifted": (
+        ValueError,
+        "decoded: expected memory apart from that of tensor",
+        lambda: codecs.encode((z := torch.zeros(101))[:-1], "int8", decoded=z[1:]),
+    ),
+    "what a graph would need": (
+        ValueError,
+        "decoded: expected a tensor that requires no grad",
+        lambda: codecs.encode(X, "int8", decoded=torch.zeros(100, requires_grad=True)),
+    ),
+    "elements between their borders": (
+        ValueError,
+        "tensor: expected elements on borders of their size, got address",
+        lambda: codecs.encode(torch.frombuffer(bytearray(401), dtype=torch.float32, offset=1), "int8"),
+    ),
     "residual of another shape": (
         ValueError,
         r"residual: expected shape \(100,\), got \(10, 10\)",
@@ -787,7 +837,7 @@ REFUSED = {
     ),
     "message too long": (
         ValueError,
-        "wire: expected 104 bytes, which 100 elements are in int8, got 105",
+        "encoded: expected 104 bytes, which 100 elements are in int8, got 105",
         lambda: codecs.decode(int8(wire=uint8(105))),
     ),
     "message of another dtype": (
@@ -829,7 +879,7 @@ REFUSED = {
         "rounding: expected 'nearest' or 'stochastic', got 'up'",
         lambda: codecs.error_bound("int8", "up"),
     ),
-    "numel": (ValueError, "numel: expected at least 0, got -1", lambda: codecs.nbytes("int8", -1)),
+    "numel": (ValueError, "numel: expected 0 to 1152921504606846976, got -1", lambda: codecs.nbytes("int8", -1)),
     "first": (
         ValueError,
         "first: expected a multiple of 4, got 2",

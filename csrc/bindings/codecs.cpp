@@ -3,8 +3,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/module.h"
@@ -20,7 +22,18 @@ Dtype dtype_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? Dtype::fp16 : tensor.scalar_type() == at::kBFloat16 ? Dtype::bf16 : Dtype::fp32;
 }
 
-void check_dense(const at::Tensor& tensor, const char* name, const at::Device& device) {
+// A tensor argument: its name in errors, and whether it is written.
+struct Argument {
+  const at::Tensor& tensor;
+  std::string name;
+  bool written = false;
+
+  // Memory that shares with nobody where it is written.
+  void* data() const { return written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()); }
+};
+
+void check_dense(const Argument& argument, const at::Device& device) {
+  const auto& [tensor, name, written] = argument;
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() &&
                        !tensor._is_zerotensor(),
                    name, ": expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
@@ -28,32 +41,36 @@ void check_dense(const at::Tensor& tensor, const char* name, const at::Device& d
   TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device, ", got one on ", tensor.device());
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0, name,
+                    ": expected elements on borders of their size, got address ", tensor.const_data_ptr());
 }
 
 // Of `numel` elements; fp16 or not.
-Elements elements_of(const at::Tensor& tensor, const char* name, const at::Device& device, int64_t numel, bool fp16 = true) {
-  check_dense(tensor, name, device);
-  const at::ScalarType type = tensor.scalar_type();
-  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || (fp16 && type == at::kHalf), name, ": expected dtype float32",
+Elements elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16 = true) {
+  check_dense(argument, device);
+  const at::ScalarType type = argument.tensor.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || (fp16 && type == at::kHalf), argument.name, ": expected dtype float32",
                    fp16 ? ", float16" : "", " or bfloat16, got ", type);
-  TORCH_CHECK_VALUE(tensor.numel() == numel, name, ": expected ", numel, " elements, got ", tensor.numel());
-  return {const_cast<void*>(tensor.const_data_ptr()), dtype_of(tensor)};
+  TORCH_CHECK_VALUE(argument.tensor.numel() == numel, argument.name, ": expected ", numel, " elements, got ", argument.tensor.numel());
+  return {argument.data(), dtype_of(argument.tensor)};
 }
 
-uint8_t* message_of(const at::Tensor& tensor, const std::string& name, const at::Device& device, const Codec& codec, int64_t numel) {
-  check_dense(tensor, name.c_str(), device);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kByte, name, ": expected dtype uint8, got ", tensor.scalar_type());
-  TORCH_CHECK_VALUE(tensor.numel() == codec.bytes(numel), name, ": expected ", codec.bytes(numel), " bytes, which ", numel,
-                    " elements are in ", codec.name, ", got ", tensor.numel());
-  return const_cast<uint8_t*>(tensor.const_data_ptr<uint8_t>());
+uint8_t* message_of(const Argument& argument, const at::Device& device, const Codec& codec, int64_t numel) {
+  check_dense(argument, device);
+  TORCH_CHECK_TYPE(argument.tensor.scalar_type() == at::kByte, argument.name, ": expected dtype uint8, got ",
+                   argument.tensor.scalar_type());
+  TORCH_CHECK_VALUE(argument.tensor.numel() == codec.bytes(numel), argument.name, ": expected ", codec.bytes(numel), " bytes, which ",
+                    numel, " elements are in ", codec.name, ", got ", argument.tensor.numel());
+  return static_cast<uint8_t*>(argument.data());
 }
 
 template <class T>
-T* number_of(const at::Tensor& tensor, const char* name, const at::Device& device) {
-  check_dense(tensor, name, device);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == c10::CppTypeToScalarType<T>::value && tensor.numel() == 1, name, ": expected one ",
-                   c10::CppTypeToScalarType<T>::value, " number, got ", tensor.toString(), " of shape ", tensor.sizes());
-  return const_cast<T*>(tensor.const_data_ptr<T>());
+T* number_of(const Argument& argument, const at::Device& device) {
+  check_dense(argument, device);
+  constexpr auto type = c10::CppTypeToScalarType<T>::value;
+  TORCH_CHECK_TYPE(argument.tensor.scalar_type() == type && argument.tensor.numel() == 1, argument.name, ": expected one ", type,
+                   " number, got ", argument.tensor.toString(), " of shape ", argument.tensor.sizes());
+  return static_cast<T*>(argument.data());
 }
 
 bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % sizeof(float) == 0; }
@@ -70,19 +87,38 @@ uint8_t* writable(uint8_t* message) {
   return message;
 }
 
+// Parts are worked on in any order, so what one writes no other may read or write: but for the same elements, in the same places.
+void check_apart(const std::vector<Argument>& arguments) {
+  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
+    const auto* const x = static_cast<const char*>(a.const_data_ptr());
+    const auto* const y = static_cast<const char*>(b.const_data_ptr());
+    return x < y + b.nbytes() && y < x + a.nbytes();
+  };
+  const auto same = [](const Argument& a, const Argument& b) {
+    return !(a.written && b.written) && a.tensor.const_data_ptr() == b.tensor.const_data_ptr() &&
+           a.tensor.scalar_type() == b.tensor.scalar_type();
+  };
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      const Argument &a = arguments[i], &b = arguments[j];
+      TORCH_CHECK_VALUE(!(a.written || b.written) || same(a, b) || !overlap(a.tensor, b.tensor), a.name,
+                        ": expected memory apart from that of ", b.name, ", got some that both use");
+    }
+  }
+}
+
 uint32_t word(int64_t number, const char* name) {
   constexpr int64_t largest = std::numeric_limits<uint32_t>::max();
   TORCH_CHECK_VALUE(number >= 0 && number <= largest, name, ": expected 0 to ", largest, ", got ", number);
   return static_cast<uint32_t>(number);
 }
 
-void changed(std::initializer_list<const at::Tensor*> tensors) {
-  for (const at::Tensor* tensor : tensors) {
-    if (tensor && !tensor->unsafeGetTensorImpl()->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
+void changed(const std::vector<Argument>& arguments) {
+  for (const Argument& argument : arguments) {
+    c10::TensorImpl* const impl = argument.tensor.unsafeGetTensorImpl();
+    if (argument.written && !impl->is_inference()) impl->bump_version();
   }
 }
-
-const at::Tensor* given(const std::optional<at::Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
 void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std::string& codec_name, int64_t position, double scale,
                    const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& loss_scale,
@@ -92,12 +128,19 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
   const at::Device device = tensor.device();
   std::vector<at::Tensor> kept;
   std::vector<const uint8_t*> messages;
+  std::vector<Argument> arguments;
+  const auto argument = [&](const at::Tensor& given, std::string name, bool written = false) -> const Argument& {
+    return arguments.emplace_back(Argument{given, std::move(name), written});
+  };
+  arguments.reserve(received.size() + 5);
   Sum sum;
   sum.numel = tensor.numel();
-  sum.own = elements_of(tensor, "tensor", device, sum.numel);
+  sum.own = elements_of(argument(tensor, "tensor"), device, sum.numel);
+  TORCH_CHECK_VALUE(!std::isfinite(scale) || std::abs(scale) <= std::numeric_limits<float>::max(),
+                    "scale: expected a number that float32 holds, got ", scale);
   sum.scale = static_cast<float>(scale);
   for (size_t k = 0; k < received.size(); ++k) {
-    const uint8_t* const message = message_of(received[k], "received[" + std::to_string(k) + "]", device, codec, sum.numel);
+    const uint8_t* const message = message_of(argument(received[k], "received[" + std::to_string(k) + "]"), device, codec, sum.numel);
     messages.push_back(readable(message, received[k], kept));
   }
   sum.received = messages.data();
@@ -110,20 +153,21 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
     TORCH_CHECK_VALUE(!stochastic || codec.stochastic_error.rms < 1.0,
                       "residual: expected none where the rounding is stochastic and the codec ", codec.name,
                       ", whose error can exceed what it encodes: feedback would make it grow");
-    sum.residual = elements_of(*residual, "residual", device, sum.numel, false);
+    sum.residual = elements_of(argument(*residual, "residual", true), device, sum.numel, false);
   }
-  if (loss_scale) sum.loss_scale = number_of<float>(*loss_scale, "loss_scale", device);
-  if (wire) sum.message = writable(message_of(*wire, "wire", device, codec, sum.numel));
-  if (decoded) sum.decoded = elements_of(*decoded, "decoded", device, sum.numel);
+  if (loss_scale) sum.loss_scale = number_of<float>(argument(*loss_scale, "loss_scale"), device);
+  if (wire) sum.message = writable(message_of(argument(*wire, "wire", true), device, codec, sum.numel));
+  if (decoded) sum.decoded = elements_of(argument(*decoded, "decoded", true), device, sum.numel);
   sum.stochastic = stochastic;
   TORCH_CHECK_VALUE(seed >= 0, "seed: expected at least 0, got ", seed);
   sum.random = {static_cast<uint64_t>(seed), word(step, "step"), word(rank, "rank")};
   TORCH_CHECK_VALUE(first >= 0 && first % 4 == 0, "first: expected a multiple of 4, got ", first);
   sum.first = first;
+  check_apart(arguments);
 
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
   codec.encode_sum(caller_place(device), sum);
-  changed({given(residual), given(wire), given(decoded)});
+  changed(arguments);
 }
 
 void decode_op(const at::Tensor& wire, const std::string& codec_name, const at::Tensor& out, const std::optional<at::Tensor>& sum_squares,
@@ -131,16 +175,20 @@ void decode_op(const at::Tensor& wire, const std::string& codec_name, const at::
   const Codec& codec = find_codec(codec_name);
   const at::Device device = out.device();
   std::vector<at::Tensor> kept;
-  const Elements values = elements_of(out, "out", device, out.numel());
-  const uint8_t* const message = readable(message_of(wire, "wire", device, codec, out.numel()), wire, kept);
+  std::vector<Argument> arguments = {{wire, "wire"}, {out, "out", true}};
+  const Elements values = elements_of(arguments[1], device, out.numel());
+  const uint8_t* const message = readable(message_of(arguments[0], device, codec, out.numel()), wire, kept);
   TORCH_CHECK_VALUE(sum_squares.has_value() == found_inf.has_value(), "sum_squares, found_inf: expected both or neither");
   Statistics statistics;
   if (sum_squares) {
-    statistics = {number_of<double>(*sum_squares, "sum_squares", device), number_of<float>(*found_inf, "found_inf", device)};
+    arguments.push_back({*sum_squares, "sum_squares", true});
+    arguments.push_back({*found_inf, "found_inf", true});
+    statistics = {number_of<double>(arguments[2], device), number_of<float>(arguments[3], device)};
   }
+  check_apart(arguments);
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
   codec.decode(caller_place(device), out.numel(), message, values, statistics);
-  changed({&out, given(sum_squares), given(found_inf)});
+  changed(arguments);
 }
 
 TORCH_LIBRARY_FRAGMENT(dltrain_ext, library) {
@@ -177,7 +225,8 @@ void bind_codecs(py::module_& module) {
              return std::pair(bound.max, bound.rms);
            })
       .def("bytes", [](const Codec& codec, int64_t numel) {
-        check(numel >= 0, "numel: expected at least 0, got ", numel);
+        constexpr int64_t most = int64_t{1} << 60;
+        check(numel >= 0 && numel <= most, "numel: expected 0 to ", most, ", got ", numel);
         return codec.bytes(numel);
       });
   module.def("codecs", &codecs);

@@ -1,7 +1,7 @@
 #pragma once
 
 // The element types of the tensors that come in and go out. All arithmetic is fp32: elements are widened as they are read, and narrowed,
-// to nearest even as IEEE 754 has it, as they are written. In integers, so that every processor gives the same bits.
+// to nearest even as IEEE 754 has it, as they are written. In arithmetic that every processor has, for the same bits.
 
 #include <cstdint>
 
@@ -30,6 +30,19 @@ DLT_HD float widen(Half x) {
   return float_of(sign | (magnitude < 0x0400 ? denormal : magnitude < 0x7c00 ? normal : special));
 }
 
+// The bits of the nearest half, of a magnitude that rounds to less than 2^16.
+DLT_HD uint32_t nearest_half(uint32_t magnitude) {
+  const uint32_t normal = (magnitude + ((magnitude >> 13) & 1) + (0x0fff - ((127 - 15) << 23))) >> 13;
+  // Below 2^-14 the last place is 2^-24, which is that of the floats from 0.5 on.
+  const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+  return magnitude < 0x38800000 ? denormal : normal;
+}
+inline constexpr uint32_t half_overflow = 0x477ff000;  // the smallest magnitude that rounds to 2^16
+
+// The bits of the nearest bfloat16, of any number that is not NaN.
+DLT_HD uint32_t nearest_bfloat16(float x) { return (bits_of(x) + 0x7fff + ((bits_of(x) >> 16) & 1)) >> 16; }
+inline constexpr uint32_t bfloat16_overflow = 0x7f7f8000;  // the smallest magnitude that rounds to 2^128
+
 template <class T>
 DLT_HD T narrow(float x);
 
@@ -40,19 +53,15 @@ DLT_HD float narrow<float>(float x) {
 
 template <>
 DLT_HD BFloat16 narrow<BFloat16>(float x) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x0040;
-  return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded)};
+  const uint32_t bits = bits_of(x), quiet = (bits >> 16) | 0x0040;
+  return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest_bfloat16(x))};
 }
 
 template <>
 DLT_HD Half narrow<Half>(float x) {
   const uint32_t sign = (bits_of(x) >> 16) & 0x8000, magnitude = bits_of(x) & 0x7fffffff;
-  const uint32_t normal = (magnitude + 0x0fff + ((magnitude >> 13) & 1) - ((127 - 15) << 23)) >> 13;
-  // Below 2^-14 the last place is 2^-24, which is that of the floats from 0.5 on.
-  const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
   const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-  return {static_cast<uint16_t>(sign | (magnitude < 0x38800000 ? denormal : magnitude < 0x477ff000 ? normal : special))};
+  return {static_cast<uint16_t>(sign | (magnitude < half_overflow ? nearest_half(magnitude) : special))};
 }
 
 // Elements of a type that is known when the program runs; none where data is null.

@@ -16,9 +16,8 @@ constexpr int64_t cache = 16 << 20;  // bytes: what is written and more than thi
 
 template <class C>
 void encode_sum(const Place& place, const Sum& sum) {
-  EncodeSum<C> operation{sum};
-  operation.past_cache = Message<C>::bytes(sum.numel) >= cache && !sum.residual.data && !sum.decoded.data;  // else it is read at once
-  map_blocks(place, sum.numel, operation);
+  const bool read_at_once = sum.residual.data || sum.decoded.data;
+  map_blocks(place, sum.numel, EncodeSum<C>{sum, Message<C>::bytes(sum.numel) >= cache && !read_at_once});
 }
 
 int64_t tiles_of_sums(int64_t count) { return (count + SumTiles::elements - 1) / SumTiles::elements; }

@@ -22,7 +22,6 @@ struct Sum {
   Elements decoded;                          // what the message stands for or, where nothing is encoded, the sum itself; may be own
   bool stochastic = false;                   // rounding
   math::RandomStream random;                 // for it
-  bool past_cache = false;                   // the message is more than a cache holds
   int64_t first = 0;                         // where in the rank's tensor own begins; a multiple of 4
 
   DLT_HD const uint8_t* operand(int k) const { return received[k < own_place ? k : k - 1]; }
@@ -33,6 +32,8 @@ struct Sum {
 template <class C>
 struct EncodeSum : Sum {
   static constexpr int elements = Message<C>::tile;
+
+  bool past_cache = false;  // the message is more than a cache holds
 
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
@@ -46,13 +47,13 @@ struct EncodeSum : Sum {
     if (!message) {
       return with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float sum, float) DLT_HD_LAMBDA { return sum; }); });
     }
-    const math::Scale scale = encode(tile);
+    const math::Scale found = encode(tile);
     if (!residual.data && !decoded.data) return;
     tile.template recall<C>(Layout::units_at(message, numel, tile.index()),
-                            [&](uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, scale.decode); });
+                            [&](uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, found.decode); });
     if (residual.data) keep_lost(tile);
     if (decoded.data) {
-      with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float, float decoded) DLT_HD_LAMBDA { return decoded; }); });
+      with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float, float value) DLT_HD_LAMBDA { return value; }); });
     }
   }
 
@@ -62,13 +63,13 @@ struct EncodeSum : Sum {
   DLT_HD float residual_scale() const { return loss_scale ? *loss_scale : 1.0f; }
 
   template <class Tile>
-  DLT_HD void add_own(Tile& tile, bool first) const {
+  DLT_HD void add_own(Tile& tile, bool is_first) const {
     const float by = scale;
-    if (first && by == 1.0f && own.dtype == Dtype::fp32) {
+    if (is_first && by == 1.0f && own.dtype == Dtype::fp32) {
       tile.view(static_cast<const float*>(own.data));
     } else {
       with_type(own, [&](auto* from) DLT_HD_LAMBDA {
-        if (first) {
+        if (is_first) {
           tile.load(from, [=](float, float x) DLT_HD_LAMBDA { return x * by; });
         } else {
           tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * by; });
@@ -81,39 +82,39 @@ struct EncodeSum : Sum {
   }
 
   template <class Tile>
-  DLT_HD void add_received(Tile& tile, const uint8_t* from, bool first) const {
-    const float scale = Layout::scaled ? *Layout::scale_at(from, tile.index()) : 1.0f;
+  DLT_HD void add_received(Tile& tile, const uint8_t* from, bool is_first) const {
+    const float unit = Layout::scaled ? *Layout::scale_at(from, tile.index()) : 1.0f;
     const auto* units = Layout::units_at(from, numel, tile.index());
-    if (first) {
-      tile.template decode<C>(units, [=](float, uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, scale); });
+    if (is_first) {
+      tile.template decode<C>(units, [=](float, uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, unit); });
     } else {
-      tile.template decode<C>(units, [=](float sum, uint32_t code) DLT_HD_LAMBDA { return sum + math::decoded<C>(code, scale); });
+      tile.template decode<C>(units, [=](float sum, uint32_t code) DLT_HD_LAMBDA { return sum + math::decoded<C>(code, unit); });
     }
   }
 
   template <class Tile>
   DLT_HD math::Scale encode(Tile& tile) const {
-    math::Scale scale{1.0f, 1.0f};
+    math::Scale found{1.0f, 1.0f};
     if constexpr (Layout::scaled) {
-      scale = math::scale_of(statistic(tile), C::largest);
-      tile.put(Layout::scale_at(message, tile.index()), scale.decode);
+      found = math::scale_of(statistic(tile), C::largest);
+      tile.put(Layout::scale_at(message, tile.index()), found.decode);
     }
     auto* units = Layout::units_at(message, numel, tile.index());
-    if (!math::is_finite(scale.decode)) {
+    if (!math::is_finite(found.decode)) {
       tile.template encode<C>(units, past_cache, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
     } else if (stochastic) {
       if constexpr (C::stochastic_error.max > 0.0) tile.randomize(random, first);
       tile.template encode<C>(units, past_cache,
-                              [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * scale.encode, word); });
+                              [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
     } else {
       // Where the statistic is the mean, a code is a sign and needs no scale.
       const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
         if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
-        return C::nearest(x * scale.encode);
+        return C::nearest(x * found.encode);
       };
       tile.template encode<C>(units, past_cache, nearest);
     }
-    return scale;
+    return found;
   }
 
   template <class Tile>
@@ -131,8 +132,11 @@ struct EncodeSum : Sum {
   DLT_HD void keep_lost(Tile& tile) const {
     const float down = 1.0f / residual_scale();
     with_type(residual, [&](auto* to) DLT_HD_LAMBDA {
-      tile.update(to, [=](float sum, float decoded, float before)
-                          DLT_HD_LAMBDA { return math::is_finite(decoded) ? (sum - decoded) * down : before; });
+      tile.update(to, [=](float sum, float value, float before) DLT_HD_LAMBDA {
+        const float lost = (sum - value) * down;
+        // One that no later step could get rid of must not come to be.
+        return math::is_finite(value) && math::magnitude_bits(lost) < bfloat16_overflow ? lost : before;
+      });
     });
   }
 };

@@ -23,6 +23,9 @@ struct Message {
   static constexpr int codes = 8 * static_cast<int>(sizeof(Unit)) / Codec::bits;  // of a unit
   static constexpr int units = tile / codes;                                      // of a tile
 
+  // What the twins of map_blocks build on: the lanes of a warp hold four elements each, and write four units.
+  static_assert(tile % 128 == 0 && tile % codes == 0 && units % 4 == 0 && (units % 128 == 0 || 128 % units == 0));
+
   static DLT_HD int64_t tiles(int64_t numel) { return (numel + tile - 1) / tile; }
   static DLT_HD int64_t scale_bytes(int64_t numel) { return scaled ? tiles(numel) * static_cast<int64_t>(sizeof(float)) : 0; }
   static DLT_HD int64_t bytes(int64_t numel) {

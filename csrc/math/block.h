@@ -49,8 +49,11 @@ DLT_HD float decoded(uint32_t code, float scale) {
   }
 }
 
-// The 24 upper bits of a random word, as a number in [0, 1).
-DLT_HD float uniform(uint32_t random) { return static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f; }
+// A random word as a number in [0, 1), in steps of 2^-31 near 0.
+DLT_HD float uniform(uint32_t random) {
+  const float number = static_cast<float>(static_cast<int32_t>(random >> 1)) * 0x1p-31f;
+  return number < 1.0f ? number : 0x1.fffffep-1f;
+}
 
 // yes or no; both are worked out, so that a compiler has no branch to keep.
 DLT_HD uint32_t select(bool condition, uint32_t yes, uint32_t no) {

@@ -13,9 +13,9 @@ namespace dltrain::cpu {
 namespace {
 
 template <class Operation, class Streams>
-struct Elements;
+struct ElementRun;
 template <class Operation, std::size_t... K>
-struct Elements<Operation, std::index_sequence<K...>> {
+struct ElementRun<Operation, std::index_sequence<K...>> {
   static void run(const typename Operation::Element& given, float* const* streams, int64_t begin, int64_t end) {
     // Copies, which no store into a stream can change.
     const auto element = given;
@@ -65,7 +65,7 @@ namespace DLT_INSTRUCTION_SET {
 extern const Loops loops;
 constinit const Loops loops = {
     make_table<ElementLoop, Elementwise>(
-        []<class O>(std::type_identity<O>) { return Elements<O, std::make_index_sequence<O::streams>>::run; }),
+        []<class O>(std::type_identity<O>) { return ElementRun<O, std::make_index_sequence<O::streams>>::run; }),
     make_table<BlockLoop, Blockwise>([]<class O>(std::type_identity<O>) { return run_blocks<O>; }),
     make_table<ReduceLoop, Reductions>([]<class O>(std::type_identity<O>) { return reduce<O>; }),
 };

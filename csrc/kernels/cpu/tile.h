@@ -2,7 +2,6 @@
 
 // The elements of a tile on the CPU, in the first-level cache. All loops have a length that the compiler knows, but in the last tile.
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -103,11 +102,11 @@ class Tile {
     }
     if constexpr (full && Layout::codes == 1) {
       if (past_cache) cpu::stream(to, scratch, sizeof(scratch));
-      return;
-    }
-    const int n = present<Layout>();
+    } else {
+      const int n = present<Layout>();
 #pragma GCC ivdep
-    for (int j = 0; j < n; ++j) to[j] = static_cast<typename Codec::Unit>(words[j]);
+      for (int j = 0; j < n; ++j) to[j] = static_cast<typename Codec::Unit>(words[j]);
+    }
   }
 
   // value <- f(value, code), for each code of the units.
@@ -168,8 +167,10 @@ class Tile {
   template <class T>
   DLT_HD static void fetch_ahead(const T* elements) {
     constexpr int distance = 2048, second_level = 2;
-    const auto* const ahead = reinterpret_cast<const char*>(elements) + distance;
-    for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += line_bytes) __builtin_prefetch(ahead + at, 0, second_level);
+    const uintptr_t ahead = reinterpret_cast<uintptr_t>(elements) + distance;  // which may lie beyond the end
+    for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += line_bytes) {
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead + at), 0, second_level);
+    }
   }
 
   // Several codes are put together and taken apart in whole words: the compiler would else narrow or widen each by itself.
@@ -196,7 +197,7 @@ class Tile {
     constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
 #pragma GCC unroll 8
     for (int k = 0; k < Layout::codes; ++k) {
-      const int n = full ? Layout::units : std::min(Layout::units, count_ - k * Layout::units);
+      const int rest = count() - k * Layout::units, n = rest < Layout::units ? rest : Layout::units;
 #pragma GCC ivdep
       for (int j = 0; j < n; ++j) f(j + k * Layout::units, (words[j] >> (k * Codec::bits)) & mask);
     }

@@ -1,7 +1,7 @@
 #pragma once
 
 // The elements of a tile on CUDA, in the registers of a warp. Lane l holds the quads of four elements that begin at 4 l, 4 l + 128, ..., so
-// that a warp reads and writes 16 bytes a lane side by side.
+// that a lane reads and writes them at once: 16 bytes in fp32.
 
 #include <cstdint>
 

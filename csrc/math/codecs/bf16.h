@@ -16,19 +16,16 @@ struct BF16 {
   static constexpr int bits = 16;
   static constexpr Bound nearest_error{0x1p-8, 0x1p-8}, stochastic_error{0x1p-7, 0x1p-8};
 
-  DLT_HD static uint32_t nearest(float y) {
-    const uint32_t code = (bits_of(y) + 0x7fff + ((bits_of(y) >> 16) & 1)) >> 16;
-    return overflows(y) ? nan_bits >> 16 : code;
-  }
+  DLT_HD static uint32_t nearest(float y) { return overflows(y) ? nan_bits >> 16 : nearest_bfloat16(y); }
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {
     const uint32_t rounded = (magnitude_bits(y) + (random & 0xffff)) >> 16;
     const uint32_t code = (bits_of(y) >> 16 & 0x8000) | (rounded < 0x7f7f ? rounded : 0x7f7f);
     return overflows(y) ? nan_bits >> 16 : code;
   }
-  DLT_HD static float value(uint32_t code) { return float_of(code << 16); }
+  DLT_HD static float value(uint32_t code) { return widen(BFloat16{static_cast<uint16_t>(code)}); }
 
  private:
-  DLT_HD static bool overflows(float y) { return magnitude_bits(y) >= 0x7f7f8000; }
+  DLT_HD static bool overflows(float y) { return magnitude_bits(y) >= bfloat16_overflow; }
 };
 
 }  // namespace dltrain::math

@@ -16,13 +16,7 @@ struct FP16 {
   static constexpr int bits = 16;
   static constexpr Bound nearest_error{0x1p-11, 0x1p-11}, stochastic_error{0x1p-10, 0x1p-11};
 
-  DLT_HD static uint32_t nearest(float y) {
-    const uint32_t magnitude = magnitude_bits(y);
-    const uint32_t normal = (magnitude + ((magnitude >> 13) & 1) + (0x0fff - first_normal)) >> 13;
-    // Below 2^-14 the last place is 2^-24, which is that of the floats from 0.5 on.
-    const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
-    return code(y, magnitude < smallest_normal ? denormal : normal);
-  }
+  DLT_HD static uint32_t nearest(float y) { return code(y, nearest_half(magnitude_bits(y))); }
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {
     const uint32_t magnitude = magnitude_bits(y);
     const uint32_t normal = (magnitude + (random & 0x1fff) - first_normal) >> 13;
@@ -37,7 +31,7 @@ struct FP16 {
   static constexpr uint32_t first_normal = (127 - 15) << 23, smallest_normal = (127 - 14) << 23;
 
   DLT_HD static uint32_t code(float y, uint32_t magnitude) {
-    return select(magnitude_bits(y) < 0x477ff000, (bits_of(y) >> 16 & 0x8000) | magnitude, 0x7e00);
+    return select(magnitude_bits(y) < half_overflow, (bits_of(y) >> 16 & 0x8000) | magnitude, 0x7e00);
   }
 };
 
