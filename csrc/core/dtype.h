@@ -32,7 +32,7 @@ DLT_HD float widen(Half x) {
 
 // The bits of the nearest half, of a magnitude that rounds to less than 2^16.
 DLT_HD uint32_t nearest_half(uint32_t magnitude) {
-  const uint32_t normal = (magnitude + ((magnitude >> 13) & 1) + (0x0fff - ((127 - 15) << 23))) >> 13;
+  const uint32_t normal = (magnitude + ((magnitude >> 13) & 1) + (0x0fffu - ((127u - 15u) << 23))) >> 13;
   // Below 2^-14 the last place is 2^-24, which is that of the floats from 0.5 on.
   const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
   return magnitude < 0x38800000 ? denormal : normal;
