@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -127,8 +128,10 @@ def headline(origin: Mapping[str, str]) -> str:
 def write_json(path: Path, origin: Mapping[str, str], tables: Mapping[str, Table]) -> None:
     """Everything, the samples too (in seconds)."""
     cases = {case: asdict(table) for case, table in tables.items()}
+    text = json.dumps({"provenance": dict(origin), "cases": cases}, indent=1)
+    text = re.sub(r'\[[^][{}"]+\]', lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers: one line
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"provenance": dict(origin), "cases": cases}, indent=1) + "\n")
+    path.write_text(text + "\n")
 
 
 def plot(folder: Path, case: str, table: Table) -> Path:
