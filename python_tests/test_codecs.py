@@ -338,6 +338,21 @@ def test_more_than_a_cache_holds(codec, device):
         assert room[0] == room[-1] == -7.0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("codec", codecs.CODECS)
+def test_a_hundred_million_elements_as_on_the_cpu(codec, rounding):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(10**8, generator=generator)
+    x *= torch.randint(-30, 30, (10**8 // 1000, 1), generator=generator).float().exp2().expand(-1, 1000).reshape(-1)
+    there = codecs.encode(x.cuda(), codec, rounding=rounding, seed=1)
+    here = codecs.encode(x, codec, rounding=rounding, seed=1)
+    assert torch.equal(there.wire.cpu(), here.wire)
+    (values, stats), (want, known) = (codecs.decode(message, return_stats=True) for message in (there, here))
+    assert_same_bits(values, want)
+    assert [number.item() for number in stats] == [number.item() for number in known]
+
+
 def payload(codec, numel):
     """Bytes of a message without its scales."""
     return codecs.nbytes(codec, numel) - (4 * -(-numel // BLOCK[codec]) if BLOCK[codec] > 1 else 0)
