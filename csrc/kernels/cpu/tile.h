@@ -167,10 +167,8 @@ class Tile {
   template <class T>
   DLT_HD static void fetch_ahead(const T* elements) {
     constexpr int distance = 2048, second_level = 2;
-    const uintptr_t ahead = reinterpret_cast<uintptr_t>(elements) + distance;  // which may lie beyond the end
-    for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += line_bytes) {
-      __builtin_prefetch(reinterpret_cast<const void*>(ahead + at), 0, second_level);
-    }
+    const auto* const ahead = reinterpret_cast<const char*>(elements) + distance;  // a hint: it may lie beyond the end
+    for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += line_bytes) __builtin_prefetch(ahead + at, 0, second_level);
   }
 
   // Several codes are put together and taken apart in whole words: the compiler would else narrow or widen each by itself.
