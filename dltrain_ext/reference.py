@@ -26,7 +26,14 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Loshchilov & Hutter 2019, Algorithm 2; with ``max_exp_avg_sqs`` AMSGrad (Reddi, Kale & Kumar 2018)."""
+    """One AdamW step over lists of tensors (the op: float32), in place.
+
+    Loshchilov & Hutter 2019, Algorithm 2; with ``max_exp_avg_sqs``, else empty, AMSGrad (Reddi, Kale & Kumar 2018).
+    The lists run in parallel, one entry a parameter, equal shapes within an entry; ``steps`` are one-element tensors
+    and advance by one. Gradients are divided by ``grad_scale`` on the way and not written. One-element tensors on the
+    device of the parameters: ``tensor_lr`` stands in for ``lr``, and where ``found_inf`` is not zero nothing changes.
+    The op raises TypeError or ValueError naming the list and the index, what was expected and what came.
+    """
     if found_inf is not None and found_inf.item() != 0:
         return
     lr = lr if tensor_lr is None else tensor_lr.item()
@@ -58,7 +65,12 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Momentum with the learning rate outside of it (Polyak 1964; Nesterov's form: Sutskever et al. 2013)."""
+    """One SGD step over lists of tensors (the op: float32), in place.
+
+    Momentum with the learning rate outside of it (Polyak 1964; Nesterov's form: Sutskever et al. 2013).
+    ``momentum_buffers`` is empty without momentum. ``first``: the buffers hold nothing yet. The rest as in
+    :func:`adamw_`.
+    """
     if found_inf is not None and found_inf.item() != 0:
         return
     lr = lr if tensor_lr is None else tensor_lr.item()
@@ -116,7 +128,14 @@ def encode_sum_(
     rank: int = 0,
     first: int = 0,
 ) -> None:
-    """The one operation of a codec. Unlike the other meanings it is in float32: it gives the very bytes."""
+    """The one operation of a codec. Unlike the other meanings it is in float32: it gives the very bytes.
+
+    Adds, in this order, what ``received[:position]`` stand for, ``tensor * scale + residual * loss_scale``, and what
+    ``received[position:]`` stand for; encodes the sum into ``wire``, writes what ``wire`` stands for to ``decoded`` and
+    what encoding lost, over ``loss_scale``, to ``residual``. Without ``wire`` nothing is encoded: ``decoded`` is the
+    sum. ``tensor`` begins at element ``first``, a multiple of 4, of what the rank encodes. The op raises TypeError or
+    ValueError naming the argument, what was expected and what came.
+    """
     numel, up = tensor.numel(), torch.tensor(1.0) if loss_scale is None else loss_scale
     terms = [_decoded(message, codec, numel) for message in received]
     terms.insert(position, tensor.float().flatten() * torch.tensor(scale, dtype=torch.float32))
@@ -141,7 +160,11 @@ def encode_sum_(
 def decode_(
     wire: Tensor, codec: str, out: Tensor, *, sum_squares: Tensor | None = None, found_inf: Tensor | None = None
 ) -> None:
-    """What a message stands for. The sum of squares is right within the rounding of its order."""
+    """Write what ``wire`` stands for to ``out``.
+
+    ``sum_squares`` (float64) becomes the sum of squares of ``out``, here within the rounding of its order, and
+    ``found_inf`` (float32) 1 where it is not finite, else 0; both or neither.
+    """
     out.copy_(_decoded(wire, codec, out.numel()).reshape(out.shape))
     if sum_squares is not None and found_inf is not None:
         sum_squares.fill_(out.double().square().sum())

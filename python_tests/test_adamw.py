@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optimizers import SHAPES, Pair, assert_same, give_grads, make_params
-from torch.library import opcheck
+from torch import library
 
 from dltrain_ext import _ops, optim, reference
 
@@ -281,7 +281,7 @@ def test_the_op_is_the_reference(amsgrad, device):
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_opcheck(amsgrad, device):
     lists, hyper = op_arguments(device, amsgrad)
-    opcheck(torch.ops.dltrain_ext.adamw_, tuple(lists), hyper)
+    library.opcheck(torch.ops.dltrain_ext.adamw_, tuple(lists), hyper)
 
 
 def test_the_op_names_what_does_not_fit():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.library import opcheck
+from torch import library
 
 import dltrain_ext
 from dltrain_ext import _ops, codecs, reference
@@ -682,14 +682,14 @@ def test_opcheck(codec, device):
     }
     up = torch.tensor(4.0, device=device)
     options = {"position": 1, "scale": 0.5, "loss_scale": up, "stochastic": True, "seed": 3, **written}
-    opcheck(torch.ops.dltrain_ext.encode_sum_, (own, received, codec), options)
-    opcheck(torch.ops.dltrain_ext.encode_sum_, (own, [], codec), {"wire": written["wire"]})
+    library.opcheck(torch.ops.dltrain_ext.encode_sum_, (own, received, codec), options)
+    library.opcheck(torch.ops.dltrain_ext.encode_sum_, (own, [], codec), {"wire": written["wire"]})
     stats = {
         "sum_squares": torch.zeros((), dtype=torch.float64, device=device),
         "found_inf": torch.zeros((), device=device),
     }
-    opcheck(torch.ops.dltrain_ext.decode_, (written["wire"], codec, own))
-    opcheck(torch.ops.dltrain_ext.decode_, (written["wire"], codec, own), stats)
+    library.opcheck(torch.ops.dltrain_ext.decode_, (written["wire"], codec, own))
+    library.opcheck(torch.ops.dltrain_ext.decode_, (written["wire"], codec, own), stats)
 
 
 # What it refuses.

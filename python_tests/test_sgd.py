@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from optimizers import assert_same, give_grads
-from torch.library import opcheck
+from torch import library
 
 from dltrain_ext import _ops, optim, reference
 
@@ -108,7 +108,7 @@ def test_opcheck(momentum, device):
     params, grads = make_params(device), make_params(device)
     lists = [[t.detach() for t in tensors] for tensors in (params, grads)]
     buffers = [torch.zeros_like(p) for p in params] if momentum else []
-    opcheck(torch.ops.dltrain_ext.sgd_, (*lists, buffers), {"lr": 0.1, "momentum": momentum})
+    library.opcheck(torch.ops.dltrain_ext.sgd_, (*lists, buffers), {"lr": 0.1, "momentum": momentum})
 
 
 def test_what_does_not_fit_is_named(device):

@@ -35,16 +35,16 @@ stochastic 2^-3) down to 2^-6 / 448 of the largest.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
+from dltrain_ext.codecs.arguments import as_tensor, check_tensor, is_stochastic
+from dltrain_ext.codecs.message import Encoded, ErrorBound, GradStats
 
 CODECS: tuple[str, ...] = tuple(codec.name for codec in _ops.codecs())
 
@@ -66,56 +66,6 @@ __all__ = [
 _FEEDBACK = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """A tensor as a codec's message.
-
-    Attributes:
-        wire: the message, uint8 of shape (nbytes,): a tensor, or an array of the kind that was encoded.
-        codec: one of ``CODECS``.
-        shape, dtype: of what was encoded.
-    """
-
-    wire: Any
-    codec: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Elements that were encoded."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the message."""
-        return int(self.wire.shape[0])
-
-
-class GradStats(NamedTuple):
-    """What decoding finds out about the values, as tensors of one number where the values lie.
-
-    Attributes:
-        sum_squares: float64, added in an order that depends on the number of values alone.
-        found_inf: float32, 1 where a value is NaN or infinite, else 0.
-    """
-
-    sum_squares: Tensor
-    found_inf: Tensor
-
-
-class ErrorBound(NamedTuple):
-    """Of a codec's error, relative to the largest magnitude of a block.
-
-    Attributes:
-        max: of an element.
-        rms: root mean square over a block; of stochastic rounding an expectation.
-    """
-
-    max: float
-    rms: float
-
-
 def block_size(codec: str) -> int:
     """The elements of a block, which share a scale; 1 where there is none."""
     return _find(codec).block
@@ -123,7 +73,7 @@ def block_size(codec: str) -> int:
 
 def error_bound(codec: str, rounding: str = "nearest") -> ErrorBound:
     """The bound of the codec's error with that rounding, "nearest" or "stochastic"."""
-    return ErrorBound(*_find(codec).error(_is_stochastic(rounding)))
+    return ErrorBound(*_find(codec).error(is_stochastic(rounding)))
 
 
 def nbytes(codec: str, numel: int) -> int:
@@ -133,7 +83,7 @@ def nbytes(codec: str, numel: int) -> int:
 
 def empty(tensor: Any, codec: str) -> Encoded:
     """A message for that tensor, or array, that is still to be written: ``out`` of :func:`encode`."""
-    given, in_kind = _as_tensor(tensor, "tensor")
+    given, in_kind = as_tensor(tensor, "tensor")
     message = _empty(given, codec)
     return replace(message, wire=in_kind(message.wire))
 
@@ -147,7 +97,7 @@ def zero_residual(tensor: Any, *, feedback_dtype: str = "fp32") -> Tensor:
     """
     if feedback_dtype not in _FEEDBACK:
         raise ValueError(f"feedback_dtype: expected one of {', '.join(_FEEDBACK)}, got {feedback_dtype!r}")
-    given, _ = _as_tensor(tensor, "tensor")
+    given, _ = as_tensor(tensor, "tensor")
     return torch.zeros(given.shape, dtype=_FEEDBACK[feedback_dtype], device=given.device)
 
 
@@ -243,7 +193,7 @@ def reduce(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    stochastic = _is_stochastic(rounding)
+    stochastic = is_stochastic(rounding)
     for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("rank", rank, 2**32)):
         if not isinstance(number, int):
             raise TypeError(f"{name}: expected an int, got {number!r}")
@@ -251,7 +201,7 @@ def reduce(
             raise ValueError(f"{name}: expected 0 to {bound - 1}, got {number}")
     if not isinstance(received, Sequence):
         raise TypeError(f"received: expected a sequence of messages, got {type(received).__name__}")
-    own, in_kind = _as_tensor(tensor, "tensor")
+    own, in_kind = as_tensor(tensor, "tensor")
     if codec is None:
         if not received:
             raise ValueError("codec: expected one of " + ", ".join(CODECS) + " where nothing is received, got None")
@@ -259,13 +209,13 @@ def reduce(
     messages = []
     for index, message in enumerate(received):
         messages.append(_wire_of(message, f"received[{index}]", codec, own.numel())[0])
-        _check_tensor(messages[-1], f"received[{index}]", own)
-    _check_tensor(residual, "residual", own, own.shape, written=True)
-    _check_tensor(decoded, "decoded", own, own.shape, written=True)
-    _check_tensor(loss_scale, "loss_scale", own)
+        check_tensor(messages[-1], f"received[{index}]", own)
+    check_tensor(residual, "residual", own, own.shape, written=True)
+    check_tensor(decoded, "decoded", own, own.shape, written=True)
+    check_tensor(loss_scale, "loss_scale", own)
     result = _empty(own, codec) if out is None else out
     wire, _ = _wire_of(result, "out", codec, own.numel(), written=True)
-    _check_tensor(wire, "out", own)
+    check_tensor(wire, "out", own)
     if (result.shape, result.dtype) != (own.shape, own.dtype):
         raise ValueError(
             f"out: expected a message of {own.dtype} {tuple(own.shape)}, got one of {result.dtype} {result.shape}"
@@ -308,8 +258,8 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
     if out is None:
         values = torch.empty(encoded.shape, dtype=encoded.dtype, device=wire.device)
     else:
-        values, _ = _as_tensor(out, "out", written=True)
-        _check_tensor(values, "out", wire)
+        values, _ = as_tensor(out, "out", written=True)
+        check_tensor(values, "out", wire)
         if values.numel() != encoded.numel:
             raise ValueError(f"out: expected {encoded.numel} elements, got {values.numel()}")
     dense = values if values.is_contiguous() else torch.empty_like(values, memory_format=torch.contiguous_format)
@@ -337,77 +287,20 @@ def _find(codec: str) -> _ops.Codec:
     return _ops.find_codec(codec)
 
 
-def _is_stochastic(rounding: str) -> bool:
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding: expected 'nearest' or 'stochastic', got {rounding!r}")
-    return rounding == "stochastic"
-
-
 def _wire_of(
     given: Any, name: str, codec: str | None, numel: int | None, *, written: bool = False
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """As :func:`_as_tensor` of a message that is checked; None: whatever it says of itself."""
+    """As :func:`as_tensor` of a message that is checked; None: whatever it says of itself."""
     if not isinstance(given, Encoded):
         raise TypeError(f"{name}: expected an Encoded, got {type(given).__name__}")
     if codec not in (None, given.codec):
         raise ValueError(f"{name}: expected a message in {codec}, got one in {given.codec}")
     if numel not in (None, given.numel):
         raise ValueError(f"{name}: expected a message of {numel} elements, got one of {given.numel}")
-    wire, in_kind = _as_tensor(given.wire, name, written=written)
+    wire, in_kind = as_tensor(given.wire, name, written=written)
     size = nbytes(given.codec, given.numel)
     if wire.numel() != size:
         raise ValueError(
             f"{name}: expected {size} bytes, which {given.numel} elements are in {given.codec}, got {wire.numel()}"
         )
     return wire, in_kind
-
-
-def _check_tensor(
-    given: Tensor | None, name: str, like: Tensor, shape: torch.Size | None = None, *, written: bool = False
-) -> None:
-    """What the op cannot tell: it is not even reached where a tensor is on meta."""
-    if given is None:
-        return
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
-    if written:
-        _check_no_grad(given, name)
-    if given.device != like.device:
-        raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {given.device}")
-    if shape is not None and given.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(given.shape)}")
-
-
-def _check_no_grad(given: Tensor, name: str) -> None:
-    if given.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name}: expected a tensor that requires no grad, got one that does; call under torch.no_grad()"
-        )
-
-
-def _as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The memory of an array as a tensor, and what makes arrays of its kind of tensors."""
-    if isinstance(given, Tensor):
-        if given.layout != torch.strided:
-            raise TypeError(f"{name}: expected a plain dense tensor, got layout {given.layout}")
-        if written:
-            _check_no_grad(given, name)
-        return given.detach(), lambda tensor: tensor
-    if not hasattr(given, "__dlpack__"):
-        raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(given).__name__}")
-    if hasattr(given, "__array_namespace__"):
-        library = given.__array_namespace__()
-    else:
-        library = sys.modules[type(given).__module__.partition(".")[0]]
-    if not written and not hasattr(library, "from_dlpack"):
-        raise TypeError(f"{name}: expected an array of a library with from_dlpack, got {type(given).__name__}")
-    # What torch.from_dlpack does not look at: strides that would end the process, and memory that is not to be written.
-    if any(stride < 0 for stride in getattr(given, "strides", None) or ()):
-        raise ValueError(f"{name}: expected strides of at least 0, got {given.strides}; make a copy of the array")
-    immutable = hasattr(given, "at") or not getattr(getattr(given, "flags", None), "writeable", True)  # JAX, NumPy
-    if written and immutable:
-        raise ValueError(f"{name}: expected an array that can be written, got a {type(given).__name__} that cannot")
-    try:
-        return torch.from_dlpack(given), getattr(library, "from_dlpack", lambda tensor: tensor)
-    except BufferError as error:
-        raise ValueError(f"{name}: expected an array that torch can take, got one of which it says: {error}") from None

@@ -1,0 +1,65 @@
+"""What the codecs are given, checked: tensors, and arrays of other libraries as tensors."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_stochastic(rounding: str) -> bool:
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding: expected 'nearest' or 'stochastic', got {rounding!r}")
+    return rounding == "stochastic"
+
+
+def check_tensor(
+    given: Tensor | None, name: str, like: Tensor, shape: torch.Size | None = None, *, written: bool = False
+) -> None:
+    """What the op cannot tell: it is not even reached where a tensor is on meta."""
+    if given is None:
+        return
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
+    if written:
+        _check_no_grad(given, name)
+    if given.device != like.device:
+        raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {given.device}")
+    if shape is not None and given.shape != shape:
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(given.shape)}")
+
+
+def _check_no_grad(given: Tensor, name: str) -> None:
+    if given.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: expected a tensor that requires no grad, got one that does; call under torch.no_grad()"
+        )
+
+
+def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The memory of an array as a tensor, and what makes arrays of its kind of tensors."""
+    if isinstance(given, Tensor):
+        if given.layout != torch.strided:
+            raise TypeError(f"{name}: expected a plain dense tensor, got layout {given.layout}")
+        if written:
+            _check_no_grad(given, name)
+        return given.detach(), lambda tensor: tensor
+    if not hasattr(given, "__dlpack__"):
+        raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(given).__name__}")
+    if hasattr(given, "__array_namespace__"):
+        library = given.__array_namespace__()
+    else:
+        library = sys.modules[type(given).__module__.partition(".")[0]]
+    if not written and not hasattr(library, "from_dlpack"):
+        raise TypeError(f"{name}: expected an array of a library with from_dlpack, got {type(given).__name__}")
+    # What torch.from_dlpack does not look at: strides that would end the process, and memory that is not to be written.
+    if any(stride < 0 for stride in getattr(given, "strides", None) or ()):
+        raise ValueError(f"{name}: expected strides of at least 0, got {given.strides}; make a copy of the array")
+    immutable = hasattr(given, "at") or not getattr(getattr(given, "flags", None), "writeable", True)  # JAX, NumPy
+    if written and immutable:
+        raise ValueError(f"{name}: expected an array that can be written, got a {type(given).__name__} that cannot")
+    try:
+        return torch.from_dlpack(given), getattr(library, "from_dlpack", lambda tensor: tensor)
+    except BufferError as error:
+        raise ValueError(f"{name}: expected an array that torch can take, got one of which it says: {error}") from None
