@@ -1,5 +1,6 @@
 """comm.all_reduce over real Gloo: exact sums, identical bits, order, errors."""
 
+import itertools
 import threading
 from datetime import timedelta
 
@@ -191,14 +192,20 @@ def test_bad_input_names_the_argument():
 def check_callbacks(rank, world_size):
     communicator = comm.Communicator(timeout=timedelta(seconds=10))
 
-    def chained(call):
+    def chained(call):  # on the worker, or, when the work is done already, on the calling thread
         return communicator.all_reduce(given(rank, 8), async_op=True).get_future().then(call)
 
     # It would wait for the thread that it runs on.
-    for async_op in (False, True):
-        future = chained(lambda _, async_op=async_op: communicator.all_reduce(given(rank, 8), async_op=async_op))
-        with pytest.raises(RuntimeError, match="called by a callback of this communicator's own work"):
-            future.wait()
+    for caller, async_op in itertools.product(range(world_size), (False, True)):
+        if rank == caller:
+            first = communicator.all_reduce(given(rank, 8), async_op=True).get_future()
+            future = first.then(lambda _, async_op=async_op: communicator.all_reduce(given(rank, 8), async_op=async_op))
+            dist.barrier()
+            with pytest.raises(RuntimeError, match="called by a callback of this communicator's own work"):
+                future.wait()
+        else:
+            dist.barrier()  # were the work done before .then, the callback would run on the calling thread
+            communicator.all_reduce(given(rank, 8))
     # Another communicator is free.
     other = comm.Communicator()
     assert chained(lambda _: other.all_reduce(torch.ones(1))).wait() is None
