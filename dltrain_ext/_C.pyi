@@ -58,7 +58,13 @@ class Plan:
 
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __init__(
-        self, algorithm: str, rank: int, world_size: int, chunks: int, rounds: Sequence[Sequence[Step]]
+        self,
+        algorithm: str,
+        rank: int,
+        world_size: int,
+        chunks: int,
+        rounds: Sequence[Sequence[Step]],
+        exact: bool = False,
     ) -> None: ...
     @property
     def algorithm(self) -> str: ...
@@ -70,15 +76,41 @@ class Plan:
     def chunks(self) -> int: ...
     @property
     def rounds(self) -> list[list[Step]]: ...
+    @property
+    def exact(self) -> bool: ...
     def to_json(self) -> str:
         """The plan as JSON text."""
     def __eq__(self, other: object, /) -> bool: ...
 
 class Communicator:
     def __init__(self, backend: ProcessGroupGloo, global_ranks: Sequence[int], timeout: float) -> None: ...
-    def all_reduce(self, tensor: Tensor, algorithm: str, codec: str, average: bool) -> None: ...
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        algorithm: str,
+        codec: str,
+        average: bool,
+        segments: int = 0,
+        residual: Tensor | None = None,
+        stochastic: bool = False,
+        seed: int = 0,
+        step: int | None = None,
+    ) -> None: ...
     # A torch._C.Future, which has the methods of this one, and is what torch's own stubs call so.
-    def submit(self, tensor: Tensor, algorithm: str, codec: str, average: bool) -> Future[Tensor]: ...
+    def submit(
+        self,
+        tensor: Tensor,
+        *,
+        algorithm: str,
+        codec: str,
+        average: bool,
+        segments: int = 0,
+        residual: Tensor | None = None,
+        stochastic: bool = False,
+        seed: int = 0,
+        step: int | None = None,
+    ) -> Future[Tensor]: ...
     def close(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
 

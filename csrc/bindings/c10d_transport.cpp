@@ -41,18 +41,16 @@ class C10dRequest : public comm::Request {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-constexpr int tag = 0;
-
 std::vector<at::Tensor> bytes_at(const void* data, int64_t bytes) { return {at::from_blob(const_cast<void*>(data), {bytes}, at::kByte)}; }
 
 }  // namespace
 
-std::unique_ptr<comm::Request> C10dTransport::send(const Place&, int peer, const void* data, int64_t bytes) {
+std::unique_ptr<comm::Request> C10dTransport::send(const Place&, int peer, const void* data, int64_t bytes, int tag) {
   auto tensors = bytes_at(data, bytes);
   return guarded([&] { return std::make_unique<C10dRequest>(backend_->send(tensors, peer, tag)); });
 }
 
-std::unique_ptr<comm::Request> C10dTransport::recv(const Place&, int peer, void* data, int64_t bytes) {
+std::unique_ptr<comm::Request> C10dTransport::recv(const Place&, int peer, void* data, int64_t bytes, int tag) {
   auto tensors = bytes_at(data, bytes);
   return guarded([&] { return std::make_unique<C10dRequest>(backend_->recv(tensors, peer, tag)); });
 }

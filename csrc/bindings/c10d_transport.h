@@ -13,8 +13,8 @@ class C10dTransport : public comm::Transport {
 
   int rank() const override { return backend_->getRank(); }
   int world_size() const override { return backend_->getSize(); }
-  std::unique_ptr<comm::Request> send(const Place&, int peer, const void* data, int64_t bytes) override;
-  std::unique_ptr<comm::Request> recv(const Place&, int peer, void* data, int64_t bytes) override;
+  std::unique_ptr<comm::Request> send(const Place&, int peer, const void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<comm::Request> recv(const Place&, int peer, void* data, int64_t bytes, int tag = 0) override;
 
  private:
   c10::intrusive_ptr<c10d::Backend> backend_;

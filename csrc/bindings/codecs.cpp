@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "bindings/place.h"
 #include "core/check.h"
@@ -18,43 +19,6 @@ namespace dltrain::bindings {
 
 namespace {
 
-Dtype dtype_of(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf ? Dtype::fp16 : tensor.scalar_type() == at::kBFloat16 ? Dtype::bf16 : Dtype::fp32;
-}
-
-// A tensor argument: its name in errors, and whether it is written.
-struct Argument {
-  const at::Tensor& tensor;
-  std::string name;
-  bool written = false;
-
-  // Memory that shares with nobody where it is written.
-  void* data() const { return written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()); }
-};
-
-void check_dense(const Argument& argument, const at::Device& device) {
-  const auto& [tensor, name, written] = argument;
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() &&
-                       !tensor._is_zerotensor(),
-                   name, ": expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
-  TORCH_CHECK_VALUE(is_supported(tensor.device()), name, ": expected a tensor on ", supported_devices(), ", got one on ", tensor.device());
-  TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device, ", got one on ", tensor.device());
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got shape ", tensor.sizes(), " with strides ",
-                    tensor.strides());
-  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0, name,
-                    ": expected elements on borders of their size, got address ", tensor.const_data_ptr());
-}
-
-// Of `numel` elements; fp16 or not.
-Elements elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16 = true) {
-  check_dense(argument, device);
-  const at::ScalarType type = argument.tensor.scalar_type();
-  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || (fp16 && type == at::kHalf), argument.name, ": expected dtype float32",
-                   fp16 ? ", float16" : "", " or bfloat16, got ", type);
-  TORCH_CHECK_VALUE(argument.tensor.numel() == numel, argument.name, ": expected ", numel, " elements, got ", argument.tensor.numel());
-  return {argument.data(), dtype_of(argument.tensor)};
-}
-
 uint8_t* message_of(const Argument& argument, const at::Device& device, const Codec& codec, int64_t numel) {
   check_dense(argument, device);
   TORCH_CHECK_TYPE(argument.tensor.scalar_type() == at::kByte, argument.name, ": expected dtype uint8, got ",
@@ -62,15 +26,6 @@ uint8_t* message_of(const Argument& argument, const at::Device& device, const Co
   TORCH_CHECK_VALUE(argument.tensor.numel() == codec.bytes(numel), argument.name, ": expected ", codec.bytes(numel), " bytes, which ",
                     numel, " elements are in ", codec.name, ", got ", argument.tensor.numel());
   return static_cast<uint8_t*>(argument.data());
-}
-
-template <class T>
-T* number_of(const Argument& argument, const at::Device& device) {
-  check_dense(argument, device);
-  constexpr auto type = c10::CppTypeToScalarType<T>::value;
-  TORCH_CHECK_TYPE(argument.tensor.scalar_type() == type && argument.tensor.numel() == 1, argument.name, ": expected one ", type,
-                   " number, got ", argument.tensor.toString(), " of shape ", argument.tensor.sizes());
-  return static_cast<T*>(argument.data());
 }
 
 bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % sizeof(float) == 0; }
@@ -85,39 +40,6 @@ const uint8_t* readable(const uint8_t* message, const at::Tensor& tensor, std::v
 uint8_t* writable(uint8_t* message) {
   TORCH_CHECK_VALUE(is_aligned(message), "wire: expected memory on a 4-byte border, got address ", static_cast<const void*>(message));
   return message;
-}
-
-// Parts are worked on in any order, so what one writes no other may read or write: but for the same elements, in the same places.
-void check_apart(const std::vector<Argument>& arguments) {
-  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
-    const auto* const x = static_cast<const char*>(a.const_data_ptr());
-    const auto* const y = static_cast<const char*>(b.const_data_ptr());
-    return x < y + b.nbytes() && y < x + a.nbytes();
-  };
-  const auto same = [](const Argument& a, const Argument& b) {
-    return !(a.written && b.written) && a.tensor.const_data_ptr() == b.tensor.const_data_ptr() &&
-           a.tensor.scalar_type() == b.tensor.scalar_type();
-  };
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    for (size_t j = 0; j < i; ++j) {
-      const Argument &a = arguments[i], &b = arguments[j];
-      TORCH_CHECK_VALUE(!(a.written || b.written) || same(a, b) || !overlap(a.tensor, b.tensor), a.name,
-                        ": expected memory apart from that of ", b.name, ", got some that both use");
-    }
-  }
-}
-
-uint32_t word(int64_t number, const char* name) {
-  constexpr int64_t largest = std::numeric_limits<uint32_t>::max();
-  TORCH_CHECK_VALUE(number >= 0 && number <= largest, name, ": expected 0 to ", largest, ", got ", number);
-  return static_cast<uint32_t>(number);
-}
-
-void changed(const std::vector<Argument>& arguments) {
-  for (const Argument& argument : arguments) {
-    c10::TensorImpl* const impl = argument.tensor.unsafeGetTensorImpl();
-    if (argument.written && !impl->is_inference()) impl->bump_version();
-  }
 }
 
 void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std::string& codec_name, int64_t position, double scale,
@@ -150,9 +72,7 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
   TORCH_CHECK_VALUE(wire || decoded, "wire, decoded: expected at least one of them");
   if (residual) {
     TORCH_CHECK_VALUE(wire, "residual: expected none where no wire is encoded");
-    TORCH_CHECK_VALUE(!stochastic || codec.stochastic_error.rms < 1.0,
-                      "residual: expected none where the rounding is stochastic and the codec ", codec.name,
-                      ", whose error can exceed what it encodes: feedback would make it grow");
+    check_feedback(codec, stochastic);
     sum.residual = elements_of(argument(*residual, "residual", true), device, sum.numel, false);
   }
   if (loss_scale) sum.loss_scale = number_of<float>(argument(*loss_scale, "loss_scale"), device);

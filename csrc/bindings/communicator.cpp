@@ -5,34 +5,62 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "bindings/arguments.h"
 #include "bindings/c10d_transport.h"
 #include "bindings/module.h"
 #include "bindings/place.h"
+#include "comm/envelopes.h"
+#include "core/check.h"
 
 namespace dltrain::bindings {
 
 namespace {
 
-void check_values(const at::Tensor& tensor) {
+constexpr const char* native = "native";
+
+void check_algorithm(const std::string& algorithm, const std::string& codec) {
+  if (algorithm != native) return comm::check_names(algorithm, codec);
+  dltrain::check(codec == "raw", "codec: expected raw for the algorithm native, got '", codec, "'");
+}
+
+bool is_one_of(at::ScalarType type, std::initializer_list<at::ScalarType> types) {
+  return std::find(types.begin(), types.end(), type) != types.end();
+}
+
+// Plans sum in fp32. What that cannot hold is left to the backend's own all-reduce.
+bool fits_plans(at::ScalarType type) { return is_one_of(type, {at::kFloat, at::kHalf, at::kBFloat16}); }
+bool fits_backend(at::ScalarType type) {
+  return fits_plans(type) || is_one_of(type, {at::kDouble, at::kByte, at::kChar, at::kInt, at::kLong});
+}
+
+void check_values(const at::Tensor& tensor, const AllReduceOptions& options) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch(),
                    "tensor: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "tensor: expected a tensor on the CPU, got one on ", tensor.device());
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "tensor: expected dtype float32, got ", tensor.scalar_type());
+  const at::ScalarType type = tensor.scalar_type();
+  if (options.is_native(type)) {
+    TORCH_CHECK_TYPE(fits_backend(type), "tensor: expected dtype float32, float16, bfloat16, float64, uint8, int8, int32 or int64, got ",
+                     type);
+    TORCH_CHECK_TYPE(!options.average || at::isFloatingType(type), "tensor: expected a floating dtype for op 'avg', got ", type);
+  } else {
+    TORCH_CHECK_TYPE(fits_plans(type), "tensor: expected dtype float32, float16 or bfloat16 for the algorithm ", options.algorithm,
+                     " and the codec ", options.codec, " (others are for the algorithms auto and native with the codec raw), got ", type);
+  }
   TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
                     "tensor: expected elements that each have a place of their own, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
-}
-
-// Errors of the peers reach Python as torch.distributed.DistBackendError.
-void reduce(comm::Executor& executor, const Place& place, const at::Tensor& tensor, const comm::AllReduce& call) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const at::Tensor dense = tensor.contiguous();
-  try {
-    executor.all_reduce(place, dense.mutable_data_ptr<float>(), dense.numel(), call);
-  } catch (const comm::AllReduceError& error) {
-    C10_THROW_ERROR(DistBackendError, error.what());
+  if (options.residual) {
+    const Codec& codec = find_codec(options.codec);
+    TORCH_CHECK_VALUE(!options.is_native(type), "residual: expected none for the algorithm native");
+    check_feedback(codec, options.stochastic);
+    std::vector<Argument> arguments = {{*options.residual, "residual", true}, {tensor, "tensor", true}};
+    elements_of(arguments[0], tensor.device(), tensor.numel(), false);
+    check_apart(arguments);
   }
-  if (!dense.is_same(tensor)) tensor.copy_(dense);
 }
 
 // The value of a Python hook's future must be a Python object. This one is made under the GIL when the work is submitted, so that the
@@ -58,9 +86,17 @@ class TensorHolder final : public c10::ivalue::PyObjectHolder {
 
 }  // namespace
 
+bool AllReduceOptions::is_native(at::ScalarType type) const {
+  return algorithm == native || (algorithm == "auto" && codec == "raw" && !fits_plans(type));
+}
+
 Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
-    : executor_(std::make_shared<comm::Executor>(std::make_unique<C10dTransport>(std::move(backend)), std::move(global_ranks))),
-      timeout_(timeout) {}
+    : work_(std::make_shared<Work>(std::move(backend), std::move(global_ranks), timeout)) {}
+
+Communicator::Work::Work(c10::intrusive_ptr<c10d::Backend> given, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
+    : backend(std::move(given)),
+      executor(std::make_unique<comm::Envelopes>(std::make_unique<C10dTransport>(backend)), std::move(global_ranks)),
+      timeout(timeout) {}
 
 Communicator::~Communicator() {
   // The worker may need the GIL to let go of a tensor.
@@ -68,35 +104,71 @@ Communicator::~Communicator() {
   close();
 }
 
-comm::AllReduce Communicator::call(const std::string& algorithm, const std::string& codec, bool average) const {
-  if (const std::string reason = executor_->failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
+void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& options) const {
+  if (const std::string reason = work_->executor.failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
   TORCH_CHECK(
       !queue_.in_worker(),
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
-  comm::check_names(algorithm, codec);
-  return {algorithm, codec, average, 0, timeout_};
+  check_algorithm(options.algorithm, options.codec);
+  check_values(tensor, options);
 }
 
-void Communicator::all_reduce(const at::Tensor& tensor, const std::string& algorithm, const std::string& codec, bool average) {
-  check_values(tensor);
-  const auto call = this->call(algorithm, codec, average);
+// Errors of the peers reach Python as torch.distributed.DistBackendError.
+void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor dense = tensor.contiguous();
+  if (options.is_native(tensor.scalar_type())) {
+    all_reduce_natively(dense, options.average);
+  } else {
+    comm::AllReduce call{options.algorithm, options.codec, options.average, options.segments, timeout};
+    if (options.residual) call.residual = {options.residual->mutable_data_ptr(), dtype_of(*options.residual)};
+    call.stochastic = options.stochastic;
+    call.seed = options.seed;
+    call.step = options.step;
+    try {
+      executor.all_reduce(place, {dense.mutable_data_ptr(), dtype_of(dense)}, dense.numel(), call);
+    } catch (const comm::AllReduceError& error) {
+      C10_THROW_ERROR(DistBackendError, error.what());
+    }
+  }
+  if (!dense.is_same(tensor)) tensor.copy_(dense);
+}
+
+void Communicator::Work::all_reduce_natively(at::Tensor tensor, bool average) {
+  if (average) tensor.div_(backend->getSize());
+  if (tensor.numel() == 0) return;
+  std::vector<at::Tensor> tensors = {tensor};
+  std::string reason;
+  try {
+    c10d::AllreduceOptions options;
+    options.timeout = timeout;
+    if (backend->allreduce(tensors, options)->wait(timeout)) return;
+    reason = "aborted";
+  } catch (const std::exception& error) {
+    reason = error.what();
+  }
+  executor.abort(text("all_reduce with native on rank ", executor.global_rank(), " in a group of ", backend->getSize(), " (deadline ",
+                      timeout.count() / 1e3, " s): ", reason.substr(0, reason.find('\n'))));
+  C10_THROW_ERROR(DistBackendError, executor.failure());
+}
+
+void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) {
+  check(tensor, options);
   py::gil_scoped_release no_gil;
-  queue_.run([&] { reduce(*executor_, caller_place(tensor.device()), tensor, call); });
+  queue_.run([&] { work_->all_reduce(caller_place(tensor.device()), tensor, options); });
 }
 
-std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const std::string& algorithm,
-                                                                      const std::string& codec, bool average) {
+std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const AllReduceOptions& options) {
   const auto tensor = object.cast<at::Tensor>();
-  check_values(tensor);
-  const auto call = this->call(algorithm, codec, average);
+  check(tensor, options);
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(c10::make_intrusive<TensorHolder>(std::move(object))));
   py::gil_scoped_release no_gil;
-  queue_.submit([executor = executor_, tensor, call, future, value = std::move(value)] {
+  queue_.submit([work = work_, tensor, options, future, value = std::move(value)] {
     try {
       // Backward has the other cores busy: a team of threads would gain nothing here.
-      reduce(*executor, Place{serial_for}, tensor, call);
+      work->all_reduce(Place{serial_for}, tensor, options);
     } catch (...) {
       future->setErrorIfNeeded(std::current_exception());
       return;
@@ -111,26 +183,51 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
 }
 
 void Communicator::close() {
-  executor_->abort("the communicator was closed");
+  work_->executor.abort("the communicator was closed");
   queue_.close();
 }
 
+namespace {
+
+// A method of the tensor and, by name, the options.
+template <class Method>
+auto with_options(Method method) {
+  return [method](Communicator& self, py::object tensor, const std::string& algorithm, const std::string& codec, bool average, int segments,
+                  std::optional<at::Tensor> residual, bool stochastic, int64_t seed,
+                  std::optional<int64_t> step) {
+    AllReduceOptions options{algorithm, codec, average, segments, std::move(residual), stochastic};
+    TORCH_CHECK_VALUE(segments >= 0, "segments: expected at least 0, got ", segments);
+    TORCH_CHECK_VALUE(seed >= 0, "seed: expected at least 0, got ", seed);
+    options.seed = static_cast<uint64_t>(seed);
+    if (step) options.step = word(*step, "step");
+    return method(self, std::move(tensor), options);
+  };
+}
+
+template <class Class, class Function>
+void def_with_options(Class& communicator, const char* name, Function method) {
+  communicator.def(name, with_options(method), py::arg("tensor"), py::kw_only(), py::arg("algorithm"), py::arg("codec"), py::arg("average"),
+                   py::arg("segments") = 0, py::arg("residual") = py::none(),
+                   py::arg("stochastic") = false, py::arg("seed") = 0, py::arg("step") = py::none());
+}
+
+}  // namespace
+
 void bind_communicator(py::module_& module) {
-  module.def("check_names", &comm::check_names);
+  module.def("check_names", &check_algorithm);
   module.def(
       "timeout_of",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
         return std::chrono::duration<double>(group->getDefaultBackend()->getBackendOptions()->timeout).count();
       },
       "The seconds that a group's own collectives wait.");
-  py::class_<Communicator>(module, "Communicator")
+  py::class_<Communicator> communicator(module, "Communicator");
+  communicator
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, double timeout) {
              const std::chrono::milliseconds milliseconds(static_cast<int64_t>(timeout * 1e3));
              return std::make_unique<Communicator>(std::move(backend), std::move(global_ranks), milliseconds);
            }),
            py::arg("backend"), py::arg("global_ranks"), py::arg("timeout"))
-      .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"), py::arg("algorithm"), py::arg("codec"), py::arg("average"))
-      .def("submit", &Communicator::submit, py::arg("tensor"), py::arg("algorithm"), py::arg("codec"), py::arg("average"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("stats", [](const Communicator& self) {
         const auto stats = self.stats();
@@ -139,6 +236,12 @@ void bind_communicator(py::module_& module) {
         out["wire_bytes"] = stats.wire_bytes;
         return out;
       });
+  def_with_options(communicator, "all_reduce", [](Communicator& self, const py::object& tensor, const AllReduceOptions& options) {
+    self.all_reduce(tensor.cast<at::Tensor>(), options);
+  });
+  def_with_options(communicator, "submit", [](Communicator& self, py::object tensor, const AllReduceOptions& options) {
+    return self.submit(std::move(tensor), options);
+  });
 }
 
 }  // namespace dltrain::bindings

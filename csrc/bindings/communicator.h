@@ -4,12 +4,27 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/executor.h"
 #include "core/queue.h"
 
 namespace dltrain::bindings {
+
+struct AllReduceOptions {
+  std::string algorithm, codec;
+  bool average = false;
+  int segments = 0;  // 0: chosen by size
+  std::optional<at::Tensor> residual;
+  bool stochastic = false;
+  uint64_t seed = 0;
+  std::optional<uint32_t> step;
+
+  // Whether the backend's own all-reduce is asked for, or is the only one for elements of this type.
+  bool is_native(at::ScalarType type) const;
+};
 
 // All-reduces over one backend of their own, one after another in the order of the calls.
 class Communicator {
@@ -18,22 +33,30 @@ class Communicator {
   ~Communicator();
 
   // In place, in the calling thread when nothing is under way.
-  void all_reduce(const at::Tensor& tensor, const std::string& algorithm, const std::string& codec, bool average);
+  void all_reduce(const at::Tensor& tensor, const AllReduceOptions& options);
 
   // The same by the worker. The future's value is the tensor.
-  std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const std::string& algorithm, const std::string& codec,
-                                                          bool average);
+  std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const AllReduceOptions& options);
 
   // Aborts what is under way and fails what waits. Does not block on any peer.
   void close();
 
-  comm::Stats stats() const { return executor_->stats(); }
+  comm::Stats stats() const { return work_->executor.stats(); }
 
  private:
-  comm::AllReduce call(const std::string& algorithm, const std::string& codec, bool average) const;
+  struct Work {
+    Work(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout);
+    void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
+    void all_reduce_natively(at::Tensor tensor, bool average);
 
-  std::shared_ptr<comm::Executor> executor_;  // shared with the tasks: one of them may drop the communicator
-  std::chrono::milliseconds timeout_;
+    c10::intrusive_ptr<c10d::Backend> backend;
+    comm::Executor executor;
+    std::chrono::milliseconds timeout;
+  };
+
+  void check(const at::Tensor& tensor, const AllReduceOptions& options) const;
+
+  std::shared_ptr<Work> work_;  // shared with the tasks: one of them may drop the communicator
   Queue queue_;
 };
 

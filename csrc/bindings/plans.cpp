@@ -35,17 +35,18 @@ void bind_plans(py::module_& module) {
       });
 
   py::class_<comm::Plan>(module, "Plan", "What one rank does in an all-reduce: rounds of steps over abstract chunks. print() draws it.")
-      .def(py::init([](std::string algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds) {
+      .def(py::init([](std::string algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds, bool exact) {
              check(chunks >= 1, "chunks: expected at least 1, got ", chunks);
              check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
-             return comm::Plan{std::move(algorithm), rank, world_size, chunks, std::move(rounds)};
+             return comm::Plan{std::move(algorithm), rank, world_size, chunks, std::move(rounds), exact};
            }),
-           py::arg("algorithm"), py::arg("rank"), py::arg("world_size"), py::arg("chunks"), py::arg("rounds"))
+           py::arg("algorithm"), py::arg("rank"), py::arg("world_size"), py::arg("chunks"), py::arg("rounds"), py::arg("exact") = false)
       .def_readonly("algorithm", &comm::Plan::algorithm)
       .def_readonly("rank", &comm::Plan::rank)
       .def_readonly("world_size", &comm::Plan::world_size)
       .def_readonly("chunks", &comm::Plan::chunks)
       .def_readonly("rounds", &comm::Plan::rounds)
+      .def_readonly("exact", &comm::Plan::exact)
       .def("to_json", &comm::to_json, "The plan as JSON text.")
       .def("__eq__", [](const comm::Plan& a, const comm::Plan& b) { return a == b; })
       .def("__str__", &comm::draw)

@@ -11,83 +11,108 @@ namespace {
 
 double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
-// A few segments hide folding behind sending; many only add messages.
+// A few segments hide encoding behind sending; many only add messages.
 int choose_segments(int64_t nbytes) {
   constexpr int64_t segment = 8 << 20, most = 8;
   return static_cast<int>(std::clamp<int64_t>(nbytes / segment, 1, most));
 }
 
+bool is_lossy(const Codec& codec) { return codec.nearest_error.max > 0.0; }
+
+int64_t element_size(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
+
+Elements part(const Elements& all, int64_t first) {
+  return all.data ? Elements{static_cast<char*>(all.data) + first * element_size(all.dtype), all.dtype} : all;
+}
+
+template <class Names>
+int32_t place_of(const Names& names, const std::string& name) {
+  return static_cast<int32_t>(std::find(names.begin(), names.end(), name) - names.begin());
+}
+
 }  // namespace
 
 void check_names(const std::string& algorithm, const std::string& codec) {
-  if (algorithm != "auto") make_plan(algorithm, 0, 1);
-  check(codec == "raw", "codec: expected one of raw (all that an all-reduce carries so far), got '", codec, "'");
+  const bool lossy = is_lossy(find_codec(codec));
+  std::vector<std::string> names;
+  for (const std::string& plan : algorithms()) {
+    if (!lossy || !make_plan(plan, 0, 1).exact) names.push_back(plan);
+  }
+  names.insert(names.end(), resolved_algorithms().begin(), resolved_algorithms().end());
+  if (std::find(names.begin(), names.end(), algorithm) != names.end()) return;
+  unknown_name(lossy ? text("algorithm for the codec ", codec).c_str() : "algorithm", names, algorithm);
 }
 
-void Executor::all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call) {
+void Executor::all_reduce(const Place& place, const Elements& values, int64_t numel, const AllReduce& call) {
   check(numel >= 0, "numel: expected at least 0, got ", numel);
   check(call.segments >= 0, "segments: expected at least 0, got ", call.segments);
   if (const std::string reason = failure(); !reason.empty()) throw AllReduceError(reason);
-  const Program& program = this->program(call, numel);
-  run(program, call, place, values);
-  ++calls_;
-  wire_bytes_ += program.sent * static_cast<int64_t>(sizeof(float));
+  const Codec& codec = find_codec(call.codec);
+  const bool in_place = call.codec == "raw" && values.dtype == Dtype::fp32;
+  const Program& program = this->program(call, codec, numel, in_place);
+  const int64_t number = calls_ + 1;
+  transport_->begin(
+      {number, numel, place_of(algorithms(), program.algorithm), place_of(codec_names(), call.codec), program.segments, call.average});
+  run({program, call, codec, place, values,
+       in_place ? static_cast<char*>(values.data) : static_cast<char*>(slots_.reserve(place, program.slots)),
+       static_cast<char*>(inbox_.reserve(place, program.inbox)), call.step.value_or(static_cast<uint32_t>(number))});
+  calls_ = number;
+  wire_bytes_ += program.sent;
 }
 
-const Program& Executor::program(const AllReduce& call, int64_t numel) {
+const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place) {
   constexpr size_t most = 256;
-  const int64_t nbytes = numel * static_cast<int64_t>(sizeof(float));
-  const std::string algorithm = resolve(call.algorithm, world_size(), nbytes);
-  const int segments = call.segments ? call.segments : choose_segments(nbytes);
-  const auto key = std::make_tuple(algorithm, call.codec, numel, segments);
+  const std::string algorithm = resolve(call.algorithm, world_size(), numel * static_cast<int64_t>(sizeof(float)), is_lossy(codec));
+  const int segments = call.segments ? call.segments : choose_segments(codec.bytes(numel));
+  auto key = std::make_tuple(algorithm, call.codec, numel, segments, in_place);
   if (const auto found = programs_.find(key); found != programs_.end()) return found->second;
+  const Plan plan = make_plan(algorithm, rank(), world_size());
   if (programs_.size() == most) programs_.clear();
-  return programs_[key] = lower(make_plan(algorithm, rank(), world_size()), find_codec(call.codec), numel, segments);
+  return programs_[std::move(key)] = lower(plan, codec, numel, segments, in_place);
 }
 
-void Executor::run(const Program& program, const AllReduce& call, const Place& place, float* values) {
-  const float scale = call.average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
+void Executor::run(const Work& work) {
+  const Program& program = work.program;
   const auto start = Clock::now();
-  const Deadline deadline = start + call.timeout;
-  inbox_ = static_cast<float*>(buffer_.reserve(place, program.inbox * static_cast<int64_t>(sizeof(float))));
-
+  const Deadline deadline = start + work.call.timeout;
   try {
     {
       std::lock_guard lock(mutex_);
-      in_flight_.resize(program.segments);
+      in_flight_.resize(std::max(in_flight_.size(), static_cast<size_t>(program.segments)));
     }
-    for (const Transfer& transfer : program.first) post(transfer, false, place, values);
+    for (const Transfer& transfer : program.first) post(work, transfer, false);
     for (const auto& tick : program.ticks) {
       for (const Part& part : tick) {
         complete(in_flight_[part.segment], deadline);
-        for (const FoldStep& step : part.folds) fold(step, place, values, scale);
-        for (const Transfer& transfer : part.sends) post(transfer, true, place, values);
-        for (const Transfer& transfer : part.ahead) post(transfer, false, place, values);
+        for (const SumStep& step : part.sums) sum(work, step);
+        for (const Transfer& transfer : part.sends) post(work, transfer, true);
+        for (const Transfer& transfer : part.ahead) post(work, transfer, false);
+        for (const DecodeStep& step : part.decodes) decode(work, step);
       }
     }
   } catch (const TransportError& error) {
     const std::string reason =
         text("all_reduce with ", program.algorithm, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for rank ",
              global(waiting_.peer), " in round ", waiting_.round, " of ", program.rounds, " failed after ", seconds(Clock::now() - start),
-             " s (deadline ", seconds(call.timeout), " s): ", error.what());
+             " s (deadline ", seconds(work.call.timeout), " s): ", error.what());
     std::lock_guard lock(mutex_);
     in_flight_.clear();
+    if (dynamic_cast<const Disagreement*>(&error)) transport_->fail();
     if (failure_.empty()) failure_ = reason;
     throw AllReduceError(failure_);
   }
 }
 
-void Executor::post(const Transfer& transfer, bool send, const Place& place, float* values) {
-  float* data = (transfer.inbox ? inbox_ : values) + transfer.span.first;
-  const int64_t bytes = transfer.span.count * static_cast<int64_t>(sizeof(float));
+void Executor::post(const Work& work, const Transfer& transfer, bool send) {
   std::lock_guard lock(mutex_);
   if (!failure_.empty()) throw TransportError(failure_);
   waiting_ = transfer;
   InFlight& segment = in_flight_[transfer.segment];
+  char* const data = work.at(transfer.location);
   if (send) {
-    segment.now.push_back({transfer, transport_->send(place, transfer.peer, data, bytes)});
+    segment.now.push_back({transfer, transport_->send(work.place, transfer.peer, data, transfer.bytes)});
   } else {
-    segment.ahead.push_back({transfer, transport_->recv(place, transfer.peer, data, bytes)});
+    segment.ahead.push_back({transfer, transport_->recv(work.place, transfer.peer, data, transfer.bytes)});
   }
 }
 
@@ -102,20 +127,34 @@ void Executor::complete(InFlight& segment, Deadline deadline) {
   segment.now.swap(segment.ahead);
 }
 
-void Executor::fold(const FoldStep& step, const Place& place, float* values, float scale) {
-  const float own_scale = step.scales ? scale : 1.0f;
-  if (step.inboxes.empty() && own_scale == 1.0f) return;
-  std::vector<const uint8_t*> received;
-  received.reserve(step.inboxes.size());
-  for (int64_t inbox : step.inboxes) received.push_back(reinterpret_cast<const uint8_t*>(inbox_ + inbox));
+void Executor::sum(const Work& work, const SumStep& step) {
+  const AllReduce& call = work.call;
+  const bool encodes = step.slot >= 0;
   Sum sum;
   sum.numel = step.span.count;
-  sum.own = sum.decoded = {values + step.span.first};
-  sum.scale = own_scale;
-  sum.received = received.data();
-  sum.count = static_cast<int>(received.size());
-  sum.own_place = step.own_place;
-  find_codec("raw").encode_sum(place, sum);
+  if (step.own) {
+    sum.own = part(work.values, step.span.first);
+    sum.own_place = step.own_place;
+    sum.scale = call.average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
+    if (encodes) sum.residual = part(call.residual, step.span.first);
+    // The message of what is there already.
+    if (work.program.in_place && step.received.empty() && sum.scale == 1.0f && !sum.residual.data) return;
+  }
+  received_.clear();
+  for (const Location& location : step.received) received_.push_back(reinterpret_cast<const uint8_t*>(work.at(location)));
+  sum.received = received_.data();
+  sum.count = static_cast<int>(received_.size());
+  if (encodes) sum.message = reinterpret_cast<uint8_t*>(work.slots + step.slot);
+  if (step.decodes) sum.decoded = part(work.values, step.span.first);
+  sum.stochastic = call.stochastic;
+  sum.random = {call.seed, work.step, static_cast<uint32_t>(rank())};
+  sum.first = step.span.first;
+  work.codec.encode_sum(work.place, sum);
+}
+
+void Executor::decode(const Work& work, const DecodeStep& step) {
+  work.codec.decode(work.place, step.span.count, reinterpret_cast<const uint8_t*>(work.slots + step.slot),
+                    part(work.values, step.span.first), {});
 }
 
 void Executor::abort(const std::string& reason) {

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -22,7 +23,7 @@ class AllReduceError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Throws std::invalid_argument naming what there is.
+// Throws std::invalid_argument naming what there is, and what fits what.
 void check_names(const std::string& algorithm, const std::string& codec);
 
 struct AllReduce {
@@ -31,6 +32,11 @@ struct AllReduce {
   bool average = false;
   int segments = 0;  // 0: chosen by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
+
+  Elements residual;        // as many as there are values; what encoding loses stays there, and is added the next time
+  bool stochastic = false;  // rounding
+  uint64_t seed = 0;
+  std::optional<uint32_t> step;  // of the stream of random numbers; the number of the call where there is none
 };
 
 struct Stats {
@@ -47,7 +53,7 @@ class Executor {
 
   // Sums (or averages) values over the ranks, in place: on the CPU before it returns, on a CUDA device in the order of the stream. After an
   // error the messages of the group are out of step, so every later call fails.
-  void all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call);
+  void all_reduce(const Place& place, const Elements& values, int64_t numel, const AllReduce& call);
 
   // From any thread: what is under way and all that comes later fails with `reason`.
   void abort(const std::string& reason);
@@ -55,6 +61,7 @@ class Executor {
   std::string failure() const;  // why calls fail now; empty while they do not
 
   int rank() const { return transport_->rank(); }
+  int global_rank() const { return global(rank()); }
   int world_size() const { return transport_->world_size(); }
   Stats stats() const { return {calls_, wire_bytes_}; }
 
@@ -67,18 +74,32 @@ class Executor {
     std::vector<Posted> now, ahead;  // of the round under way; the next round's receives
   };
 
+  // One call, and where its bytes lie.
+  struct Work {
+    const Program& program;
+    const AllReduce& call;
+    const Codec& codec;
+    Place place;
+    Elements values;
+    char *slots, *inbox;
+    uint32_t step;
+
+    char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : inbox) + location.offset; }
+  };
+
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
-  const Program& program(const AllReduce& call, int64_t numel);
-  void run(const Program& program, const AllReduce& call, const Place& place, float* values);
-  void post(const Transfer& transfer, bool send, const Place& place, float* values);
+  const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place);
+  void run(const Work& work);
+  void post(const Work& work, const Transfer& transfer, bool send);
   void complete(InFlight& segment, Deadline deadline);
-  void fold(const FoldStep& step, const Place& place, float* values, float scale);
+  void sum(const Work& work, const SumStep& step);
+  void decode(const Work& work, const DecodeStep& step);
 
   std::unique_ptr<Transport> transport_;
   std::vector<int> global_ranks_;
-  Buffer buffer_;
-  float* inbox_ = nullptr;
-  std::map<std::tuple<std::string, std::string, int64_t, int>, Program> programs_;
+  Buffer slots_, inbox_;
+  std::vector<const uint8_t*> received_;
+  std::map<std::tuple<std::string, std::string, int64_t, int, bool>, Program> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
 
   Transfer waiting_{};  // the latest transfer posted or waited for

@@ -1,5 +1,6 @@
 #include "comm/in_process.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -15,12 +16,17 @@ namespace {
 struct Message {
   Memory bytes;
   Event sent;
+  int tag;
 };
 
 struct Channel {  // from one rank to another
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Message> messages;
+
+  auto find(int tag) {
+    return std::find_if(messages.begin(), messages.end(), [tag](const Message& message) { return message.tag == tag; });
+  }
 };
 
 class Sent : public Request {
@@ -31,21 +37,25 @@ class Sent : public Request {
 
 class Received : public Request {
  public:
-  Received(Channel& channel, const Place& place, void* data, int64_t bytes)
-      : channel_(channel), place_(place), data_(data), bytes_(bytes) {}
+  Received(Channel& channel, const Place& place, void* data, int64_t bytes, int tag)
+      : channel_(channel), place_(place), data_(data), bytes_(bytes), tag_(tag) {}
 
   void wait(Deadline deadline) override {
     std::unique_lock lock(channel_.mutex);
-    const bool came = channel_.changed.wait_until(lock, deadline, [this] { return aborted_ || !channel_.messages.empty(); });
+    auto found = channel_.messages.end();
+    const bool came = channel_.changed.wait_until(lock, deadline, [&] {
+      found = channel_.find(tag_);
+      return aborted_ || found != channel_.messages.end();
+    });
     if (aborted_) throw TransportError("aborted");
     if (!came) throw TransportError("nothing came");
-    Message message = std::move(channel_.messages.front());
-    channel_.messages.pop_front();
+    Message message = std::move(*found);
+    channel_.messages.erase(found);
     lock.unlock();
     message.sent.wait(place_);
     message.bytes.hand_to(place_);
-    if (message.bytes.bytes() != bytes_) throw TransportError(text("expected ", bytes_, " bytes, got ", message.bytes.bytes()));
-    copy(place_, data_, message.bytes.data(), bytes_);
+    if (message.bytes.bytes() > bytes_) throw TransportError(text("expected at most ", bytes_, " bytes, got ", message.bytes.bytes()));
+    copy(place_, data_, message.bytes.data(), message.bytes.bytes());
   }
 
   void abort() override {
@@ -59,6 +69,7 @@ class Received : public Request {
   Place place_;
   void* data_;
   int64_t bytes_;
+  int tag_;
   bool aborted_ = false;
 };
 
@@ -71,8 +82,8 @@ class InProcess : public Transport {
   int rank() const override { return rank_; }
   int world_size() const override { return static_cast<int>(channels_->size()); }
 
-  std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes) override {
-    Message message{Memory(place, bytes), {}};
+  std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag) override {
+    Message message{Memory(place, bytes), {}, tag};
     copy(place, message.bytes.data(), data, bytes);
     message.sent = Event::record(place);
     Channel& channel = (*channels_)[rank_][peer];
@@ -82,8 +93,8 @@ class InProcess : public Transport {
     return std::make_unique<Sent>();
   }
 
-  std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes) override {
-    return std::make_unique<Received>((*channels_)[peer][rank_], place, data, bytes);
+  std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag) override {
+    return std::make_unique<Received>((*channels_)[peer][rank_], place, data, bytes, tag);
   }
 
  private:

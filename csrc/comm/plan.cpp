@@ -14,7 +14,12 @@ using Builder = Plan (*)(int rank, int world_size);
 const std::vector<std::pair<std::string, Builder>>& registry() {
   static const std::vector<std::pair<std::string, Builder>> entries = {
       {"ring", ring},
+      {"tree", tree},
+      {"double_tree", double_tree},
+      {"recursive_doubling", recursive_doubling},
+      {"halving_doubling", halving_doubling},
       {"direct", direct},
+      {"oneshot", oneshot},
   };
   return entries;
 }
@@ -50,10 +55,19 @@ Plan make_plan(const std::string& algorithm, int rank, int world_size) {
   unknown_name("algorithm", algorithms(), algorithm);
 }
 
-std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes) {
+const std::vector<std::string>& resolved_algorithms() {
+  static const std::vector<std::string> names = {"auto", "butterfly"};
+  return names;
+}
+
+std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
+  constexpr int64_t small = 64 << 10, ring_from = 8 << 20;
+  if (algorithm == "butterfly") return !lossy && nbytes <= small ? "recursive_doubling" : "halving_doubling";
   if (algorithm != "auto") return algorithm;
-  // direct has the fewest rounds; from some size on the ring wins, since it never has several ranks send to one at a time.
-  constexpr int64_t ring_from = 8 << 20;
+  // Small messages want few rounds. direct has the fewest of those that do not send everything to everybody; from some size on the ring
+  // wins, since it never has several ranks send to one at a time.
+  if (nbytes <= small && world_size == 2) return "oneshot";
+  if (nbytes <= small && !lossy) return "recursive_doubling";
   return world_size > 2 && nbytes >= ring_from ? "ring" : "direct";
 }
 

@@ -11,7 +11,8 @@
 namespace dltrain::comm {
 
 enum class Op {
-  send_partial,  // encode my part plus what I have folded in, once; equal chunks to several peers are the same bytes
+  send_partial,  // encode my part plus what I have folded in, once; equal chunks to several peers are the same bytes. What I go on with, if
+                 // the plan uses it again, is what those bytes stand for
   recv_reduce,   // fold the peer's partial into mine; several in one round in rank order, mine at my own place
   finalize,      // I own it and it is complete: encode it once; my own copy becomes the decoded bytes
   send_final,    // hand on the final bytes, verbatim
@@ -43,17 +44,21 @@ struct Plan {
   int world_size;
   int chunks;
   std::vector<Round> rounds;
+  bool exact = false;  // encodes an element more than once, or on several ranks alike: for codecs that lose nothing
   bool operator==(const Plan&) const = default;
 };
 
-// The names of all algorithms that are plans; "auto" is none of them.
+// The names of all algorithms that are plans.
 const std::vector<std::string>& algorithms();
+
+// Those that resolve() makes one of them, by size: "auto", "butterfly".
+const std::vector<std::string>& resolved_algorithms();
 
 // Throws std::invalid_argument for an unknown algorithm or a rank outside the world.
 Plan make_plan(const std::string& algorithm, int rank, int world_size);
 
-// The algorithm that "auto" stands for; any other name is returned as it is.
-std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes);
+// The plan that the name stands for, where a tensor of nbytes in fp32 is to be reduced; a plan's own name is returned as it is.
+std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy);
 
 // A picture of the plan: a line for each round, a column for each chunk.
 std::string draw(const Plan& plan);
@@ -61,6 +66,11 @@ std::string to_json(const Plan& plan);
 
 // The builders, one file each in plans/.
 Plan ring(int rank, int world_size);
+Plan tree(int rank, int world_size);
+Plan double_tree(int rank, int world_size);
+Plan recursive_doubling(int rank, int world_size);
+Plan halving_doubling(int rank, int world_size);
 Plan direct(int rank, int world_size);
+Plan oneshot(int rank, int world_size);
 
 }  // namespace dltrain::comm

@@ -81,7 +81,7 @@ std::string draw(const Plan& plan) {
 std::string to_json(const Plan& plan) {
   std::ostringstream out;
   out << R"({"algorithm": )" << std::quoted(plan.algorithm) << R"(, "rank": )" << plan.rank << R"(, "world_size": )" << plan.world_size
-      << R"(, "chunks": )" << plan.chunks << R"(, "rounds": [)";
+      << R"(, "chunks": )" << plan.chunks << R"(, "exact": )" << (plan.exact ? "true" : "false") << R"(, "rounds": [)";
   const char* between_rounds = "";
   for (const Round& round : plan.rounds) {
     out << std::exchange(between_rounds, ", ") << "[";

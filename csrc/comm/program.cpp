@@ -8,6 +8,12 @@ namespace dltrain::comm {
 
 namespace {
 
+using Room = Location::Room;
+
+constexpr int64_t cache_line = 64;
+
+int64_t aligned(int64_t bytes) { return (bytes + cache_line - 1) / cache_line * cache_line; }
+
 // The part-th of `parts` equal stretches of span, cut at multiples of block.
 Span cut(const Span& span, int64_t block, int64_t parts, int64_t part) {
   const int64_t blocks = (span.count + block - 1) / block;
@@ -16,28 +22,40 @@ Span cut(const Span& span, int64_t block, int64_t parts, int64_t part) {
   return {span.first + begin, end - begin};
 }
 
-// Places of equal size; one given back is the next one taken, since it is still in the cache.
+// Places of equal size, each for one message until all its chunks have been used. One given back is the next one taken, since it is still
+// in the cache.
 class Inbox {
  public:
   int64_t place_size = 0;
 
-  int64_t take() {
-    if (free_.empty()) return place_size * places_++;
+  int64_t take(int chunks) {
+    if (free_.empty()) {
+      free_.push_back(place_size * static_cast<int64_t>(unused_chunks_.size()));
+      unused_chunks_.push_back(0);
+    }
     const int64_t place = free_.back();
     free_.pop_back();
+    unused_chunks_[place / place_size] = chunks;
     return place;
   }
-  void give_back(int64_t place) { free_.push_back(place); }
-  int64_t size() const { return place_size * places_; }
+  void use_chunk(int64_t offset) {
+    const int64_t index = offset / place_size;
+    if (--unused_chunks_[index] == 0) free_.push_back(index * place_size);
+  }
+  int64_t size() const { return place_size * static_cast<int64_t>(unused_chunks_.size()); }
 
  private:
-  int64_t places_ = 0;
+  std::vector<int> unused_chunks_;  // of the message in each place
   std::vector<int64_t> free_;
 };
 
 struct Chunk {
   Span span;
-  bool used = false;  // my contribution has been scaled
+  int64_t slot, bytes;
+  std::vector<Location> received;  // not yet added up
+  int own_place = 0;
+  int encoded_in = -1;  // the round; from then on my own contribution is part of the message in the slot
+  bool final = false;
 };
 
 struct Partial {  // a message of recv_reduce
@@ -49,47 +67,58 @@ struct Partial {  // a message of recv_reduce
 struct Segment {
   std::vector<Chunk> chunks;
   std::vector<Partial> arriving, arrived;  // in this round, in the one before
+  std::vector<Chunks> final_arriving, final_arrived;
 
-  Span span_of(const Chunks& range) const {
-    const Span &first = chunks[range.begin].span, &last = chunks[range.end - 1].span;
-    return {first.first, last.first + last.count - first.first};
+  int64_t bytes_of(const Chunks& range) const {
+    const Chunk &first = chunks[range.begin], &last = chunks[range.end - 1];
+    return last.slot + last.bytes - first.slot;
+  }
+  int filled(const Chunks& range) const {
+    return static_cast<int>(
+        std::count_if(chunks.begin() + range.begin, chunks.begin() + range.end, [](const Chunk& chunk) { return chunk.bytes > 0; }));
   }
 };
 
 class Lowering {
  public:
-  Lowering(const Plan& plan, const Codec& codec, int64_t numel, int segments) : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
+  Lowering(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place)
+      : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
+    program_.algorithm = plan.algorithm;
+    program_.in_place = in_place;
+    program_.rounds = rounds_;
+    program_.segments = segments;
     for (int s = 0; s < segments; ++s) {
       const Span span = cut({0, numel}, codec.alignment, segments, s);
       Segment& segment = segments_.emplace_back();
-      for (int chunk = 0; chunk < plan.chunks; ++chunk) segment.chunks.push_back({cut(span, codec.alignment, plan.chunks, chunk)});
+      for (int c = 0; c < plan.chunks; ++c) {
+        const Span part = cut(span, codec.alignment, plan.chunks, c);
+        segment.chunks.push_back({part, program_.slots, codec.bytes(part.count), {}});
+        program_.slots += segment.chunks.back().bytes;
+      }
+      if (!in_place) program_.slots = aligned(program_.slots);
       for (const Round& round : plan.rounds) {
         for (const Step& step : round) {
-          if (step.op == Op::recv_reduce) inbox_.place_size = std::max(inbox_.place_size, segment.span_of(step.chunks).count);
+          if (step.op == Op::recv_reduce) inbox_.place_size = std::max(inbox_.place_size, aligned(segment.bytes_of(step.chunks)));
         }
       }
     }
-    inbox_.place_size = (inbox_.place_size + codec.alignment - 1) / codec.alignment * codec.alignment;
   }
 
   Program run() {
-    // A segment passes one tick beyond its last round, in which it folds what that round brought.
-    Program program;
-    program.algorithm = plan_.algorithm;
-    program.rounds = rounds_;
-    program.segments = static_cast<int>(segments_.size());
-    program.first = lower_receives(0, 0);
-    program.ticks.resize(rounds_ + segments_.size());
-    for (int tick = 0; tick < static_cast<int>(program.ticks.size()); ++tick) {
-      for (int segment = 0; segment < program.segments; ++segment) {
+    // A segment passes one tick beyond its last round, in which it uses what that round brought.
+    program_.first = lower_receives(0, 0);
+    program_.ticks.resize(rounds_ + segments_.size());
+    for (int tick = 0; tick < static_cast<int>(program_.ticks.size()); ++tick) {
+      for (int segment = 0; segment < program_.segments; ++segment) {
         if (const int round = tick - segment; 0 <= round && round <= rounds_) {
-          program.ticks[tick].push_back(lower_part(segment, round));
-          for (const Transfer& send : program.ticks[tick].back().sends) program.sent += send.span.count;
+          program_.ticks[tick].push_back(lower_part(segment, round));
+          for (const Transfer& send : program_.ticks[tick].back().sends) program_.sent += send.bytes;
         }
       }
     }
-    program.inbox = inbox_.size();
-    return program;
+    program_.inbox = inbox_.size();
+    if (program_.in_place) program_.slots = 0;
+    return std::move(program_);
   }
 
  private:
@@ -98,28 +127,41 @@ class Lowering {
     if (index == static_cast<int>(segments_.size()) || round >= rounds_) return out;
     Segment& segment = segments_[index];
     for (const Step& step : plan_.rounds[round]) {
-      const Span span = segment.span_of(step.chunks);
-      if (!receives(step.op) || span.count == 0) continue;
+      const int64_t bytes = segment.bytes_of(step.chunks);
+      if (!receives(step.op) || bytes == 0) continue;
+      Location location{Room::slots, segment.chunks[step.chunks.begin].slot};
       if (step.op == Op::recv_final) {
-        out.push_back({step.peer, round, index, false, span});
+        segment.final_arriving.push_back(step.chunks);
       } else {
-        segment.arriving.push_back({step.peer, step.chunks, inbox_.take()});
-        out.push_back({step.peer, round, index, true, {segment.arriving.back().place, span.count}});
+        location = {Room::inbox, inbox_.take(segment.filled(step.chunks))};
+        segment.arriving.push_back({step.peer, step.chunks, location.offset});
       }
+      out.push_back({step.peer, round, index, location, bytes});
     }
     return out;
   }
 
   Part lower_part(int index, int round) {
     Segment& segment = segments_[index];
-    Part part{index, {}, {}, {}};
-    fold_arrived(segment, part);
-    if (round == rounds_) return part;
+    Part part{index, {}, {}, {}, {}};
+    take_arrived(segment, part);
+    if (round == rounds_) {
+      for (Chunk& chunk : segment.chunks) {
+        if (!chunk.final) sum(chunk, false, true, part);
+      }
+      return part;
+    }
     for (const Step& step : plan_.rounds[round]) {
       if (receives(step.op)) continue;
-      for (int chunk = step.chunks.begin; chunk < step.chunks.end; ++chunk) add_fold(segment.chunks[chunk], {}, 0, part);
-      const Span span = segment.span_of(step.chunks);
-      if (sends(step.op) && span.count > 0) part.sends.push_back({step.peer, round, index, false, span});
+      for (int c = step.chunks.begin; c < step.chunks.end; ++c) {
+        Chunk& chunk = segment.chunks[c];
+        if (step.op != Op::send_final && chunk.encoded_in != round) sum(chunk, true, step.op == Op::finalize, part);
+        if (step.op != Op::send_final) chunk.encoded_in = round;
+        chunk.final |= step.op == Op::finalize;
+      }
+      const int64_t bytes = segment.bytes_of(step.chunks);
+      if (!sends(step.op) || bytes == 0) continue;
+      part.sends.push_back({step.peer, round, index, {Room::slots, segment.chunks[step.chunks.begin].slot}, bytes});
     }
     // In the order in which the peers send: by tick, then by segment. A segment's first round follows the one of the segment before it.
     part.ahead = lower_receives(index, round + 1);
@@ -130,40 +172,58 @@ class Lowering {
     return part;
   }
 
-  void fold_arrived(Segment& segment, Part& part) {
-    std::map<int, std::map<int, int64_t>> operands;  // chunk -> peer -> where in the inbox
+  void take_arrived(Segment& segment, Part& part) {
+    std::map<int, std::map<int, Location>> partials;  // chunk -> peer -> where it came
     for (const Partial& partial : segment.arrived) {
-      const int64_t first = segment.span_of(partial.chunks).first;
-      for (int chunk = partial.chunks.begin; chunk < partial.chunks.end; ++chunk) {
-        operands[chunk][partial.peer] = partial.place + segment.chunks[chunk].span.first - first;
+      const int64_t first = segment.chunks[partial.chunks.begin].slot;
+      for (int c = partial.chunks.begin; c < partial.chunks.end; ++c) {
+        const Chunk& chunk = segment.chunks[c];
+        if (chunk.bytes > 0) partials[c][partial.peer] = {Room::inbox, partial.place + chunk.slot - first};
       }
-      inbox_.give_back(partial.place);
     }
     segment.arrived = std::exchange(segment.arriving, {});
-    for (const auto& [chunk, by_peer] : operands) {
-      std::vector<int64_t> inboxes;
-      int own_place = 0;
-      for (const auto& [peer, inbox] : by_peer) {
-        inboxes.push_back(inbox);
-        own_place += peer < plan_.rank;
-      }
-      add_fold(segment.chunks[chunk], std::move(inboxes), own_place, part);
+    // What was folded in before counts as mine.
+    for (const auto& [c, by_peer] : partials) {
+      Chunk& chunk = segment.chunks[c];
+      std::vector<Location> lower, upper;
+      for (const auto& [peer, location] : by_peer) (peer < plan_.rank ? lower : upper).push_back(location);
+      chunk.own_place += static_cast<int>(lower.size());
+      chunk.received.insert(chunk.received.begin(), lower.begin(), lower.end());
+      chunk.received.insert(chunk.received.end(), upper.begin(), upper.end());
     }
+    for (const Chunks& range : segment.final_arrived) {
+      for (int c = range.begin; c < range.end; ++c) {
+        Chunk& chunk = segment.chunks[c];
+        chunk.final = true;
+        if (!program_.in_place && chunk.span.count > 0) part.decodes.push_back({chunk.span, chunk.slot});
+      }
+    }
+    segment.final_arrived = std::exchange(segment.final_arriving, {});
   }
 
-  static void add_fold(Chunk& chunk, std::vector<int64_t> inboxes, int own_place, Part& part) {
-    const bool scales = !std::exchange(chunk.used, true);
-    if (chunk.span.count > 0 && (scales || !inboxes.empty())) part.folds.push_back({chunk.span, std::move(inboxes), own_place, scales});
+  // What is in the chunk's slot becomes an operand in place of my own contribution, which it holds.
+  void sum(Chunk& chunk, bool encodes, bool decodes, Part& part) {
+    const bool own = chunk.encoded_in < 0;
+    const int own_place = std::exchange(chunk.own_place, 0);
+    std::vector<Location> received = std::exchange(chunk.received, {});
+    if (chunk.bytes == 0) return;
+    for (const Location& location : received) inbox_.use_chunk(location.offset);
+    if (!own) received.insert(received.begin() + own_place, {Room::slots, chunk.slot});
+    const int64_t slot = encodes ? chunk.slot : -1;
+    part.sums.push_back({chunk.span, std::move(received), own, own_place, slot, decodes && !(encodes && program_.in_place)});
   }
 
   const Plan& plan_;
   const int rounds_;
+  Program program_;
   std::vector<Segment> segments_;
   Inbox inbox_;
 };
 
 }  // namespace
 
-Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments) { return Lowering(plan, codec, numel, segments).run(); }
+Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place) {
+  return Lowering(plan, codec, numel, segments, in_place).run();
+}
 
 }  // namespace dltrain::comm

@@ -1,14 +1,19 @@
 #pragma once
 
-// A program is a plan lowered onto a tensor: chunks became spans of elements, and the rounds of all segments were laid out in ticks.
-// Segment s runs round t in tick s + t, so that while one segment is on the wire another is folded:
+// A program is a plan lowered onto a tensor: chunks became spans of elements, their messages got places, and the rounds of all segments
+// were laid out in ticks. Segment s runs round t in tick s + t, so that while one segment is on the wire another is encoded:
 //
 //   tick         0    1    2    3    4
 //   segment 0   r0   r1   r2
 //   segment 1        r0   r1   r2
 //   segment 2             r0   r1   r2
+//
+// Each chunk has a slot for its one message: what this rank encodes of it, and later the final bytes. The slots of a segment lie side by
+// side, so that several chunks travel as one message. Partials of the peers come into the inbox, and stay there until what they are part
+// of is encoded: each element is added up and encoded in one pass.
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "comm/plan.h"
@@ -20,41 +25,55 @@ struct Span {  // of elements
   int64_t first = 0, count = 0;
 };
 
-// values[span] = own contribution and what came in, in rank order.
-struct FoldStep {
+struct Location {  // of a message
+  enum class Room { slots, inbox } room;
+  int64_t offset;  // bytes
+};
+
+// Adds up the messages of a span and, where it is not part of one of them, the rank's own contribution.
+struct SumStep {
   Span span;
-  std::vector<int64_t> inboxes;  // where in the inbox each operand lies
-  int own_place;                 // so many operands come before my own
-  bool scales;                   // my contribution is used for the first time: scale it
+  std::vector<Location> received;
+  bool own;
+  int own_place;  // so many of the messages come before it
+  int64_t slot;   // where the sum's message goes; -1: nowhere
+  bool decodes;   // the tensor becomes what the message stands for or, where there is none, the sum
+};
+
+struct DecodeStep {
+  Span span;
+  int64_t slot;
 };
 
 struct Transfer {
   int peer;
   int round;
   int segment;
-  bool inbox;  // the span lies in the inbox, not in the tensor
-  Span span;
+  Location location;
+  int64_t bytes;
 };
 
 // One segment's share of a tick. It begins when the segment's round before is complete, whatever the other segments wait for.
 struct Part {
   int segment;
-  std::vector<FoldStep> folds;
+  std::vector<SumStep> sums;
   std::vector<Transfer> sends;
-  std::vector<Transfer> ahead;  // receives of the next tick, which may be posted once the folds have emptied their places
+  std::vector<Transfer> ahead;      // receives of the next tick, which may be posted once the sums have emptied their places
+  std::vector<DecodeStep> decodes;  // nobody waits for these
 };
 
 struct Program {
   std::string algorithm;
+  bool in_place = false;  // the slots are the tensor itself
   int rounds = 0;
   int segments = 0;
-  int64_t inbox = 0;            // elements
-  int64_t sent = 0;             // elements
-  std::vector<Transfer> first;  // the receives of tick 0
+  int64_t slots = 0, inbox = 0;  // bytes
+  int64_t sent = 0;              // bytes
+  std::vector<Transfer> first;   // the receives of tick 0
   std::vector<std::vector<Part>> ticks;
 };
 
-// Lowers a verified plan onto numel elements cut into `segments`.
-Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments);
+// Lowers a verified plan onto numel elements cut into `segments`. In place: for a codec whose messages are the very bytes of the tensor.
+Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place);
 
 }  // namespace dltrain::comm

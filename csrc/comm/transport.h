@@ -5,6 +5,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "comm/call.h"
 #include "core/place.h"
 
 namespace dltrain::comm {
@@ -18,6 +19,12 @@ class TransportError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A message of another call than this rank's came instead.
+class Disagreement : public TransportError {
+ public:
+  using TransportError::TransportError;
+};
+
 // A posted send or receive. Dropping it gives its memory back, whether it has completed or not.
 class Request {
  public:
@@ -27,15 +34,21 @@ class Request {
   virtual void abort() = 0;  // from any thread: wait throws
 };
 
-// Carries bytes between the ranks of one group. Between two ranks messages arrive in the order in which they were posted. The data lies at
-// the place, and a message takes its turn in the order of the place's work.
+// Carries bytes between the ranks of one group. Between two ranks messages of one tag arrive in the order in which they were posted. The
+// data lies at the place, and a message takes its turn in the order of the place's work.
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  virtual std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes) = 0;
-  virtual std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes) = 0;
+  virtual std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) = 0;
+  // The message may be shorter than `bytes`, never longer.
+  virtual std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) = 0;
+
+  // What is posted from now on belongs to this call.
+  virtual void begin(const Call&) {}
+  // From now on nothing is sent any more. Tells the peers, where they can be told.
+  virtual void fail() noexcept {}
 };
 
 }  // namespace dltrain::comm

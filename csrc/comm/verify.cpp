@@ -82,6 +82,7 @@ class Walk {
       check(plan.rank == rank && plan.world_size == world_size_ && plan.chunks == plans[0].chunks, "plans[", rank, "]: expected rank ",
             rank, " of ", world_size_, " over ", plans[0].chunks, " chunks, got rank ", plan.rank, " of ", plan.world_size, " over ",
             plan.chunks);
+      check(plan.exact == plans[0].exact, "plans[", rank, "]: expected exact to be the same on all ranks");
       const Value own{hash({static_cast<Expression>(rank) + 1}), RankSet(world_size_, rank)};
       held_.emplace_back(plan.chunks, Held{own});
       rounds_ = std::max(rounds_, plan.rounds.size());
@@ -117,7 +118,7 @@ class Walk {
 
   void encode(int rank, int chunk) {
     Held& held = held_[rank][chunk];
-    if (held.encoded_in >= 0 && held.encoded_in != round_) {
+    if (!plans_[rank].exact && held.encoded_in >= 0 && held.encoded_in != round_) {
       broken("R4", "round ", round_, ": rank ", rank, " encodes chunk ", chunk, " a second time, the first was in round ", held.encoded_in);
     }
     held.encoded_in = round_;
@@ -131,7 +132,7 @@ class Walk {
       broken("R2", "round ", round_, ": rank ", rank, " finalizes chunk ", chunk, " without the contribution of rank ", *missing);
     }
     encode(rank, chunk);
-    value.expression = hash({value.expression, static_cast<Expression>(rank)});
+    if (!plans_[rank].exact) value.expression = hash({value.expression, static_cast<Expression>(rank)});
     value.final = true;
   }
 

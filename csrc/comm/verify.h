@@ -5,7 +5,8 @@
 //   R1  the sends of each round match the receives of that round
 //   R2  every final chunk counts every rank's contribution exactly once
 //   R3  at the end every rank holds the final bytes made by one finalize, or the same expression of the same operands
-//   R4  nothing is used before it came, and each rank encodes each chunk exactly once
+//   R4  nothing is used before it came, and each rank encodes each chunk exactly once (at least once in an exact plan, where encoding
+//       changes no value)
 
 #include <stdexcept>
 #include <vector>

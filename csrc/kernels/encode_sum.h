@@ -11,7 +11,7 @@ namespace dltrain {
 // What the one operation of a codec is given: own contribution, received messages, residual -> message, decoded, residual.
 struct Sum {
   int64_t numel = 0;
-  Elements own;
+  Elements own;                              // null where it is part of a message: then there is at least one
   float scale = 1.0f;                        // of my own contribution: 1 / p for an average
   const uint8_t* const* received = nullptr;  // messages, in the order of adding
   int count = 0;                             // of them
@@ -24,7 +24,9 @@ struct Sum {
   math::RandomStream random;                 // for it
   int64_t first = 0;                         // where in the rank's tensor own begins; a multiple of 4
 
-  DLT_HD const uint8_t* operand(int k) const { return received[k < own_place ? k : k - 1]; }
+  DLT_HD int operands() const { return count + (own.data ? 1 : 0); }
+  DLT_HD bool is_own(int k) const { return own.data && k == own_place; }
+  DLT_HD const uint8_t* operand(int k) const { return received[own.data && k > own_place ? k - 1 : k]; }
 };
 
 // An operation of map_blocks, the one that encodes: message <- encode(the sum, in order, of received[0..own_place), own * scale + residual,
@@ -37,8 +39,8 @@ struct EncodeSum : Sum {
 
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
-    for (int k = 0; k <= count; ++k) {
-      if (k == own_place) {
+    for (int k = 0; k < operands(); ++k) {
+      if (is_own(k)) {
         add_own(tile, k == 0);
       } else {
         add_received(tile, operand(k), k == 0);

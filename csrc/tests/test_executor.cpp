@@ -2,47 +2,11 @@
 
 #include <thread>
 
-#include "comm/in_process.h"
-#include "core/cuda/stream_queue.h"
 #include "tests/places.h"
+#include "tests/ranks.h"
 
 namespace dltrain::comm {
 namespace {
-
-// What runs a rank's all-reduces: the rank itself at once or, on a CUDA device, a queue with a stream of its own.
-class Runner {
- public:
-  explicit Runner(const Place& place) : place_(place) {
-    if constexpr (built_with_cuda) {
-      if (place.on_cuda()) queue_ = std::make_shared<cuda::StreamQueue>(place.device);
-    }
-  }
-  void all_reduce(Executor& executor, float* values, int64_t numel, const AllReduce& call) {
-    const auto task = [&](const Place& where) { executor.all_reduce(where, values, numel, call); };
-    if constexpr (built_with_cuda) {
-      if (queue_) return queue_->run(place_, task);
-    }
-    task(place_);
-  }
-
- private:
-  Place place_;
-  std::shared_ptr<cuda::StreamQueue> queue_;  // shared: a build without CUDA has no destructor of it
-};
-
-// Runs body(executor, runner) on world_size ranks, each a thread.
-template <class Body>
-void on_ranks(int world_size, Body body, const Place& place = {}) {
-  std::vector<std::thread> threads;
-  for (auto& end : in_process_group(world_size)) {
-    threads.emplace_back([&body, &place, end = std::move(end)]() mutable {
-      Runner runner(place);  // outlives the executor, whose memory its stream gives back
-      Executor executor(std::move(end));
-      body(executor, runner);
-    });
-  }
-  for (auto& thread : threads) thread.join();
-}
 
 // Small integers: their sums are exact in any order.
 float given(int rank, int64_t i) { return static_cast<float>((i * 7 + rank * 13) % 31 - 15); }
@@ -57,7 +21,7 @@ void expect_sum(const Place& place, const std::string& algorithm, int world_size
         call.algorithm = algorithm;
         call.segments = segments;
         const Array<float> array(place, values);
-        runner.all_reduce(executor, array.data(), numel, call);
+        runner.all_reduce(executor, {array.data()}, numel, call);
         values = array.values();
         for (int64_t i = 0; i < numel; ++i) {
           float sum = 0;
@@ -96,12 +60,53 @@ TEST(Executor, AveragesAndHoldsTheSameBitsOnAllRanks) {
       AllReduce call;
       call.algorithm = algorithm;
       call.average = true;
-      executor.all_reduce({}, values.data(), numel, call);
+      executor.all_reduce({}, {values.data()}, numel, call);
     });
     EXPECT_EQ(results[0], results[1]);
     EXPECT_EQ(results[0], results[2]);
     EXPECT_NEAR(results[0][0], (1.0 + 1.0 / 2 + 1.0 / 3) / 3, 1e-6);
   }
+}
+
+// Everybody's error, where rank 0 does what it alone thinks fit.
+std::vector<std::string> disagree(const AllReduce& first, int64_t numel, const AllReduce& others, int64_t their_numel) {
+  std::vector<std::string> errors(3);
+  on_ranks(3, [&](Executor& executor, Runner&) {
+    std::vector<float> values(std::max(numel, their_numel), 1.0f);
+    AllReduce agreed;
+    agreed.timeout = std::chrono::seconds(20);
+    executor.all_reduce({}, {values.data()}, numel, agreed);
+    AllReduce call = executor.rank() == 0 ? first : others;
+    call.timeout = std::chrono::seconds(20);
+    try {
+      executor.all_reduce({}, {values.data()}, executor.rank() == 0 ? numel : their_numel, call);
+    } catch (const AllReduceError& error) {
+      errors[executor.rank()] = error.what();
+    }
+  });
+  return errors;
+}
+
+TEST(Executor, RanksThatDisagreeAreTold) {
+  AllReduce ring, int8, average;
+  ring.algorithm = int8.algorithm = average.algorithm = "ring";
+  int8.codec = "int8";
+  average.average = true;
+  const std::string plain = "call 2: raw by ring over 70000 elements in 1 segment, summed";
+  const auto expect = [&](const AllReduce& other, int64_t numel, const std::string& theirs) {
+    const auto errors = disagree(ring, 70000, other, numel);
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_NE(errors[rank].find("all_reduce with ring on rank " + std::to_string(rank)), std::string::npos) << errors[rank];
+    }
+    for (int rank : {0, 1}) {  // what each of the two does, to both
+      EXPECT_NE(errors[rank].find("it is in " + (rank ? plain : theirs)), std::string::npos) << errors[rank];
+      EXPECT_NE(errors[rank].find("this rank is in " + (rank ? theirs : plain)), std::string::npos) << errors[rank];
+    }
+  };
+  expect(ring, 69999, "call 2: raw by ring over 69999 elements in 1 segment, summed");
+  expect(ring, 10, "call 2: raw by ring over 10 elements in 1 segment, summed");
+  expect(int8, 70000, "call 2: int8 by ring over 70000 elements in 1 segment, summed");
+  expect(average, 70000, "call 2: raw by ring over 70000 elements in 1 segment, averaged");
 }
 
 TEST(Executor, NamesTheRankItWaitsFor) {
@@ -112,7 +117,7 @@ TEST(Executor, NamesTheRankItWaitsFor) {
     call.algorithm = "ring";
     call.timeout = std::chrono::milliseconds(50);
     try {
-      executor.all_reduce({}, values.data(), 100, call);
+      executor.all_reduce({}, {values.data()}, 100, call);
       FAIL() << "did not fail";
     } catch (const AllReduceError& error) {
       if (executor.rank() == 2) {
@@ -121,7 +126,7 @@ TEST(Executor, NamesTheRankItWaitsFor) {
             << error.what();
       }
     }
-    EXPECT_THROW(executor.all_reduce({}, values.data(), 100, call), AllReduceError);
+    EXPECT_THROW(executor.all_reduce({}, {values.data()}, 100, call), AllReduceError);
   });
 }
 
@@ -134,7 +139,7 @@ TEST(Executor, AbortEndsAWait) {
     });
     std::vector<float> values(100, 1.0f);
     try {
-      executor.all_reduce({}, values.data(), 100, {});
+      executor.all_reduce({}, {values.data()}, 100, {});
       ADD_FAILURE() << "did not fail";
     } catch (const AllReduceError& error) {
       EXPECT_STREQ(error.what(), "closed by the test");
@@ -144,9 +149,10 @@ TEST(Executor, AbortEndsAWait) {
 }
 
 TEST(Program, ReusesItsInbox) {
-  const Program program = lower(make_plan("ring", 0, 8), dltrain::find_codec("raw"), 8 * 1600, 1);
-  EXPECT_EQ(program.inbox, 2 * 1600);
-  EXPECT_EQ(program.sent, 2 * 7 * 1600);
+  const Program program = lower(make_plan("ring", 0, 8), dltrain::find_codec("raw"), 8 * 1600, 1, true);
+  EXPECT_EQ(program.inbox, 2 * 1600 * 4);
+  EXPECT_EQ(program.sent, 2 * 7 * 1600 * 4);
+  EXPECT_EQ(program.slots, 0);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
+from dltrain_ext.codecs.arguments import is_stochastic
 
 
 def _averages(op: "str | dist.ReduceOp") -> bool:
@@ -78,22 +79,37 @@ class Communicator:
         *,
         algorithm: str = "auto",
         codec: str = "raw",
+        residual: torch.Tensor | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        step: int | None = None,
+        segments: int | None = None,
         async_op: bool = False,
     ) -> Work | None:
         """:func:`dltrain_ext.comm.all_reduce` on this communicator."""
-        average = _averages(op)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
+        for name, value, optional in (("tensor", tensor, False), ("residual", residual, True)):
+            if not isinstance(value, torch.Tensor) and not (optional and value is None):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        given = {
+            "average": _averages(op),
+            "algorithm": algorithm,
+            "codec": codec,
+            "residual": residual,
+            "stochastic": is_stochastic(rounding),
+            "seed": seed,
+            "step": step,
+            "segments": segments or 0,
+        }
         if async_op:
-            return Work(self.submit(tensor, average=average, algorithm=algorithm, codec=codec), self)
-        self._impl.all_reduce(tensor, algorithm, codec, average)
+            return Work(self._impl.submit(tensor, **given), self)
+        self._impl.all_reduce(tensor, **given)
         return None
 
     def submit(
         self, tensor: torch.Tensor, *, average: bool, algorithm: str, codec: str
     ) -> torch.futures.Future[torch.Tensor]:
         """Hands the tensor to the worker; the future's value is the tensor. What the DDP hook calls."""
-        return self._impl.submit(tensor, algorithm, codec, average)
+        return self._impl.submit(tensor, average=average, algorithm=algorithm, codec=codec)
 
     def stats(self) -> dict[str, int]:
         """``calls`` completed and ``wire_bytes`` sent by this rank."""
@@ -114,32 +130,62 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     algorithm: str = "auto",
     codec: str = "raw",
+    residual: torch.Tensor | None = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+    step: int | None = None,
+    segments: int | None = None,
     async_op: bool = False,
 ) -> Work | None:
     """Sums or averages a tensor over the ranks of a group, in place, like ``torch.distributed.all_reduce``.
 
-    Sums are in fp32; every rank ends with the same bits. The first call on a group is collective: it makes the
-    group's communicator.
+    Sums are in fp32, whatever the tensor's dtype; every rank ends with the same bits. A NaN or an infinity anywhere in
+    a codec's block makes that block NaN on every rank. The first call on a group is collective: it makes the group's
+    communicator.
 
     Args:
-        tensor: float32 on the CPU, any shape (also empty), the same on all ranks.
+        tensor: float32, float16 or bfloat16 on the CPU, any shape (also empty), the same on all ranks. With the codec
+            ``"raw"`` and the algorithms ``"native"`` or ``"auto"`` also float64, uint8, int8, int32 or int64: what
+            fp32 cannot hold is left to the backend.
         op: ``"sum"``, ``"avg"`` or the ``ReduceOp`` of that name. For an average each contribution is scaled before
-            it is sent.
+            it is encoded.
         group: the default group where None.
-        algorithm: one of ``comm.ALGORITHMS``, or ``"auto"``: by size.
-        codec: ``"raw"``, the only one of ``codecs.CODECS`` that an all-reduce carries so far.
+        algorithm: one of ``comm.ALGORITHMS``; ``"butterfly"``, recursive doubling or, for long messages and lossy
+            codecs, halving-doubling; ``"native"``, the backend's own, which sums as that does; or ``"auto"``: by size.
+            ``"recursive_doubling"`` encodes more than once, so it takes ``"raw"`` alone.
+        codec: one of ``codecs.CODECS``: what partial sums and results are sent as.
+        residual: error feedback, as for :func:`dltrain_ext.codecs.encode`: float32 or bfloat16 of the tensor's shape,
+            this rank's own. What its encoding loses stays there, and is added to its part the next time: over the
+            steps the results and all ranks' residuals sum up to what was given.
+        rounding: ``"nearest"`` or ``"stochastic"``, unbiased.
+        seed, step: key of the stochastic rounding, the same on all ranks or not; the ranks draw different numbers.
+            Where None, step is the number of the call on this communicator.
+        segments: pieces that the message is cut into, so that one is encoded while others are sent; by size where
+            None.
         async_op: return a :class:`Work` at once.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
         torch.distributed.DistBackendError: a peer is gone or late; names the rank waited for, the algorithm, the
-            round and the deadline. The communicator is of no use afterwards; the group is.
+            round and the deadline. Or the ranks disagree on what to reduce: names both calls. The communicator is of
+            no use afterwards; the group is.
     """
     group = _group(group)
     communicator = _communicators.get(group)
     if communicator is None:
         communicator = _communicators[group] = Communicator(group)
-    return communicator.all_reduce(tensor, op, algorithm=algorithm, codec=codec, async_op=async_op)
+    return communicator.all_reduce(
+        tensor,
+        op,
+        algorithm=algorithm,
+        codec=codec,
+        residual=residual,
+        rounding=rounding,
+        seed=seed,
+        step=step,
+        segments=segments,
+        async_op=async_op,
+    )
 
 
 def _meet(store: dist.Store, ranks: list[int], timeout: timedelta) -> None:

@@ -1,0 +1,73 @@
+#include "bindings/arguments.h"
+
+#include <limits>
+
+#include "bindings/place.h"
+
+namespace dltrain::bindings {
+
+Dtype dtype_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf ? Dtype::fp16 : tensor.scalar_type() == at::kBFloat16 ? Dtype::bf16 : Dtype::fp32;
+}
+
+void check_dense(const Argument& argument, const at::Device& device) {
+  const auto& [tensor, name, written] = argument;
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() &&
+                       !tensor._is_zerotensor(),
+                   name, ": expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
+  TORCH_CHECK_VALUE(is_supported(tensor.device()), name, ": expected a tensor on ", supported_devices(), ", got one on ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device, ", got one on ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got shape ", tensor.sizes(), " with strides ",
+                    tensor.strides());
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0, name,
+                    ": expected elements on borders of their size, got address ", tensor.const_data_ptr());
+}
+
+Elements elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16) {
+  check_dense(argument, device);
+  const at::ScalarType type = argument.tensor.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || (fp16 && type == at::kHalf), argument.name, ": expected dtype float32",
+                   fp16 ? ", float16" : "", " or bfloat16, got ", type);
+  TORCH_CHECK_VALUE(argument.tensor.numel() == numel, argument.name, ": expected ", numel, " elements, got ", argument.tensor.numel());
+  return {argument.data(), dtype_of(argument.tensor)};
+}
+
+void check_feedback(const Codec& codec, bool stochastic) {
+  TORCH_CHECK_VALUE(!stochastic || codec.stochastic_error.rms < 1.0,
+                    "residual: expected none where the rounding is stochastic and the codec ", codec.name,
+                    ", whose error can exceed what it encodes: feedback would make it grow");
+}
+
+void check_apart(const std::vector<Argument>& arguments) {
+  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
+    const auto* const x = static_cast<const char*>(a.const_data_ptr());
+    const auto* const y = static_cast<const char*>(b.const_data_ptr());
+    return x < y + b.nbytes() && y < x + a.nbytes();
+  };
+  const auto same = [](const Argument& a, const Argument& b) {
+    return !(a.written && b.written) && a.tensor.const_data_ptr() == b.tensor.const_data_ptr() &&
+           a.tensor.scalar_type() == b.tensor.scalar_type();
+  };
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      const Argument &a = arguments[i], &b = arguments[j];
+      TORCH_CHECK_VALUE(!(a.written || b.written) || same(a, b) || !overlap(a.tensor, b.tensor), a.name,
+                        ": expected memory apart from that of ", b.name, ", got some that both use");
+    }
+  }
+}
+
+uint32_t word(int64_t number, const char* name) {
+  constexpr int64_t largest = std::numeric_limits<uint32_t>::max();
+  TORCH_CHECK_VALUE(number >= 0 && number <= largest, name, ": expected 0 to ", largest, ", got ", number);
+  return static_cast<uint32_t>(number);
+}
+
+void changed(const std::vector<Argument>& arguments) {
+  for (const Argument& argument : arguments) {
+    c10::TensorImpl* const impl = argument.tensor.unsafeGetTensorImpl();
+    if (argument.written && !impl->is_inference()) impl->bump_version();
+  }
+}
+
+}  // namespace dltrain::bindings

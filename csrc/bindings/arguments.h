@@ -1,0 +1,53 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "kernels/codec.h"
+
+// Tensors and numbers as arguments: checked, so that bad input gets an error that names the argument, what was expected and what came.
+namespace dltrain::bindings {
+
+// Of float32, float16 or bfloat16.
+Dtype dtype_of(const at::Tensor& tensor);
+
+// A tensor argument: its name in errors, and whether it is written.
+struct Argument {
+  const at::Tensor& tensor;
+  std::string name;
+  bool written = false;
+
+  // Memory that shares with nobody where it is written.
+  void* data() const { return written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()); }
+};
+
+void check_dense(const Argument& argument, const at::Device& device);
+
+// Of `numel` elements; fp16 or not.
+Elements elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16 = true);
+
+template <class T>
+T* number_of(const Argument& argument, const at::Device& device) {
+  check_dense(argument, device);
+  constexpr auto type = c10::CppTypeToScalarType<T>::value;
+  TORCH_CHECK_TYPE(argument.tensor.scalar_type() == type && argument.tensor.numel() == 1, argument.name, ": expected one ", type,
+                   " number, got ", argument.tensor.toString(), " of shape ", argument.tensor.sizes());
+  return static_cast<T*>(argument.data());
+}
+
+// What encoding loses can be fed back only if it shrinks.
+void check_feedback(const Codec& codec, bool stochastic);
+
+// Parts are worked on in any order, so what one writes no other may read or write: but for the same elements, in the same places.
+void check_apart(const std::vector<Argument>& arguments);
+
+uint32_t word(int64_t number, const char* name);
+
+// Tells autograd that those which are written have changed.
+void changed(const std::vector<Argument>& arguments);
+
+}  // namespace dltrain::bindings

@@ -1,0 +1,17 @@
+#include "comm/call.h"
+
+#include "comm/plan.h"
+#include "core/check.h"
+#include "kernels/codec.h"
+
+namespace dltrain::comm {
+
+std::string describe(const Call& call) {
+  const auto at = [](const auto& names, int32_t place) {
+    return place >= 0 && place < std::ssize(names) ? names[place] : text("number ", place);
+  };
+  return text("call ", call.number, ": ", at(codec_names(), call.codec), " by ", at(algorithms(), call.algorithm), " over ", call.numel,
+              " elements in ", call.segments, call.segments == 1 ? " segment" : " segments", call.average ? ", averaged" : ", summed");
+}
+
+}  // namespace dltrain::comm

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace dltrain::comm {
+
+// Which all-reduce of a group a message belongs to: the same on all ranks, if they agree.
+struct Call {
+  int64_t number = 0;  // of the group's calls
+  int64_t numel = 0;
+  int32_t algorithm = 0, codec = 0;  // places in algorithms() and codecs()
+  int32_t segments = 1;
+  int32_t average = 0;
+  bool operator==(const Call&) const = default;
+};
+
+// "call 7: int8 by ring over 1000 elements in 1 segment, averaged"
+std::string describe(const Call& call);
+
+}  // namespace dltrain::comm

@@ -1,0 +1,185 @@
+#include "comm/envelopes.h"
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "core/check.h"
+
+namespace dltrain::comm {
+
+namespace {
+
+constexpr int64_t most = 64 << 10;  // bytes of a message that travels inside
+constexpr int64_t failed = -1;
+
+struct Header {
+  Call call;
+  int64_t bytes;  // of the message; `failed` where none will come any more
+};
+
+using Stamp = uint8_t;  // counts the envelopes from one rank to another
+
+constexpr size_t ahead = 2;  // envelopes posted for messages that nobody has asked for yet
+
+// Ranks that disagree have different ones.
+int tag_of(const Call& call) {
+  uint64_t hash = 0;
+  for (const int64_t part : {call.number, call.numel, static_cast<int64_t>(call.algorithm), static_cast<int64_t>(call.codec),
+                             static_cast<int64_t>(call.segments), static_cast<int64_t>(call.average)}) {
+    hash = (hash ^ static_cast<uint64_t>(part)) * 0xff51afd7ed558ccdu;
+    hash ^= hash >> 32;
+  }
+  return static_cast<int>(hash % 0x7fffffff) + 1;
+}
+
+}  // namespace
+
+struct Envelopes::Envelope {
+  alignas(64) std::array<char, sizeof(Header) + most + sizeof(Stamp)> bytes;
+  std::unique_ptr<Request> request;
+
+  char* message() { return bytes.data() + sizeof(Header); }
+
+  Header header() const {
+    Header header;
+    std::memcpy(&header, bytes.data(), sizeof header);
+    return header;
+  }
+};
+
+class Envelopes::Sent : public Request {
+ public:
+  Sent(Peer& peer, std::unique_ptr<Envelope> envelope, std::unique_ptr<Request> rest)
+      : peer_(peer), envelope_(std::move(envelope)), rest_(std::move(rest)) {}
+  ~Sent() override {
+    envelope_->request.reset();
+    peer_.empty.push_back(std::move(envelope_));
+  }
+
+  void wait(Deadline deadline) override {
+    envelope_->request->wait(deadline);
+    if (rest_) rest_->wait(deadline);
+  }
+  void abort() override {
+    envelope_->request->abort();
+    if (rest_) rest_->abort();
+  }
+
+ private:
+  Peer& peer_;
+  std::unique_ptr<Envelope> envelope_;
+  std::unique_ptr<Request> rest_;
+};
+
+class Envelopes::Received : public Request {
+ public:
+  Received(Peer& peer, std::unique_ptr<Envelope> envelope, std::unique_ptr<Request> rest, const Call& call, void* data, int64_t bytes)
+      : peer_(peer),
+        envelope_(std::move(envelope)),
+        rest_(std::move(rest)),
+        call_(call),
+        data_(data),
+        bytes_(bytes),
+        stamp_(++peer.received) {}
+  ~Received() override {
+    envelope_->request.reset();
+    peer_.empty.push_back(std::move(envelope_));
+  }
+
+  void wait(Deadline deadline) override {
+    poll();
+    envelope_->request->wait(deadline);
+    const Header header = envelope_->header();
+    if (header.bytes == failed) throw Disagreement(text("it has given up, in ", describe(header.call)));
+    if (header.call != call_) throw Disagreement(text("it is in ", describe(header.call), "; this rank is in ", describe(call_)));
+    if (header.bytes != bytes_) throw Disagreement(text("it sends ", header.bytes, " bytes, this rank expects ", bytes_));
+    if (rest_) {
+      rest_->wait(deadline);
+    } else {
+      std::memcpy(data_, envelope_->message(), static_cast<size_t>(bytes_));
+    }
+  }
+  void abort() override {
+    envelope_->request->abort();
+    if (rest_) rest_->abort();
+  }
+
+ private:
+  // Looks for the stamp for a while, since to be woken takes longer than a small message does. What it sees is a hint: the wait that
+  // follows is what counts.
+  void poll() {
+    constexpr auto patience = std::chrono::microseconds(100);
+    std::atomic_ref<char> seen(*(envelope_->message() + (rest_ ? 0 : bytes_)));
+    const auto start = Clock::now();
+    while (static_cast<Stamp>(seen.load(std::memory_order_relaxed)) != stamp_ && Clock::now() < start + patience) std::this_thread::yield();
+  }
+
+  Peer& peer_;
+  std::unique_ptr<Envelope> envelope_;
+  std::unique_ptr<Request> rest_;
+  const Call call_;
+  void* const data_;
+  const int64_t bytes_;
+  const Stamp stamp_;
+};
+
+Envelopes::Envelopes(std::unique_ptr<Transport> carrier) : carrier_(std::move(carrier)), peers_(carrier_->world_size()) {}
+
+Envelopes::~Envelopes() {
+  for (Peer& peer : peers_) {
+    for (auto& envelope : peer.expected) envelope->request->abort();
+  }
+  for (auto& request : farewells_) request->abort();
+}
+
+std::unique_ptr<Envelopes::Envelope> Envelopes::empty_one(Peer& peer) {
+  if (peer.empty.empty()) return std::make_unique<Envelope>();
+  auto envelope = std::move(peer.empty.back());
+  peer.empty.pop_back();
+  return envelope;
+}
+
+void Envelopes::expect(const Place& place, int peer) {
+  auto envelope = empty_one(peers_[peer]);
+  envelope->request = carrier_->recv(place, peer, envelope->bytes.data(), std::ssize(envelope->bytes));
+  peers_[peer].expected.push_back(std::move(envelope));
+}
+
+std::unique_ptr<Request> Envelopes::send(const Place& place, int peer, const void* data, int64_t bytes, int) {
+  Peer& to = peers_[peer];
+  auto envelope = empty_one(to);
+  const Header header{call_, bytes};
+  const int64_t inside = 0 < bytes && bytes <= most ? bytes : 0;
+  const Stamp stamp = ++to.sent;
+  std::memcpy(envelope->bytes.data(), &header, sizeof header);
+  std::memcpy(envelope->message(), data, static_cast<size_t>(inside));
+  std::memcpy(envelope->message() + inside, &stamp, sizeof stamp);
+  envelope->request = carrier_->send(place, peer, envelope->bytes.data(), static_cast<int64_t>(sizeof header + sizeof stamp) + inside);
+  auto rest = bytes > most ? carrier_->send(place, peer, data, bytes, tag_of(call_)) : nullptr;
+  return std::make_unique<Sent>(to, std::move(envelope), std::move(rest));
+}
+
+std::unique_ptr<Request> Envelopes::recv(const Place& place, int peer, void* data, int64_t bytes, int) {
+  Peer& from = peers_[peer];
+  while (from.expected.size() <= ahead) expect(place, peer);
+  auto envelope = std::move(from.expected.front());
+  from.expected.pop_front();
+  auto rest = bytes > most ? carrier_->recv(place, peer, data, bytes, tag_of(call_)) : nullptr;
+  return std::make_unique<Received>(from, std::move(envelope), std::move(rest), call_, data, bytes);
+}
+
+void Envelopes::fail() noexcept {
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) continue;
+    try {
+      farewells_.push_back(send({}, peer, "", failed));
+    } catch (const std::exception&) {
+      // A peer that cannot be told finds out by itself.
+    }
+  }
+}
+
+}  // namespace dltrain::comm

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "comm/transport.h"
+
+namespace dltrain::comm {
+
+// Puts every message into an envelope that says to which call it belongs, so that ranks that disagree find out. Envelopes have one size,
+// and a receive for one is always posted: nothing unexpected can come in too long, and a small message finds its receiver ready. What does
+// not fit follows as a message of its own, under a tag that only ranks that agree have in common.
+//
+//   | Header | message of up to 64 KiB | stamp |        or        | Header | stamp |   and then the message
+//
+// For memory of the CPU.
+class Envelopes : public Transport {
+ public:
+  explicit Envelopes(std::unique_ptr<Transport> carrier);
+  ~Envelopes() override;
+
+  int rank() const override { return carrier_->rank(); }
+  int world_size() const override { return carrier_->world_size(); }
+  std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) override;
+  void begin(const Call& call) override { call_ = call; }
+  void fail() noexcept override;
+
+ private:
+  struct Envelope;
+  class Sent;
+  class Received;
+  struct Peer {
+    uint8_t sent = 0, received = 0;                  // envelopes, as they are stamped
+    std::deque<std::unique_ptr<Envelope>> expected;  // posted, for messages that are yet to be asked for
+    std::vector<std::unique_ptr<Envelope>> empty;
+  };
+
+  static std::unique_ptr<Envelope> empty_one(Peer& peer);
+  void expect(const Place& place, int peer);
+
+  std::unique_ptr<Transport> carrier_;
+  Call call_;
+  std::vector<Peer> peers_;
+  std::vector<std::unique_ptr<Request>> farewells_;
+};
+
+}  // namespace dltrain::comm

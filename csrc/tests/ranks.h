@@ -1,0 +1,54 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "comm/envelopes.h"
+#include "comm/executor.h"
+#include "comm/in_process.h"
+#include "core/cuda/stream_queue.h"
+#include "core/place.h"
+
+namespace dltrain::comm {
+
+// What runs a rank's all-reduces: the rank itself at once or, on a CUDA device, a queue with a stream of its own.
+class Runner {
+ public:
+  explicit Runner(const Place& place) : place_(place) {
+    if constexpr (built_with_cuda) {
+      if (place.on_cuda()) queue_ = std::make_shared<cuda::StreamQueue>(place.device);
+    }
+  }
+  void all_reduce(Executor& executor, const Elements& values, int64_t numel, const AllReduce& call) {
+    const auto task = [&](const Place& where) { executor.all_reduce(where, values, numel, call); };
+    if constexpr (built_with_cuda) {
+      if (queue_) return queue_->run(place_, task);
+    }
+    task(place_);
+  }
+
+ private:
+  Place place_;
+  std::shared_ptr<cuda::StreamQueue> queue_;  // shared: a build without CUDA has no destructor of it
+};
+
+// Runs body(executor, runner) on world_size ranks, each a thread.
+template <class Body>
+void on_ranks(int world_size, Body body, const Place& place = {}) {
+  std::vector<std::thread> threads;
+  for (auto& end : in_process_group(world_size)) {
+    threads.emplace_back([&body, &place, end = std::move(end)]() mutable {
+      Runner runner(place);  // outlives the executor, whose memory its stream gives back
+      // As over Gloo; on a device messages travel bare.
+      if (!place.on_cuda()) end = std::make_unique<Envelopes>(std::move(end));
+      Executor executor(std::move(end));
+      body(executor, runner);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace dltrain::comm
