@@ -9,6 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dltrain_ext import _ops
 from dltrain_ext.comm import Communicator
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class AllReduceState:
     """What :func:`allreduce_hook` needs: ``model.register_comm_hook(AllReduceState(), allreduce_hook)``.
@@ -17,8 +19,9 @@ class AllReduceState:
 
     Args:
         process_group: the model's group; the default group where None.
-        codec: ``"raw"``, the only one of ``codecs.CODECS`` that an all-reduce carries so far.
-        algorithm: one of ``comm.ALGORITHMS``, or ``"auto"``: by the size of the bucket.
+        codec: one of ``codecs.CODECS``: what gradients travel as. Without error feedback so far, so what a lossy one
+            loses is lost.
+        algorithm: as for :func:`dltrain_ext.comm.all_reduce`; ``"auto"``: by the size of the bucket.
         timeout: how long one bucket may wait for its peers; the group's own where None.
 
     Raises:
@@ -45,7 +48,7 @@ class AllReduceState:
 
 
 def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket's gradients (float32, on the CPU) over the ranks, in place. Returns at once."""
+    """Averages a bucket's gradients, on the CPU, over the ranks, in place. Returns at once."""
     return state.communicator.submit(bucket.buffer(), average=True, algorithm=state.algorithm, codec=state.codec)
 
 
@@ -55,14 +58,16 @@ def register(
     """Registers :func:`allreduce_hook` on a DDP model and returns its state, whose arguments these are.
 
     Raises:
-        TypeError: ``model`` is no DDP model, or a parameter is not float32 on the CPU; the parameter is named.
+        TypeError: ``model`` is no DDP model, or a parameter is not float32, float16 or bfloat16 on the CPU; the
+            parameter is named.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model: expected a DistributedDataParallel, got {type(model).__name__}")
     for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and (parameter.dtype != torch.float32 or parameter.device.type != "cpu"):
+        if parameter.requires_grad and (parameter.dtype not in _DTYPES or parameter.device.type != "cpu"):
             raise TypeError(
-                f"model: expected float32 parameters on the CPU, got {name} of {parameter.dtype} on {parameter.device}"
+                "model: expected parameters of float32, float16 or bfloat16 on the CPU, "
+                f"got {name} of {parameter.dtype} on {parameter.device}"
             )
     state = AllReduceState(model.process_group, codec=codec, algorithm=algorithm, timeout=timeout)
     model.register_comm_hook(state, allreduce_hook)

@@ -30,7 +30,7 @@ try:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.lr_scheduler import LambdaLR
 
-    from dltrain_ext import comm, ddp, optim
+    from dltrain_ext import codecs, comm, ddp, optim
 except ModuleNotFoundError as missing:
     sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
 
@@ -197,8 +197,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=TASKS, default="digits")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--algorithm", choices=["auto", *comm.ALGORITHMS], default="auto")
-    parser.add_argument("--codec", choices=["raw"], default="raw", help="how gradients travel: raw alone so far")
+    parser.add_argument("--algorithm", choices=["auto", "butterfly", "native", *comm.ALGORITHMS], default="auto")
+    parser.add_argument("--codec", choices=codecs.CODECS, default="raw", help="what gradients travel as (raw)")
     parser.add_argument("--steps", type=positive, help="default: the data set's own, as for the next two")
     parser.add_argument("--batch-size", type=positive, help="over all ranks together")
     parser.add_argument("--lr", type=float)

@@ -20,7 +20,7 @@ def edited(plan: Plan, edit) -> Plan:
     """The plan with ``edit`` applied to its rounds, a list of lists of steps."""
     rounds = [list(steps) for steps in plan.rounds]
     edit(rounds)
-    return Plan(plan.algorithm, plan.rank, plan.world_size, plan.chunks, rounds)
+    return Plan(plan.algorithm, plan.rank, plan.world_size, plan.chunks, rounds, plan.exact)
 
 
 def plans(algorithm, world_size=4, edits=None):
@@ -128,6 +128,35 @@ def test_a_doubled_contribution_is_rejected():
         comm.verify_plans(doubled)
 
 
+def test_only_exact_plans_may_encode_twice():
+    """Recursive doubling encodes each sum on several ranks, and each rank its chunk in every round."""
+    for world_size in (4, 6):
+        lossy = [
+            Plan(plan.algorithm, plan.rank, plan.world_size, plan.chunks, plan.rounds)
+            for plan in plans("recursive_doubling", world_size)
+        ]
+        with pytest.raises(ValueError, match="^R4: .* encodes chunk 0 a second time"):
+            comm.verify_plans(lossy)
+
+
+def test_a_different_order_of_summing_is_rejected():
+    """Rank 0 adds all four parts at once, the others the sum of its and rank 1's to that of 2's and 3's."""
+
+    def steps(send=(), fold=()):
+        return [Step("send_partial", peer, (0, 1)) for peer in send] + [
+            Step("recv_reduce", peer, (0, 1)) for peer in fold
+        ]
+
+    rounds = [
+        [steps([1], [1, 2, 3]), []],
+        [steps([0], [0]), steps([2, 3], [2])],
+        [steps([0, 3], [3]), steps([1], [1])],
+        [steps([0, 2], [2]), steps([], [1])],
+    ]
+    with pytest.raises(ValueError, match="^R3: at the end ranks 0 and 1 hold different bits"):
+        comm.verify_plans([Plan("by hand", rank, 4, 1, mine, True) for rank, mine in enumerate(rounds)])
+
+
 def test_final_bytes_are_made_and_taken_once():
     def again(rank):
         peers = [peer for peer in range(4) if peer != rank]
@@ -194,7 +223,7 @@ def test_plans_made_by_hand_are_checked_and_drawn():
 def test_any_dropped_step_is_noticed(algorithm, world_size, data):
     rank = data.draw(st.integers(0, world_size - 1))
     plan = comm.plan(algorithm, rank, world_size)
-    round_ = data.draw(st.integers(0, len(plan.rounds) - 1))
+    round_ = data.draw(st.sampled_from([index for index, steps in enumerate(plan.rounds) if steps]))
     index = data.draw(st.integers(0, len(plan.rounds[round_]) - 1))
     with pytest.raises(ValueError, match=r"^R[1-4]: "):
         comm.verify_plans(plans(algorithm, world_size, {rank: drop(round_, index)}))
@@ -209,14 +238,14 @@ def test_a_plan_is_printed_and_written():
 
     written = json.loads(plan.to_json())
     steps = [[Step(s["op"], s["peer"], tuple(s["chunks"])) for s in steps] for steps in written["rounds"]]
-    assert Plan(written["algorithm"], written["rank"], written["world_size"], written["chunks"], steps) == plan
+    assert Plan(**{**written, "rounds": steps}) == plan
     assert str(comm.plan("direct", 0, 100)).count("\n") == 3  # too wide for a picture: words alone
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (("rign", 0, 4), "algorithm: expected one of ring, direct.*, got 'rign'"),
+        (("rign", 0, 4), "algorithm: expected one of ring, tree.*, got 'rign'"),
         (("ring", 4, 4), "rank: expected 0 to 3, got 4"),
         (("ring", 0, 0), "world_size: expected at least 1, got 0"),
     ],

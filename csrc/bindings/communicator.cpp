@@ -20,13 +20,6 @@ namespace dltrain::bindings {
 
 namespace {
 
-constexpr const char* native = "native";
-
-void check_algorithm(const std::string& algorithm, const std::string& codec) {
-  if (algorithm != native) return comm::check_names(algorithm, codec);
-  dltrain::check(codec == "raw", "codec: expected raw for the algorithm native, got '", codec, "'");
-}
-
 bool is_one_of(at::ScalarType type, std::initializer_list<at::ScalarType> types) {
   return std::find(types.begin(), types.end(), type) != types.end();
 }
@@ -63,6 +56,11 @@ void check_values(const at::Tensor& tensor, const AllReduceOptions& options) {
   }
 }
 
+void changed(const at::Tensor& tensor, const AllReduceOptions& options) {
+  bindings::changed({{tensor, "tensor", true}});
+  if (options.residual) bindings::changed({{*options.residual, "residual", true}});
+}
+
 // The value of a Python hook's future must be a Python object. This one is made under the GIL when the work is submitted, so that the
 // worker completes the future without it.
 class TensorHolder final : public c10::ivalue::PyObjectHolder {
@@ -87,7 +85,7 @@ class TensorHolder final : public c10::ivalue::PyObjectHolder {
 }  // namespace
 
 bool AllReduceOptions::is_native(at::ScalarType type) const {
-  return algorithm == native || (algorithm == "auto" && codec == "raw" && !fits_plans(type));
+  return algorithm == "native" || (algorithm == "auto" && codec == "raw" && !fits_plans(type));
 }
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
@@ -110,7 +108,7 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
       !queue_.in_worker(),
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
-  check_algorithm(options.algorithm, options.codec);
+  comm::check_names(options.algorithm, options.codec);
   check_values(tensor, options);
 }
 
@@ -155,6 +153,7 @@ void Communicator::Work::all_reduce_natively(at::Tensor tensor, bool average) {
 
 void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) {
   check(tensor, options);
+  changed(tensor, options);
   py::gil_scoped_release no_gil;
   queue_.run([&] { work_->all_reduce(caller_place(tensor.device()), tensor, options); });
 }
@@ -162,6 +161,7 @@ void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& 
 std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const AllReduceOptions& options) {
   const auto tensor = object.cast<at::Tensor>();
   check(tensor, options);
+  changed(tensor, options);
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(c10::make_intrusive<TensorHolder>(std::move(object))));
   py::gil_scoped_release no_gil;
@@ -193,8 +193,7 @@ namespace {
 template <class Method>
 auto with_options(Method method) {
   return [method](Communicator& self, py::object tensor, const std::string& algorithm, const std::string& codec, bool average, int segments,
-                  std::optional<at::Tensor> residual, bool stochastic, int64_t seed,
-                  std::optional<int64_t> step) {
+                  std::optional<at::Tensor> residual, bool stochastic, int64_t seed, std::optional<int64_t> step) {
     AllReduceOptions options{algorithm, codec, average, segments, std::move(residual), stochastic};
     TORCH_CHECK_VALUE(segments >= 0, "segments: expected at least 0, got ", segments);
     TORCH_CHECK_VALUE(seed >= 0, "seed: expected at least 0, got ", seed);
@@ -207,14 +206,14 @@ auto with_options(Method method) {
 template <class Class, class Function>
 void def_with_options(Class& communicator, const char* name, Function method) {
   communicator.def(name, with_options(method), py::arg("tensor"), py::kw_only(), py::arg("algorithm"), py::arg("codec"), py::arg("average"),
-                   py::arg("segments") = 0, py::arg("residual") = py::none(),
-                   py::arg("stochastic") = false, py::arg("seed") = 0, py::arg("step") = py::none());
+                   py::arg("segments") = 0, py::arg("residual") = py::none(), py::arg("stochastic") = false, py::arg("seed") = 0,
+                   py::arg("step") = py::none());
 }
 
 }  // namespace
 
 void bind_communicator(py::module_& module) {
-  module.def("check_names", &check_algorithm);
+  module.def("check_names", &comm::check_names);
   module.def(
       "timeout_of",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

@@ -35,12 +35,14 @@ int32_t place_of(const Names& names, const std::string& name) {
 void check_names(const std::string& algorithm, const std::string& codec) {
   const bool lossy = is_lossy(find_codec(codec));
   std::vector<std::string> names;
-  for (const std::string& plan : algorithms()) {
-    if (!lossy || !make_plan(plan, 0, 1).exact) names.push_back(plan);
+  for (const std::string& name : algorithms()) {
+    if (!lossy || !make_plan(name, 0, 1).exact) names.push_back(name);
   }
-  names.insert(names.end(), resolved_algorithms().begin(), resolved_algorithms().end());
-  if (std::find(names.begin(), names.end(), algorithm) != names.end()) return;
-  unknown_name(lossy ? text("algorithm for the codec ", codec).c_str() : "algorithm", names, algorithm);
+  for (const std::string& name : other_algorithms()) {
+    if (!lossy || name != "native") names.push_back(name);
+  }
+  const std::string argument = lossy ? text("algorithm (for the codec ", codec, ")") : "algorithm";
+  if (std::find(names.begin(), names.end(), algorithm) == names.end()) unknown_name(argument.c_str(), names, algorithm);
 }
 
 void Executor::all_reduce(const Place& place, const Elements& values, int64_t numel, const AllReduce& call) {

@@ -55,8 +55,8 @@ Plan make_plan(const std::string& algorithm, int rank, int world_size) {
   unknown_name("algorithm", algorithms(), algorithm);
 }
 
-const std::vector<std::string>& resolved_algorithms() {
-  static const std::vector<std::string> names = {"auto", "butterfly"};
+const std::vector<std::string>& other_algorithms() {
+  static const std::vector<std::string> names = {"butterfly", "native", "auto"};
   return names;
 }
 

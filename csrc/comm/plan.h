@@ -51,8 +51,8 @@ struct Plan {
 // The names of all algorithms that are plans.
 const std::vector<std::string>& algorithms();
 
-// Those that resolve() makes one of them, by size: "auto", "butterfly".
-const std::vector<std::string>& resolved_algorithms();
+// Names that are no plans: "auto" and "butterfly" resolve to one by size; "native" is the all-reduce of the backend below.
+const std::vector<std::string>& other_algorithms();
 
 // Throws std::invalid_argument for an unknown algorithm or a rank outside the world.
 Plan make_plan(const std::string& algorithm, int rank, int world_size);

@@ -106,7 +106,8 @@ TEST(AllReduce, GivesTheSameBitsForMillionsOfElements) {
       call.codec = codec.name;
       const auto fill = [](int rank) {
         std::vector<float> values(3'000'017);
-        for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(static_cast<int>((i * 7919 + rank * 104729) % 2001) - 1000);
+        for (size_t i = 0; i < values.size(); ++i)
+          values[i] = static_cast<float>(static_cast<int>((i * 7919 + rank * 104729) % 2001) - 1000);
         return values;
       };
       const auto results = all_reduce({}, 3, call, fill);
@@ -176,8 +177,9 @@ TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
   const double unit = noise(1, "direct");
   for (const int p : {4, 8}) {
     const int log2 = p == 4 ? 2 : 3;
-    const std::map<std::string, int> expected = {{"ring", p * (p - 1) / 2 + p},   {"tree", p * log2 + 1}, {"double_tree", p * log2 + 1},
-                                                 {"halving_doubling", p / 2 * log2 + p}, {"direct", 2 * p - 1}, {"oneshot", p}};
+    const std::map<std::string, int> expected = {{"ring", p * (p - 1) / 2 + p}, {"tree", p * log2 + 1},
+                                                 {"double_tree", p * log2 + 1}, {"halving_doubling", p / 2 * log2 + p},
+                                                 {"direct", 2 * p - 1},         {"oneshot", p}};
     for (const auto& [algorithm, times] : expected) {
       EXPECT_NEAR(noise(p, algorithm) / unit, times, 0.04 * times) << algorithm << " p=" << p;
     }

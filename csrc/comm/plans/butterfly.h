@@ -18,6 +18,7 @@ struct Butterfly {
 
   bool paired() const { return rank < 2 * beyond; }
   bool stands_aside() const { return paired() && rank % 2 == 0; }
+  bool sends_result() const { return paired() && rank % 2 == 1; }
   int neighbour() const { return rank ^ 1; }
   int number() const { return paired() ? rank / 2 : rank - beyond; }
   int partner(int distance) const {

@@ -22,10 +22,8 @@ Plan recursive_doubling(int rank, int p) {
     plan.rounds.back() = {{Op::send_partial, wing.partner(distance), all}, {Op::recv_reduce, wing.partner(distance), all}};
   }
   wing.fold_out(plan);
-  if (p == 1 || wing.beyond > 0) {
-    plan.rounds.resize(std::max<size_t>(plan.rounds.size(), 1));
-    if (!wing.stands_aside()) plan.rounds.back().insert(plan.rounds.back().begin(), {Op::finalize, -1, all});
-  }
+  if (p == 1) plan.rounds.emplace_back();
+  if (p == 1 || wing.sends_result()) plan.rounds.back().insert(plan.rounds.back().begin(), {Op::finalize, -1, all});
   return plan;
 }
 

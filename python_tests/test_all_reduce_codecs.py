@@ -1,0 +1,322 @@
+"""comm.all_reduce with codecs over real Gloo: identical bits, what the plan means, error feedback, half dtypes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from dltrain_ext import codecs, comm
+
+LOSSY = [codec for codec in codecs.CODECS if codecs.error_bound(codec).max > 0]
+ONCE = [name for name in comm.ALGORITHMS if not comm.plan(name, 0, 1).exact]
+
+
+def fitting(codec: str) -> list[str]:
+    return ONCE if codec in LOSSY else [*comm.ALGORITHMS]
+
+
+def given(rank: int, numel: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def same_everywhere(tensor: torch.Tensor) -> bool:
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(bits(first), bits(tensor))
+
+
+def check_identical(rank, world_size):
+    for codec in codecs.CODECS:
+        block = max(codecs.block_size(codec), 16)
+        lengths = [0, 1, world_size - 1, world_size + 1, world_size * block - 1, world_size * block + 1, 20_011]
+        for algorithm in fitting(codec):
+            for numel in lengths:
+                parts = [given(r, numel) for r in range(world_size)]
+                tensor = parts[rank].clone()
+                comm.all_reduce(tensor, algorithm=algorithm, codec=codec)
+                assert same_everywhere(tensor), (codec, algorithm, numel)
+                if numel:
+                    largest = sum(part.abs().max() for part in parts)
+                    bound = (codecs.error_bound(codec).max * (world_size + 1) + 1e-5) * largest
+                    assert (tensor - sum(parts)).abs().max() <= bound, (codec, algorithm, numel)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_all_ranks_hold_the_same_bits(world_size):
+    run_ranks(world_size, check_identical, timeout=120)
+
+
+def check_millions(rank, world_size):
+    numel = 3_000_017
+    for codec, algorithm in (("raw", "double_tree"), ("int8", "ring"), ("int4", "tree"), ("sign", "halving_doubling")):
+        for segments in (None, 7):
+            tensor = given(rank, numel)
+            comm.all_reduce(tensor, "avg", algorithm=algorithm, codec=codec, segments=segments)
+            assert same_everywhere(tensor), (codec, algorithm, segments)
+
+
+def test_millions_of_elements():
+    run_ranks(3, check_millions)
+
+
+class Chunk:
+    """What one rank knows of one chunk, where the messages of a plan are made and read by codecs.* alone."""
+
+    def __init__(self, rank: int, values: torch.Tensor, codec: str):
+        self.rank, self.values, self.codec = rank, values, codec
+        self.before, self.after = [], []  # what was folded in, around the own contribution
+        self.message = None
+
+    def fold(self, arrived: dict[int, codecs.Encoded]) -> None:
+        self.before = [message for peer, message in sorted(arrived.items()) if peer < self.rank] + self.before
+        self.after += [message for peer, message in sorted(arrived.items()) if peer > self.rank]
+
+    def encode(self) -> codecs.Encoded:
+        received, position = [*self.before, *self.after], len(self.before)
+        self.message = codecs.reduce(self.values, received, codec=self.codec, position=position)
+        self.before, self.after = [], []
+        return self.message
+
+    def result(self) -> torch.Tensor:
+        parts = [codecs.decode(message) for message in (*self.before, self.message, *self.after)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+
+def interpret(algorithm: str, inputs: list[torch.Tensor], codec: str) -> list[torch.Tensor]:
+    """What the ranks' plans make of the inputs, whose chunks are whole blocks."""
+    plans = [comm.plan(algorithm, rank, len(inputs)) for rank in range(len(inputs))]
+    ranks = [
+        [Chunk(rank, part.clone(), codec) for part in values.chunk(plans[rank].chunks)]
+        for rank, values in enumerate(inputs)
+    ]
+    for steps in zip(*(plan.rounds for plan in plans), strict=True):
+        sent, encoded = {}, set()
+        for rank, mine in enumerate(steps):
+            for step in sorted(mine, key=lambda step: step.op != "finalize"):
+                for chunk in range(*step.chunks):
+                    if step.op in ("finalize", "send_partial") and (rank, chunk) not in encoded:
+                        ranks[rank][chunk].encode()
+                        encoded.add((rank, chunk))
+                    if step.op.startswith("send"):
+                        sent[rank, step.peer, chunk] = ranks[rank][chunk].message
+        for rank, mine in enumerate(steps):
+            for chunk, state in enumerate(ranks[rank]):
+                arrived = {
+                    step.peer: sent[step.peer, rank, chunk]
+                    for step in mine
+                    if step.op == "recv_reduce" and step.chunks[0] <= chunk < step.chunks[1]
+                }
+                state.fold(arrived)
+            for step in mine:
+                if step.op == "recv_final":
+                    for chunk in range(*step.chunks):
+                        ranks[rank][chunk].message = sent[step.peer, rank, chunk]
+    return [torch.cat([chunk.result() for chunk in chunks]) for chunks in ranks]
+
+
+def check_meaning(rank, world_size):
+    for codec in LOSSY:
+        for algorithm in ONCE:
+            chunks = comm.plan(algorithm, rank, world_size).chunks
+            parts = [given(r, chunks * 512) for r in range(world_size)]
+            expected = interpret(algorithm, parts, codec)
+            tensor = parts[rank].clone()
+            comm.all_reduce(tensor, algorithm=algorithm, codec=codec)
+            assert torch.equal(bits(tensor), bits(expected[rank])), (codec, algorithm)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_the_plan_says_which_messages_are_made(world_size):
+    """The very bits that a reader of the plan gets who knows codecs.reduce and codecs.decode alone."""
+    run_ranks(world_size, check_meaning)
+
+
+def check_feedback(rank, world_size):
+    numel, steps = 3001, 60
+    for codec in LOSSY:
+        for algorithm in ONCE:
+            for dtype, tolerance in (("fp32", 1e-4), ("bf16", 0.3)):
+                residual = codecs.zero_residual(torch.empty(numel), feedback_dtype=dtype)
+                received, exact = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+                for step in range(steps):
+                    tensor = given(rank, numel, step)
+                    exact += tensor.double() / world_size
+                    comm.all_reduce(tensor, "avg", algorithm=algorithm, codec=codec, residual=residual)
+                    received += tensor
+                left = residual.double()
+                dist.all_reduce(left)
+                dist.all_reduce(exact)
+                assert (received + left - exact).abs().max() < tolerance, (codec, algorithm, dtype)
+
+
+def test_results_and_residuals_make_up_what_was_given():
+    run_ranks(3, check_feedback)
+
+
+def check_not_finite(rank, world_size):
+    for codec in codecs.CODECS:
+        tensor, residual = given(rank, 4000), torch.full((4000,), 0.25)
+        if rank == 1:
+            tensor[1234] = float("nan")
+        comm.all_reduce(tensor, codec=codec, residual=residual, algorithm="oneshot")
+        assert same_everywhere(tensor)
+        assert tensor[1234].isnan()
+        assert tensor[: 1234 - 256].isfinite().all()
+        assert tensor[1234 + 256 :].isfinite().all()
+        if rank == 1:
+            assert residual[1234] == 0.25
+
+
+def test_a_nan_reaches_every_rank_and_leaves_its_residual():
+    run_ranks(3, check_not_finite)
+
+
+def check_rounding(rank, world_size):
+    def result(communicator, **options):
+        tensor = given(rank, 10_000)
+        communicator.all_reduce(tensor, codec="int4", algorithm="direct", rounding="stochastic", **options)
+        return tensor
+
+    communicator = comm.Communicator()
+    first, second = result(communicator), result(communicator)
+    assert not torch.equal(first, second)  # the number of the call is the step
+    assert torch.equal(first, result(communicator, step=1))
+    assert torch.equal(first, result(comm.Communicator()))
+    assert not torch.equal(first, result(communicator, step=1, seed=1))
+
+
+def test_stochastic_rounding_is_repeated_by_its_seed_and_step():
+    run_ranks(3, check_rounding)
+
+
+def check_halves(rank, world_size):
+    for dtype in (torch.float16, torch.bfloat16):
+        for algorithm in comm.ALGORITHMS:
+            parts = [given(r, 5003).mul(100).to(dtype) for r in range(world_size)]
+            tensor = parts[rank].clone()
+            comm.all_reduce(tensor, algorithm=algorithm)
+            assert same_everywhere(tensor), (dtype, algorithm)
+            # Summed in fp32 and rounded once: the half next to the sum.
+            exact = sum(part.double() for part in parts)
+            assert ((tensor.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 * 1.01).all()
+    strided = torch.zeros(200, dtype=torch.float16)[::2]
+    strided += rank + 1
+    comm.all_reduce(strided, codec="int8", async_op=True).wait()
+    assert torch.allclose(strided, torch.full_like(strided, world_size * (world_size + 1) / 2), rtol=0.02)
+
+
+def test_half_tensors_are_summed_in_fp32():
+    run_ranks(3, check_halves)
+
+
+def check_native(rank, world_size):
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+        for algorithm in ("native", "auto"):
+            tensor = torch.arange(10).to(dtype) + rank
+            comm.all_reduce(tensor, algorithm=algorithm)
+            assert torch.equal(tensor, (world_size * torch.arange(10) + sum(range(world_size))).to(dtype))
+    large = torch.tensor([2**53 + 1 + rank])  # fp32 has no such numbers
+    comm.all_reduce(large)
+    assert large == world_size * (2**53 + 1) + sum(range(world_size))
+    mean = torch.full((3,), float(rank), dtype=torch.float64)
+    assert comm.all_reduce(mean, "avg", algorithm="native", async_op=True).wait()
+    assert torch.allclose(mean, torch.full_like(mean, (world_size - 1) / 2))
+    for length in (0, 64, 100_000):
+        tensor = torch.ones(length)
+        comm.all_reduce(tensor, algorithm="butterfly")
+        assert torch.equal(tensor, torch.full((length,), float(world_size)))
+
+
+def test_native_and_butterfly():
+    run_ranks(3, check_native)
+
+
+def check_disagreement(rank, world_size):
+    comm.all_reduce(torch.ones(4))
+    cases = [
+        (dict(), dict(tensor=torch.ones(2999)), "2999 elements"),
+        (dict(), dict(tensor=torch.ones(300_000)), "300000 elements"),
+        (dict(), dict(codec="int8"), "int8 by direct"),
+        (dict(), dict(op="avg"), "averaged"),
+        (dict(algorithm="ring"), dict(), "raw by direct"),
+        (dict(), dict(algorithm="oneshot"), "raw by oneshot"),
+    ]
+    for others, mine, _ in cases:
+        communicator = comm.Communicator()
+        communicator.all_reduce(torch.ones(4))
+        call = {"tensor": torch.ones(3000), "algorithm": "direct", **(mine if rank == 1 else others)}
+        with pytest.raises(dist.DistBackendError) as error:
+            communicator.all_reduce(**call)
+        yield str(error.value)
+        with pytest.raises(dist.DistBackendError, match="all_reduce with"):
+            communicator.all_reduce(torch.ones(1))
+
+
+def disagreements(rank, world_size):
+    return list(check_disagreement(rank, world_size))
+
+
+def test_ranks_that_disagree_raise_and_name_both():
+    for texts in zip(*run_ranks(3, disagreements), strict=True):
+        named = [text for text in texts if "it is in call 2: " in text and "this rank is in call 2: " in text]
+        assert len(named) >= 2, texts
+        assert all("it is in call 2: " in text or "it has given up, in call 2: " in text for text in texts), texts
+
+
+def check_errors(rank, world_size):
+    values = torch.zeros(8)
+    wrong = [
+        (TypeError, "tensor: expected dtype float32, float16, bfloat16, .* got ComplexFloat", dict(tensor=values + 0j)),
+        (
+            TypeError,
+            "tensor: expected dtype float32, float16 or bfloat16 for the algorithm auto and the codec int8 .* got Long",
+            dict(tensor=values.long(), codec="int8"),
+        ),
+        (
+            TypeError,
+            "tensor: expected dtype float32, .* for the algorithm ring and the codec raw .* got Double",
+            dict(tensor=values.double(), algorithm="ring"),
+        ),
+        (TypeError, "expected a floating dtype for op 'avg', got Int", dict(tensor=values.int(), op="avg")),
+        (TypeError, "layout Sparse", dict(tensor=values.to_sparse(), codec="int8")),
+        (
+            ValueError,
+            r"algorithm \(for the codec int4\): expected one of ring, .*, got 'recursive_doubling'",
+            dict(algorithm="recursive_doubling", codec="int4"),
+        ),
+        (ValueError, r"\(for the codec fp16\): expected .*, got 'native'", dict(algorithm="native", codec="fp16")),
+        (ValueError, "rounding: expected 'nearest' or 'stochastic', got 'up'", dict(rounding="up")),
+        (ValueError, "seed: expected at least 0, got -1", dict(seed=-1)),
+        (ValueError, "step: expected 0 to 4294967295, got -1", dict(step=-1)),
+        (ValueError, "segments: expected at least 0, got -2", dict(segments=-2)),
+        (TypeError, "residual: expected a torch.Tensor, got int", dict(residual=3)),
+        (ValueError, "residual: expected 8 elements, got 7", dict(residual=torch.zeros(7))),
+        (TypeError, "residual: expected dtype float32 or bfloat16, got Half", dict(residual=values.half())),
+        (ValueError, "expected memory apart from that of", dict(residual=values)),
+        (
+            ValueError,
+            "residual: expected none where the rounding is stochastic and the codec sign",
+            dict(residual=torch.zeros(8), codec="sign", rounding="stochastic"),
+        ),
+        (
+            ValueError,
+            "residual: expected none for the algorithm native",
+            dict(residual=torch.zeros(8), algorithm="native"),
+        ),
+    ]
+    for error, match, change in wrong:
+        for async_op in (False, True):
+            with pytest.raises(error, match=match):
+                comm.all_reduce(**{"tensor": values, "async_op": async_op, **change})
+    comm.all_reduce(values)  # none of this has put the ranks out of step
+
+
+def test_bad_input_names_the_argument():
+    run_ranks(2, check_errors)
