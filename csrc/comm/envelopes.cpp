@@ -177,7 +177,7 @@ void Envelopes::fail() noexcept {
     try {
       farewells_.push_back(send({}, peer, "", failed));
     } catch (const std::exception&) {
-      // A peer that cannot be told finds out by itself.
+      continue;  // a peer that cannot be told finds out by itself
     }
   }
 }

@@ -25,10 +25,7 @@ Elements part(const Elements& all, int64_t first) {
   return all.data ? Elements{static_cast<char*>(all.data) + first * element_size(all.dtype), all.dtype} : all;
 }
 
-template <class Names>
-int32_t place_of(const Names& names, const std::string& name) {
-  return static_cast<int32_t>(std::find(names.begin(), names.end(), name) - names.begin());
-}
+int index_of(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
 
 }  // namespace
 
@@ -53,8 +50,7 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
   const bool in_place = call.codec == "raw" && values.dtype == Dtype::fp32;
   const Program& program = this->program(call, codec, numel, in_place);
   const int64_t number = calls_ + 1;
-  transport_->begin(
-      {number, numel, place_of(algorithms(), program.algorithm), place_of(codec_names(), call.codec), program.segments, call.average});
+  transport_->begin({number, numel, program.algorithm, index_of(codec), program.segments, call.average});
   run({program, call, codec, place, values,
        in_place ? static_cast<char*>(values.data) : static_cast<char*>(slots_.reserve(place, program.slots)),
        static_cast<char*>(inbox_.reserve(place, program.inbox)), call.step.value_or(static_cast<uint32_t>(number))});
@@ -64,13 +60,13 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
 
 const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place) {
   constexpr size_t most = 256;
-  const std::string algorithm = resolve(call.algorithm, world_size(), numel * static_cast<int64_t>(sizeof(float)), is_lossy(codec));
+  const int algorithm = resolve(call.algorithm, world_size(), numel * static_cast<int64_t>(sizeof(float)), is_lossy(codec));
   const int segments = call.segments ? call.segments : choose_segments(codec.bytes(numel));
-  auto key = std::make_tuple(algorithm, call.codec, numel, segments, in_place);
+  const auto key = std::make_tuple(algorithm, index_of(codec), numel, segments, in_place);
   if (const auto found = programs_.find(key); found != programs_.end()) return found->second;
-  const Plan plan = make_plan(algorithm, rank(), world_size());
+  const Plan plan = make_plan(algorithms()[algorithm], rank(), world_size());
   if (programs_.size() == most) programs_.clear();
-  return programs_[std::move(key)] = lower(plan, codec, numel, segments, in_place);
+  return programs_[key] = lower(plan, codec, numel, segments, in_place);
 }
 
 void Executor::run(const Work& work) {
@@ -94,9 +90,9 @@ void Executor::run(const Work& work) {
     }
   } catch (const TransportError& error) {
     const std::string reason =
-        text("all_reduce with ", program.algorithm, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for rank ",
-             global(waiting_.peer), " in round ", waiting_.round, " of ", program.rounds, " failed after ", seconds(Clock::now() - start),
-             " s (deadline ", seconds(work.call.timeout), " s): ", error.what());
+        text("all_reduce with ", algorithms()[program.algorithm], " on rank ", global(rank()), " in a group of ", world_size(),
+             ": waiting for rank ", global(waiting_.peer), " in round ", waiting_.round, " of ", program.rounds, " failed after ",
+             seconds(Clock::now() - start), " s (deadline ", seconds(work.call.timeout), " s): ", error.what());
     std::lock_guard lock(mutex_);
     in_flight_.clear();
     if (dynamic_cast<const Disagreement*>(&error)) transport_->fail();

@@ -99,7 +99,7 @@ class Executor {
   std::vector<int> global_ranks_;
   Buffer slots_, inbox_;
   std::vector<const uint8_t*> received_;
-  std::map<std::tuple<std::string, std::string, int64_t, int, bool>, Program> programs_;
+  std::map<std::tuple<int, int, int64_t, int, bool>, Program> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
 
   Transfer waiting_{};  // the latest transfer posted or waited for

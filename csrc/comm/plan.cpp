@@ -1,6 +1,7 @@
 #include "comm/plan.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "core/check.h"
@@ -60,15 +61,20 @@ const std::vector<std::string>& other_algorithms() {
   return names;
 }
 
-std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
+int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
   constexpr int64_t small = 64 << 10, ring_from = 8 << 20;
-  if (algorithm == "butterfly") return !lossy && nbytes <= small ? "recursive_doubling" : "halving_doubling";
-  if (algorithm != "auto") return algorithm;
-  // Small messages want few rounds. direct has the fewest of those that do not send everything to everybody; from some size on the ring
-  // wins, since it never has several ranks send to one at a time.
-  if (nbytes <= small && world_size == 2) return "oneshot";
-  if (nbytes <= small && !lossy) return "recursive_doubling";
-  return world_size > 2 && nbytes >= ring_from ? "ring" : "direct";
+  std::string_view name = algorithm;
+  if (algorithm == "butterfly") name = !lossy && nbytes <= small ? "recursive_doubling" : "halving_doubling";
+  if (algorithm == "auto") {
+    // Small messages want few rounds. direct has the fewest of those that do not send everything to everybody; from some size on the ring
+    // wins, since it never has several ranks send to one at a time.
+    name = world_size > 2 && nbytes >= ring_from ? "ring" : "direct";
+    if (nbytes <= small && !lossy) name = "recursive_doubling";
+    if (nbytes <= small && world_size == 2) name = "oneshot";
+  }
+  const auto found = std::find(algorithms().begin(), algorithms().end(), name);
+  if (found == algorithms().end()) unknown_name("algorithm", algorithms(), algorithm);
+  return static_cast<int>(found - algorithms().begin());
 }
 
 }  // namespace dltrain::comm

@@ -50,15 +50,14 @@ struct Plan {
 
 // The names of all algorithms that are plans.
 const std::vector<std::string>& algorithms();
-
 // Names that are no plans: "auto" and "butterfly" resolve to one by size; "native" is the all-reduce of the backend below.
 const std::vector<std::string>& other_algorithms();
 
 // Throws std::invalid_argument for an unknown algorithm or a rank outside the world.
 Plan make_plan(const std::string& algorithm, int rank, int world_size);
 
-// The plan that the name stands for, where a tensor of nbytes in fp32 is to be reduced; a plan's own name is returned as it is.
-std::string resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy);
+// Which of algorithms() a name stands for, where a tensor of nbytes in fp32 is to be reduced.
+int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy);
 
 // A picture of the plan: a line for each round, a column for each chunk.
 std::string draw(const Plan& plan);

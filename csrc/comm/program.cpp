@@ -83,7 +83,7 @@ class Lowering {
  public:
   Lowering(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place)
       : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
-    program_.algorithm = plan.algorithm;
+    program_.algorithm = static_cast<int>(std::find(algorithms().begin(), algorithms().end(), plan.algorithm) - algorithms().begin());
     program_.in_place = in_place;
     program_.rounds = rounds_;
     program_.segments = segments;

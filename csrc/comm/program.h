@@ -13,7 +13,6 @@
 // of is encoded: each element is added up and encoded in one pass.
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "comm/plan.h"
@@ -63,7 +62,7 @@ struct Part {
 };
 
 struct Program {
-  std::string algorithm;
+  int algorithm = 0;      // among algorithms()
   bool in_place = false;  // the slots are the tensor itself
   int rounds = 0;
   int segments = 0;

@@ -4,6 +4,7 @@ import itertools
 import time
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,7 @@ class Communicator:
         for name, value, optional in (("tensor", tensor, False), ("residual", residual, True)):
             if not isinstance(value, torch.Tensor) and not (optional and value is None):
                 raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-        given = {
+        given: dict[str, Any] = {
             "average": _averages(op),
             "algorithm": algorithm,
             "codec": codec,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "core/place.h"
 #include "kernels/cpu/instruction_set.h"
@@ -11,7 +12,8 @@ template <class Operation>
 void map_blocks(const Place& place, int64_t numel, const Operation& operation) {
   constexpr int64_t size = Operation::elements, grain = (int64_t{1} << 17) / size;
   const auto loop = std::get<BlockLoop<Operation>>(loops().blocks);
-  place.parallel_for((numel + size - 1) / size, grain, [&](int64_t begin, int64_t end) { loop.run(operation, numel, begin, end); });
+  const auto run = [&](int64_t begin, int64_t end) { loop.run(operation, numel, begin, end); };
+  place.parallel_for((numel + size - 1) / size, grain, std::cref(run));  // by reference: else the function would be allocated
 }
 
 }  // namespace dltrain::cpu
