@@ -1,12 +1,14 @@
 """python -m benchmarks [CASE] [options]: times dltrain_ext against its peers; without a case, all of them."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Namespace]]:
-    """The options that all cases share, and those of each case that shall run."""
+    """The options that all cases share, and those of each case that shall run: none for `hosts`, which is no case."""
+    from benchmarks import hosts
     from benchmarks.cases import CASES
 
     shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
@@ -20,9 +22,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     for name, case in CASES.items():
         summary = case.__doc__.splitlines()[0]
         case.add_options(commands.add_parser(name, help=summary, description=summary, parents=[shared]))
+    summary = hosts.__doc__.splitlines()[0]
+    hosts.add_options(commands.add_parser("hosts", help=summary, description=summary))
 
     defaults = {"quick": False, "device": "cpu", "list": False, "json": None, "plot": None}
     given = parser.parse_args(argv, argparse.Namespace(**defaults))
+    if given.case == "hosts":
+        return given, {}
     if given.case:
         return given, {given.case: given}
     return given, {name: parser.parse_args([*argv, name], argparse.Namespace(**defaults)) for name in CASES}
@@ -30,7 +36,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
 
 def main(argv: list[str]) -> int:
     try:
-        from benchmarks import report
+        from benchmarks import hosts, report
         from benchmarks.cases import CASES
         from benchmarks.harness import Failure, check_device
     except ImportError as error:
@@ -41,13 +47,16 @@ def main(argv: list[str]) -> int:
         return 2
 
     shared, chosen = parse(argv)
-    console = report.make_console()
+    reports = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks the first
+    console = report.make_console(quiet=not reports)
     if shared.list:
         for name, case in CASES.items():
             console.print(f"{name:12}{case.__doc__.splitlines()[0]}", soft_wrap=True)
         return 0
     left_out = [name for name in chosen if shared.device not in CASES[name].DEVICES]
     try:
+        if shared.case == "hosts":
+            return hosts.run(shared)
         if shared.case in left_out:
             raise Failure(f"{shared.case} has no form for --device {shared.device}; {CASES[shared.case].NO_DEVICE}")
         check_device(shared.device)
@@ -69,14 +78,16 @@ def main(argv: list[str]) -> int:
             except Failure as error:
                 status = 1
                 console.print(f"{name} failed: {error}", style="bold red", markup=False, soft_wrap=True)
+                if not reports:
+                    print(f"benchmarks: {name} failed: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         status = 130
         console.print("[bold red]interrupted[/]")
     for table in tables.values():
         report.show(console, table)
-    if shared.json:
+    if shared.json and reports:
         report.write_json(shared.json, origin, tables)
-    for name, table in tables.items() if shared.plot else ():
+    for name, table in tables.items() if shared.plot and reports else ():
         console.print(f"wrote {report.plot(shared.plot, name, table)}")
     return status or int(not all(row.correct for table in tables.values() for row in table.rows))
 

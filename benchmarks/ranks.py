@@ -1,4 +1,4 @@
-"""Runs a function on p processes of this machine, a Gloo group over loopback; none of them outlives the call."""
+"""Runs a function on a Gloo group: of p processes over loopback, none of which outlives the call, or of torchrun's."""
 
 import contextlib
 import logging
@@ -10,13 +10,43 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.harness import Failure, Progress
+
+
+class GivenRank(NamedTuple):
+    rank: int
+    ranks: int
+
+
+def given_rank() -> GivenRank | None:
+    """What this process is under torchrun's variables; None without them."""
+    try:
+        return GivenRank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    except KeyError:
+        return None
+    except ValueError as error:
+        raise Failure(f"RANK and WORLD_SIZE: {error}") from None
+
+
+def join_ranks(work: Callable[..., Any], given: GivenRank, *args: Any, progress: Progress, deadline: float) -> Any:
+    """Call work(rank, ranks, progress, *args) as the one rank that this process is, and return what that returned."""
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
+        result = work(given.rank, given.ranks, _seldom(progress if given.rank == 0 else lambda text, done: None), *args)
+        dist.barrier()
+    except (RuntimeError, ValueError) as error:
+        raise Failure(f"rank {given.rank}: {str(error).strip().splitlines()[0]}") from error
+    finally:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+    return result
 
 
 def run_ranks(work: Callable[..., Any], ranks: int, *args: Any, progress: Progress, deadline: float) -> Any:
@@ -72,18 +102,26 @@ def _enter(
     # Shorter than the parent's patience: a rank that waits in vain can still say for what.
     dist.init_process_group("gloo", store, timedelta(seconds=deadline / 2), world_size=ranks, rank=rank)
 
-    shown, sent = "", 0.0
-
     def progress(text: str, done: float) -> None:
-        nonlocal shown, sent
-        # At most once a second: whoever draws it takes a core from what is timed.
-        if rank == 0 and (text != shown or time.monotonic() > sent + 1):
-            shown, sent = text, time.monotonic()
+        if rank == 0:
             sender.send(("progress", text, done))
 
-    result = work(rank, ranks, progress, *args)
+    result = work(rank, ranks, _seldom(progress), *args)
     if rank == 0:
         sender.send(("result", result))
     dist.barrier()
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
+
+
+def _seldom(progress: Progress) -> Progress:
+    """At most once a second: whoever draws it takes a core from what is timed."""
+    shown, told = "", 0.0
+
+    def throttled(text: str, done: float) -> None:
+        nonlocal shown, told
+        if text != shown or time.monotonic() > told + 1:
+            shown, told = text, time.monotonic()
+            progress(text, done)
+
+    return throttled

@@ -27,10 +27,10 @@ from dltrain_ext import info
 matplotlib.use("Agg")
 
 
-def make_console() -> Console:
+def make_console(quiet: bool = False) -> Console:
     """The terminal; a pipe or a log file gets lines wide enough for the tables."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
+    console = Console(highlight=False, quiet=quiet)
+    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=140)
 
 
 @contextlib.contextmanager

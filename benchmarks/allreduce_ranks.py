@@ -1,0 +1,210 @@
+"""What every rank of the case allreduce runs: its data, the check of each side, the timing."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness import Progress, interleave
+from dltrain_ext import codecs, comm
+
+DEADLINE = 60.0
+GLOO = "gloo"
+
+
+class Side(NamedTuple):
+    """An algorithm of ours, or Gloo's own; and what its messages are in."""
+
+    algorithm: str
+    codec: str = "raw"
+
+    @property
+    def name(self) -> str:
+        return self.algorithm if self.codec == "raw" else f"{self.algorithm} {self.codec}"
+
+    @property
+    def ours(self) -> bool:
+        return self.algorithm != GLOO
+
+
+class Job(NamedTuple):
+    sizes: list[int]
+    sides: list[Side]
+    op: str
+    rounds: int
+    warmup: int
+    segments: int | None
+
+
+class Result(NamedTuple):
+    """One side at one size. Counts are over all ranks; `samples` is empty where a result was wrong."""
+
+    nbytes: int
+    side: Side
+    wrong: int
+    error: float | None
+    wire_bytes: int | None
+    samples: list[float]
+
+
+class Data(NamedTuple):
+    """A rank's contribution, the sum over all ranks, and the sum of their largest magnitudes."""
+
+    own: Tensor
+    total: Tensor
+    magnitudes: float
+
+    @classmethod
+    def of(cls, part: Callable[[int], Tensor], rank: int, ranks: int) -> "Data":
+        total, magnitudes = torch.zeros_like(part(0), dtype=torch.float64), 0.0
+        for contributor in range(ranks):
+            values = part(contributor)
+            total += values
+            magnitudes += values.abs().max().item()
+        return cls(part(rank), total.float(), magnitudes)
+
+
+def whole_numbers(n: int) -> Callable[[int], Tensor]:
+    """Their sum is exact in any order."""
+    return lambda rank: ((torch.arange(n) * 7 + 13 * rank) % 251 - 125).float()
+
+
+def normal(n: int) -> Callable[[int], Tensor]:
+    return lambda rank: torch.randn(n, generator=torch.Generator().manual_seed(rank))
+
+
+def tolerance(codec: str, ranks: int, magnitudes: float) -> float:
+    """How far an element may be from the sum: each of p contributions, and the result, is encoded once."""
+    if codec == "raw":
+        return 0.0
+    return (codecs.error_bound(codec).max * (ranks + 1) + 1e-5) * magnitudes
+
+
+def count_wrong(result: Tensor, exact: Tensor, tolerance: float, first: Tensor | None = None) -> int:
+    """Elements beyond the tolerance, not a number, or of other bits than rank 0's result `first` (None: the same)."""
+    right = (result - exact).abs_() <= tolerance
+    if first is not None:
+        right &= result.view(torch.int32) == first.view(torch.int32)
+    return result.numel() - int(torch.count_nonzero(right))
+
+
+def first_if_unlike(result: Tensor) -> Tensor | None:
+    """Rank 0's result where those of the ranks differ in a bit; None where they do not."""
+    own = torch.tensor(list(hashlib.sha256(result.numpy().data).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, own)
+    if all(torch.equal(digests[0], other) for other in digests):
+        return None
+    first = result.clone()
+    dist.broadcast(first, 0)
+    return first
+
+
+def work(rank: int, ranks: int, progress: Progress, job: Job) -> list[Result]:
+    """The results are the same on all ranks."""
+    communicator = comm.Communicator(timeout=timedelta(seconds=DEADLINE / 2))
+    results: list[Result] = []
+    for index, nbytes in enumerate(job.sizes):
+
+        def advance(done: float, index: int = index, nbytes: int = nbytes) -> None:
+            progress(f"{nbytes} bytes on {ranks} ranks", (index + done) / len(job.sizes))
+
+        results += measure(rank, ranks, nbytes // 4, communicator, job, advance)
+    communicator.close()
+    return results
+
+
+def measure(
+    rank: int, ranks: int, n: int, communicator: comm.Communicator, job: Job, advance: Callable[[float], None]
+) -> list[Result]:
+    advance(0.0)
+    average = job.op == "avg"
+    message = torch.empty(n)
+    sides = {side.name: side for side in job.sides}
+    exact = Data.of(whole_numbers(n), rank, ranks)
+    rounded = Data.of(normal(n), rank, ranks) if any(side.codec != "raw" for side in job.sides) else exact
+    data = {name: exact if side.codec == "raw" else rounded for name, side in sides.items()}
+    bounds = {name: tolerance(side.codec, ranks, data[name].magnitudes) for name, side in sides.items()}
+    wrong = dict.fromkeys(sides, 0)
+
+    def before(name: str) -> None:
+        # Times the ranks for an average, so that the mean is what the sum would be.
+        torch.mul(data[name].own, ranks if average else 1, out=message)
+        dist.barrier()
+
+    def after(name: str) -> None:
+        wrong[name] += count_wrong(message, data[name].total, bounds[name], first_if_unlike(message))
+
+    calls = {name: make_call(side, message, communicator, job) for name, side in sides.items()}
+    sent, errors = [], []
+    for name, call in calls.items():
+        advance(0.0)
+        before(name)
+        already = communicator.stats()["wire_bytes"]
+        call()
+        after(name)
+        sent.append(communicator.stats()["wire_bytes"] - already)
+        errors.append(relative_error(message, data[name].total))
+    right = [name for name, count in zip(sides, over_ranks(list(wrong.values()), "sum"), strict=True) if not count]
+    timed = interleave(
+        {name: calls[name] for name in right},
+        rounds=(job.rounds, job.rounds),
+        warmup=job.warmup,
+        before=before,
+        after=after,
+        progress=advance,
+    )
+    slowest = {name: over_ranks(samples, "max") for name, samples in timed.items()}
+    over_all = over_ranks(list(wrong.values()), "sum"), over_ranks(sent, "max"), over_ranks(errors, "max")
+    return [
+        Result(
+            4 * n,
+            side,
+            int(count),
+            None if side.codec == "raw" else error,
+            int(wire_bytes) if side.ours and side.algorithm != "native" else None,
+            [] if count else slowest[side.name],
+        )
+        for side, count, wire_bytes, error in zip(job.sides, *over_all, strict=True)
+    ]
+
+
+def make_call(side: Side, message: Tensor, communicator: comm.Communicator, job: Job) -> Callable[[], object]:
+    """All-reduces the message in place."""
+    average = job.op == "avg"
+
+    def gloo() -> None:
+        dist.all_reduce(message)
+        if average:
+            message.div_(dist.get_world_size())
+
+    def gloo_narrow() -> None:  # as torch's fp16_compress_hook does it
+        narrow = message.to(torch.float16)
+        if average:
+            narrow.div_(dist.get_world_size())
+        dist.all_reduce(narrow)
+        message.copy_(narrow)
+
+    def plan() -> None:
+        communicator.all_reduce(message, job.op, algorithm=side.algorithm, codec=side.codec, segments=job.segments)
+
+    if side.ours:
+        return plan
+    return gloo if side.codec == "raw" else gloo_narrow
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """The rms of the error over that of what is exact."""
+    norm = torch.linalg.vector_norm
+    return (norm(result - exact, dtype=torch.float64) / norm(exact, dtype=torch.float64)).item()
+
+
+def over_ranks(values: Sequence[float], how: str) -> list[float]:
+    """Element by element over the ranks, by Gloo itself."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[how])
+    return tensor.tolist()

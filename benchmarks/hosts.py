@@ -1,0 +1,215 @@
+"""A command on emulated hosts: network namespaces joined by links of a limited rate, one process per rank."""
+
+import argparse
+import contextlib
+import ipaddress
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from benchmarks.harness import Failure, at_least
+
+LINK = "eth0"
+PORT = 29500
+NETWORK = ipaddress.ip_network("10.0.0.0/16")
+NAME = re.compile(r"dltrain-(\d+)-(switch|\d+)")
+BURST = "96kb"  # a packet of segmentation offload with its headers, 68 kB, fits: tbf would cut it up, at half the rate
+TAIL = 20
+
+
+def rate(text: str) -> str:
+    """An argparse type: a rate as tc reads it, or none."""
+    if text != "none" and not re.fullmatch(r"\d+(\.\d+)?[kmgt]?bit", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: 1gbit, 100mbit, 2.5gbit, or none")
+    return text
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] -- COMMAND ..."
+    parser.epilog = (
+        "COMMAND runs once per rank, with the variables that torchrun sets. Rank 0's output is shown, that of another "
+        f"rank if it fails (the last {TAIL} lines). The exit status is that of the first rank to fail. The ranks share "
+        "this machine's cores: OMP_NUM_THREADS is 1 unless it is set. Needs root and iproute2."
+    )
+    parser.add_argument("--hosts", type=at_least(1), default=4, help="network namespaces (default %(default)s)")
+    parser.add_argument("--per-host", type=at_least(1), default=1, help="ranks on each (default %(default)s)")
+    parser.add_argument(
+        "--rate", type=rate, default="1gbit", help="of each host's link, each way, or none (default %(default)s)"
+    )
+    parser.add_argument("command", metavar="COMMAND", nargs="+", help="what each rank runs")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status; whatever it is, the ranks and the network are gone then."""
+    if options.hosts + 2 > NETWORK.num_addresses:
+        raise Failure(f"--hosts {options.hosts}: {NETWORK} has no room for so many")
+    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if os.geteuid() or missing:
+        found = f"no {' and no '.join(missing)} on the path" if missing else "not root"
+        raise Failure(f"hosts: needs root and iproute2 (apt install iproute2): {found}")
+    with listening() as heard:
+        remove(spaces_of_the_dead())
+        spaces = [f"dltrain-{os.getpid()}-{name}" for name in ("switch", *range(options.hosts))]
+        try:
+            connect(spaces[0], spaces[1:], options.rate)
+            return launch(options.command, spaces[1:], options.per_host, heard)
+        finally:
+            remove(spaces)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[int]]:
+    """The signals that ask us to end, as they come. Noted only: an exception could break into the cleaning up."""
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: heard.append(number))
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def connect(switch: str, hosts: list[str], rate: str) -> None:
+    """Hosts as namespaces; the bridge lies in one of its own, where the machine's addresses and firewall are not."""
+    for space in (switch, *hosts):
+        call("ip", "netns", "add", space)
+        call("ip", "-n", space, "link", "set", "lo", "up")
+    call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+    call("ip", "-n", switch, "link", "set", "bridge", "up")
+    for number, host in enumerate(hosts):
+        port = f"host{number}"
+        call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", host)
+        call("ip", "-n", host, "address", "add", f"{address(number)}/{NETWORK.prefixlen}", "dev", LINK)
+        if rate != "none":
+            for space, end in ((switch, port), (host, LINK)):  # what a host receives, and what it sends
+                limit = ("tbf", "rate", rate, "burst", BURST, "latency", "400ms")
+                call("tc", "-n", space, "qdisc", "add", "dev", end, "root", *limit)
+        call("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        call("ip", "-n", host, "link", "set", LINK, "up")
+
+
+def address(host: int) -> str:
+    return str(NETWORK[host + 1])
+
+
+def launch(command: list[str], hosts: list[str], per_host: int, heard: list[int]) -> int:
+    """Run the command as every rank; the status of the first that fails, or 128 + the signal that is heard."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    outputs: list[IO[bytes] | None] = []
+    with contextlib.ExitStack() as files:
+        try:
+            for rank in range(len(hosts) * per_host):
+                host = rank // per_host
+                outputs.append(files.enter_context(tempfile.TemporaryFile()) if rank else None)
+                ranks.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", hosts[host], *command],
+                        env={"OMP_NUM_THREADS": "1"} | os.environ | variables(rank, len(hosts), per_host),
+                        stdin=subprocess.DEVNULL,
+                        stdout=outputs[rank],
+                        stderr=subprocess.STDOUT if rank else None,
+                        start_new_session=True,  # Ctrl-C is for us
+                    )
+                )
+            while not heard:
+                statuses = {rank: process.poll() for rank, process in enumerate(ranks)}
+                if failed := {rank: status for rank, status in statuses.items() if status}:
+                    for rank, status in failed.items():
+                        tell(rank, status, outputs[rank])
+                    first = next(iter(failed.values()))
+                    return first if first > 0 else 128 - first
+                if None not in statuses.values():
+                    return 0
+                time.sleep(0.05)
+            print(f"benchmarks: hosts: {signal.Signals(heard[0]).name}, all ranks are ended", file=sys.stderr)
+            return 128 + heard[0]
+        finally:
+            end(ranks, hosts)
+
+
+def variables(rank: int, hosts: int, per_host: int) -> dict[str, str]:
+    """Those that torchrun sets, and the interface for Gloo: it would look for the host's name, which all share."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(hosts * per_host),
+        "LOCAL_RANK": str(rank % per_host),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "GROUP_RANK": str(rank // per_host),
+        "MASTER_ADDR": address(0),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": LINK,
+    }
+
+
+def tell(rank: int, status: int, output: IO[bytes] | None) -> None:
+    how = f"failed with exit status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+    lines = []
+    if output:
+        output.seek(0)
+        lines = output.read().decode(errors="replace").splitlines()[-TAIL:]
+    print(f"benchmarks: hosts: rank {rank} {how}", *lines, sep="\n  ", file=sys.stderr)
+
+
+def end(ranks: list[subprocess.Popen[bytes]], spaces: list[str]) -> None:
+    """End the ranks and what they have started, gently first; whoever has left them is found by the namespace."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline, told = time.monotonic() + 3, set[int]()
+        while left := {rank.pid for rank in ranks if rank.poll() is None} | living(spaces):
+            for pid in left - told:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            told |= left
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+
+
+def living(spaces: list[str]) -> set[int]:
+    """The processes in the namespaces."""
+    return {int(pid) for space in spaces for pid in call("ip", "netns", "pids", space, check=False).split()}
+
+
+def remove(spaces: list[str]) -> None:
+    """The namespaces and what is in them: processes, links, the bridge."""
+    spaces = [space for space in spaces if space in existing()]
+    end([], spaces)
+    for space in spaces:
+        call("ip", "netns", "delete", space, check=False)
+
+
+def spaces_of_the_dead() -> list[str]:
+    """What runs that were killed outright have left behind."""
+    owners = {name: int(match[1]) for name in existing() if (match := NAME.fullmatch(name))}
+    return [name for name, owner in owners.items() if owner == os.getpid() or not is_alive(owner)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that waits for its parent to notice its end does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def existing() -> list[str]:
+    return [line.split()[0] for line in call("ip", "netns", "list").splitlines()]
+
+
+def call(*command: str, check: bool = True) -> str:
+    # In a session of its own, so that Ctrl-C does not break off the making or the removing of something.
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if check and done.returncode:
+        raise Failure(f"hosts: {' '.join(command)}: {' '.join(done.stderr.split()) or done.returncode}")
+    return done.stdout
