@@ -21,7 +21,8 @@ LINK = "eth0"
 PORT = 29500
 NETWORK = ipaddress.ip_network("10.0.0.0/16")
 NAME = re.compile(r"dltrain-(\d+)-(switch|\d+)")
-BURST = "96kb"  # a packet of segmentation offload with its headers, 68 kB, fits: tbf would cut it up, at half the rate
+BURST = "64kb"
+OFFLOAD = "60000"  # bytes of a packet of segmentation offload: one beyond the burst would be cut up, at half the rate
 TAIL = 20
 
 
@@ -93,6 +94,7 @@ def connect(switch: str, hosts: list[str], rate: str) -> None:
         call("ip", "-n", host, "address", "add", f"{address(number)}/{NETWORK.prefixlen}", "dev", LINK)
         if rate != "none":
             for space, end in ((switch, port), (host, LINK)):  # what a host receives, and what it sends
+                call("ip", "-n", space, "link", "set", end, "gso_max_size", OFFLOAD)
                 limit = ("tbf", "rate", rate, "burst", BURST, "latency", "400ms")
                 call("tc", "-n", space, "qdisc", "add", "dev", end, "root", *limit)
         call("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")

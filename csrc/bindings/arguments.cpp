@@ -39,10 +39,15 @@ void check_feedback(const Codec& codec, bool stochastic) {
 }
 
 void check_apart(const std::vector<Argument>& arguments) {
-  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
+  const auto extent = [](const at::Tensor& tensor) {  // in bytes, also where there are gaps
+    int64_t elements = tensor.numel() > 0;
+    for (int64_t i = 0; i < tensor.dim() && elements > 0; ++i) elements += (tensor.size(i) - 1) * tensor.stride(i);
+    return elements * static_cast<int64_t>(tensor.element_size());
+  };
+  const auto overlap = [&](const at::Tensor& a, const at::Tensor& b) {
     const auto* const x = static_cast<const char*>(a.const_data_ptr());
     const auto* const y = static_cast<const char*>(b.const_data_ptr());
-    return x < y + b.nbytes() && y < x + a.nbytes();
+    return x < y + extent(b) && y < x + extent(a);
   };
   const auto same = [](const Argument& a, const Argument& b) {
     return !(a.written && b.written) && a.tensor.const_data_ptr() == b.tensor.const_data_ptr() &&

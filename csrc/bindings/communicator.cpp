@@ -31,7 +31,8 @@ bool fits_backend(at::ScalarType type) {
 }
 
 void check_values(const at::Tensor& tensor, const AllReduceOptions& options) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch(),
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() &&
+                       !tensor._is_zerotensor(),
                    "tensor: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "tensor: expected a tensor on the CPU, got one on ", tensor.device());
   const at::ScalarType type = tensor.scalar_type();
@@ -89,17 +90,18 @@ bool AllReduceOptions::is_native(at::ScalarType type) const {
 }
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
-    : work_(std::make_shared<Work>(std::move(backend), std::move(global_ranks), timeout)) {}
+    : work_(std::make_shared<Work>(std::make_unique<C10dTransport>(std::move(backend)), std::move(global_ranks), timeout)) {}
 
-Communicator::Work::Work(c10::intrusive_ptr<c10d::Backend> given, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
-    : backend(std::move(given)),
-      executor(std::make_unique<comm::Envelopes>(std::make_unique<C10dTransport>(backend)), std::move(global_ranks)),
+Communicator::Work::Work(std::unique_ptr<C10dTransport> transport, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
+    : connections(*transport),
+      executor(std::make_unique<comm::Envelopes>(std::move(transport)), std::move(global_ranks)),
       timeout(timeout) {}
 
 Communicator::~Communicator() {
-  // The worker may need the GIL to let go of a tensor.
+  // The worker and the backend's threads may need the GIL to let go of a tensor.
   py::gil_scoped_release no_gil;
   close();
+  work_.reset();
 }
 
 void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& options) const {
@@ -116,39 +118,42 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
 void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor dense = tensor.contiguous();
-  if (options.is_native(tensor.scalar_type())) {
-    all_reduce_natively(dense, options.average);
-  } else {
-    comm::AllReduce call{options.algorithm, options.codec, options.average, options.segments, timeout};
-    if (options.residual) call.residual = {options.residual->mutable_data_ptr(), dtype_of(*options.residual)};
-    call.stochastic = options.stochastic;
-    call.seed = options.seed;
-    call.step = options.step;
-    try {
+  try {
+    if (options.is_native(tensor.scalar_type())) {
+      all_reduce_natively(dense, options.average);
+    } else {
+      comm::AllReduce call{options.algorithm, options.codec, options.average, options.segments, timeout};
+      if (options.residual) call.residual = {options.residual->mutable_data_ptr(), dtype_of(*options.residual)};
+      call.stochastic = options.stochastic;
+      call.seed = options.seed;
+      call.step = options.step;
       executor.all_reduce(place, {dense.mutable_data_ptr(), dtype_of(dense)}, dense.numel(), call);
-    } catch (const comm::AllReduceError& error) {
-      C10_THROW_ERROR(DistBackendError, error.what());
     }
+  } catch (const comm::AllReduceError& error) {
+    C10_THROW_ERROR(DistBackendError, error.what());
   }
   if (!dense.is_same(tensor)) tensor.copy_(dense);
 }
 
+// Gloo ends the process if ranks disagree, so that is found out first.
 void Communicator::Work::all_reduce_natively(at::Tensor tensor, bool average) {
-  if (average) tensor.div_(backend->getSize());
+  comm::Call call;
+  call.algorithm = comm::Call::native;
+  call.numel = tensor.numel();
+  call.average = average;
+  const std::string type = c10::toString(tensor.scalar_type());
+  type.copy(call.type.data(), call.type.size() - 1);
+  const comm::Deadline deadline = comm::Clock::now() + timeout;
+  executor.meet(call, timeout);
   if (tensor.numel() == 0) return;
-  std::vector<at::Tensor> tensors = {tensor};
-  std::string reason;
+  if (average) tensor.div_(executor.world_size());
   try {
-    c10d::AllreduceOptions options;
-    options.timeout = timeout;
-    if (backend->allreduce(tensors, options)->wait(timeout)) return;
-    reason = "aborted";
-  } catch (const std::exception& error) {
-    reason = error.what();
+    connections.all_reduce(std::move(tensor), deadline, [this] { return !executor.failure().empty(); });
+  } catch (const comm::TransportError& error) {
+    executor.abort(text("all_reduce with native on rank ", executor.global_rank(), " in a group of ", executor.world_size(), " (deadline ",
+                        std::chrono::duration<double>(timeout).count(), " s): ", error.what()));
+    throw comm::AllReduceError(executor.failure());
   }
-  executor.abort(text("all_reduce with native on rank ", executor.global_rank(), " in a group of ", backend->getSize(), " (deadline ",
-                      timeout.count() / 1e3, " s): ", reason.substr(0, reason.find('\n'))));
-  C10_THROW_ERROR(DistBackendError, executor.failure());
 }
 
 void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) {
@@ -185,6 +190,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
 void Communicator::close() {
   work_->executor.abort("the communicator was closed");
   queue_.close();
+  work_->executor.close();
 }
 
 namespace {

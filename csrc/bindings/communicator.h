@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/c10d_transport.h"
 #include "comm/executor.h"
 #include "core/queue.h"
 
@@ -45,11 +46,11 @@ class Communicator {
 
  private:
   struct Work {
-    Work(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout);
+    Work(std::unique_ptr<C10dTransport> transport, std::vector<int> global_ranks, std::chrono::milliseconds timeout);
     void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
     void all_reduce_natively(at::Tensor tensor, bool average);
 
-    c10::intrusive_ptr<c10d::Backend> backend;
+    C10dTransport& connections;  // the executor's
     comm::Executor executor;
     std::chrono::milliseconds timeout;
   };

@@ -10,8 +10,10 @@ std::string describe(const Call& call) {
   const auto at = [](const auto& names, int32_t place) {
     return place >= 0 && place < std::ssize(names) ? names[place] : text("number ", place);
   };
-  return text("call ", call.number, ": ", at(codec_names(), call.codec), " by ", at(algorithms(), call.algorithm), " over ", call.numel,
-              " elements in ", call.segments, call.segments == 1 ? " segment" : " segments", call.average ? ", averaged" : ", summed");
+  const std::string how = call.algorithm == Call::native ? text("native, ", call.type.data())
+                                                         : text(at(codec_names(), call.codec), " by ", at(algorithms(), call.algorithm));
+  return text("call ", call.number, ": ", how, " over ", call.numel, call.numel == 1 ? " element in " : " elements in ", call.segments,
+              call.segments == 1 ? " segment" : " segments", call.average ? ", averaged" : ", summed");
 }
 
 }  // namespace dltrain::comm

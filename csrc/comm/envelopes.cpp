@@ -35,6 +35,10 @@ int tag_of(const Call& call) {
   return static_cast<int>(hash % 0x7fffffff) + 1;
 }
 
+std::string farewell(const Call& call) {
+  return call.number == 0 ? "it has closed its end" : text("it has closed its end; its latest is ", describe(call));
+}
+
 }  // namespace
 
 struct Envelopes::Envelope {
@@ -93,7 +97,7 @@ class Envelopes::Received : public Request {
     poll();
     envelope_->request->wait(deadline);
     const Header header = envelope_->header();
-    if (header.bytes == failed) throw Disagreement(text("it has given up, in ", describe(header.call)));
+    if (header.bytes == failed) throw Disagreement(farewell(header.call));
     if (header.call != call_) throw Disagreement(text("it is in ", describe(header.call), "; this rank is in ", describe(call_)));
     if (header.bytes != bytes_) throw Disagreement(text("it sends ", header.bytes, " bytes, this rank expects ", bytes_));
     if (rest_) {
@@ -128,12 +132,7 @@ class Envelopes::Received : public Request {
 
 Envelopes::Envelopes(std::unique_ptr<Transport> carrier) : carrier_(std::move(carrier)), peers_(carrier_->world_size()) {}
 
-Envelopes::~Envelopes() {
-  for (Peer& peer : peers_) {
-    for (auto& envelope : peer.expected) envelope->request->abort();
-  }
-  for (auto& request : farewells_) request->abort();
-}
+Envelopes::~Envelopes() { Envelopes::close(); }
 
 std::unique_ptr<Envelopes::Envelope> Envelopes::empty_one(Peer& peer) {
   if (peer.empty.empty()) return std::make_unique<Envelope>();
@@ -164,22 +163,49 @@ std::unique_ptr<Request> Envelopes::send(const Place& place, int peer, const voi
 
 std::unique_ptr<Request> Envelopes::recv(const Place& place, int peer, void* data, int64_t bytes, int) {
   Peer& from = peers_[peer];
-  while (from.expected.size() <= ahead) expect(place, peer);
+  try {
+    while (from.expected.size() <= ahead) expect(place, peer);
+  } catch (const TransportError&) {
+    if (from.expected.empty()) throw;  // else the peer may have left after its last message, which is here
+  }
   auto envelope = std::move(from.expected.front());
   from.expected.pop_front();
   auto rest = bytes > most ? carrier_->recv(place, peer, data, bytes, tag_of(call_)) : nullptr;
   return std::make_unique<Received>(from, std::move(envelope), std::move(rest), call_, data, bytes);
 }
 
-void Envelopes::fail() noexcept {
+void Envelopes::close() noexcept {
+  if (std::exchange(closed_, true)) return;
+  std::vector<std::unique_ptr<Request>> farewells;
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer == rank()) continue;
     try {
-      farewells_.push_back(send({}, peer, "", failed));
+      farewells.push_back(send({}, peer, "", failed));
     } catch (const std::exception&) {
       continue;  // a peer that cannot be told finds out by itself
     }
   }
+  for (auto& farewell : farewells) farewell->abort();
+  for (Peer& peer : peers_) {
+    for (auto& envelope : peer.expected) envelope->request->abort();
+    peer.expected.clear();
+  }
+  farewells.clear();
+  carrier_->close();
+}
+
+std::string Envelopes::last_words(int peer) {
+  for (auto& envelope : peers_[peer].expected) {
+    try {
+      envelope->request->wait(Clock::now());
+    } catch (const TransportError&) {
+      break;
+    }
+    const Header header = envelope->header();
+    if (header.bytes == failed) return farewell(header.call);
+    if (header.call != call_) return text("it is in ", describe(header.call), "; this rank is in ", describe(call_));
+  }
+  return {};
 }
 
 }  // namespace dltrain::comm

@@ -25,7 +25,8 @@ class Envelopes : public Transport {
   std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) override;
   std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) override;
   void begin(const Call& call) override { call_ = call; }
-  void fail() noexcept override;
+  void close() noexcept override;
+  std::string last_words(int peer) override;
 
  private:
   struct Envelope;
@@ -43,7 +44,7 @@ class Envelopes : public Transport {
   std::unique_ptr<Transport> carrier_;
   Call call_;
   std::vector<Peer> peers_;
-  std::vector<std::unique_ptr<Request>> farewells_;
+  bool closed_ = false;
 };
 
 }  // namespace dltrain::comm

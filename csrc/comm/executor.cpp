@@ -51,11 +51,24 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
   const Program& program = this->program(call, codec, numel, in_place);
   const int64_t number = calls_ + 1;
   transport_->begin({number, numel, program.algorithm, index_of(codec), program.segments, call.average});
-  run({program, call, codec, place, values,
-       in_place ? static_cast<char*>(values.data) : static_cast<char*>(slots_.reserve(place, program.slots)),
-       static_cast<char*>(inbox_.reserve(place, program.inbox)), call.step.value_or(static_cast<uint32_t>(number))});
+  Work work{numel > 0 ? program : meeting_, algorithms()[program.algorithm], call, codec, place, values};
+  work.slots = static_cast<char*>(in_place ? values.data : slots_.reserve(place, program.slots));
+  work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
+  work.step = call.step.value_or(static_cast<uint32_t>(number));
+  run(work);
   calls_ = number;
   wire_bytes_ += program.sent;
+}
+
+void Executor::meet(Call call, std::chrono::milliseconds timeout) {
+  if (const std::string reason = failure(); !reason.empty()) throw AllReduceError(reason);
+  call.number = calls_ + 1;
+  transport_->begin(call);
+  AllReduce waits;
+  waits.algorithm = "native";
+  waits.timeout = timeout;
+  run({meeting_, waits.algorithm, waits, find_codec(waits.codec), {}, {}});
+  calls_ = call.number;
 }
 
 const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place) {
@@ -88,17 +101,28 @@ void Executor::run(const Work& work) {
         for (const DecodeStep& step : part.decodes) decode(work, step);
       }
     }
-  } catch (const TransportError& error) {
-    const std::string reason =
-        text("all_reduce with ", algorithms()[program.algorithm], " on rank ", global(rank()), " in a group of ", world_size(),
-             ": waiting for rank ", global(waiting_.peer), " in round ", waiting_.round, " of ", program.rounds, " failed after ",
-             seconds(Clock::now() - start), " s (deadline ", seconds(work.call.timeout), " s): ", error.what());
-    std::lock_guard lock(mutex_);
-    in_flight_.clear();
-    if (dynamic_cast<const Disagreement*>(&error)) transport_->fail();
-    if (failure_.empty()) failure_ = reason;
-    throw AllReduceError(failure_);
+  } catch (const std::exception& error) {
+    fail(work, error, Clock::now() - start);
   }
+}
+
+// Whatever it was, messages are out of step from now on.
+void Executor::fail(const Work& work, const std::exception& error, Clock::duration after) {
+  std::string what = error.what();
+  std::lock_guard lock(mutex_);
+  in_flight_.clear();
+  if (failure_.empty()) {
+    for (int peer = 0; peer < world_size() && !dynamic_cast<const Disagreement*>(&error); ++peer) {
+      if (const std::string words = peer == rank() ? "" : transport_->last_words(peer); !words.empty()) {
+        what += text("; rank ", global(peer), ": ", words);
+      }
+    }
+    failure_ = text("all_reduce with ", work.algorithm, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for rank ",
+                    global(waiting_.peer), " in round ", waiting_.round, " of ", work.program.rounds, " failed after ", seconds(after),
+                    " s (deadline ", seconds(work.call.timeout), " s): ", what);
+  }
+  transport_->close();
+  throw AllReduceError(failure_);
 }
 
 void Executor::post(const Work& work, const Transfer& transfer, bool send) {
@@ -163,6 +187,11 @@ void Executor::abort(const std::string& reason) {
       for (Posted& each : *posted) each.request->abort();
     }
   }
+}
+
+void Executor::close() noexcept {
+  std::lock_guard lock(mutex_);
+  transport_->close();
 }
 
 std::string Executor::failure() const {

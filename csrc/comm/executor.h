@@ -49,14 +49,20 @@ class Executor {
  public:
   // global_ranks: what the ranks of the group are called in errors; by their place in the group where empty.
   explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {})
-      : transport_(std::move(transport)), global_ranks_(std::move(global_ranks)) {}
+      : transport_(std::move(transport)), global_ranks_(std::move(global_ranks)), meeting_(meeting(rank(), world_size())) {}
 
   // Sums (or averages) values over the ranks, in place: on the CPU before it returns, on a CUDA device in the order of the stream. After an
   // error the messages of the group are out of step, so every later call fails.
   void all_reduce(const Place& place, const Elements& values, int64_t numel, const AllReduce& call);
 
+  // For a call that is none of the executor's: returns when the rank before this one is in the same.
+  void meet(Call call, std::chrono::milliseconds timeout);
+
   // From any thread: what is under way and all that comes later fails with `reason`.
   void abort(const std::string& reason);
+
+  // When nothing is under way any more: lets the peers know.
+  void close() noexcept;
 
   std::string failure() const;  // why calls fail now; empty while they do not
 
@@ -77,12 +83,13 @@ class Executor {
   // One call, and where its bytes lie.
   struct Work {
     const Program& program;
+    const std::string& algorithm;
     const AllReduce& call;
     const Codec& codec;
     Place place;
     Elements values;
-    char *slots, *inbox;
-    uint32_t step;
+    char *slots = nullptr, *inbox = nullptr;
+    uint32_t step = 0;
 
     char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : inbox) + location.offset; }
   };
@@ -90,6 +97,7 @@ class Executor {
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
   const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place);
   void run(const Work& work);
+  [[noreturn]] void fail(const Work& work, const std::exception& error, Clock::duration after);
   void post(const Work& work, const Transfer& transfer, bool send);
   void complete(InFlight& segment, Deadline deadline);
   void sum(const Work& work, const SumStep& step);
@@ -99,6 +107,7 @@ class Executor {
   std::vector<int> global_ranks_;
   Buffer slots_, inbox_;
   std::vector<const uint8_t*> received_;
+  const Program meeting_;
   std::map<std::tuple<int, int, int64_t, int, bool>, Program> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <mutex>
 
 #include "core/check.h"
@@ -17,15 +18,17 @@ struct Message {
   Memory bytes;
   Event sent;
   int tag;
+  int64_t number;  // of those with its tag
 };
 
 struct Channel {  // from one rank to another
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Message> messages;
+  std::map<int, int64_t> sent, expected;  // messages and receives posted, by tag
 
-  auto find(int tag) {
-    return std::find_if(messages.begin(), messages.end(), [tag](const Message& message) { return message.tag == tag; });
+  auto find(int tag, int64_t number) {
+    return std::find_if(messages.begin(), messages.end(), [=](const Message& each) { return each.tag == tag && each.number == number; });
   }
 };
 
@@ -38,13 +41,16 @@ class Sent : public Request {
 class Received : public Request {
  public:
   Received(Channel& channel, const Place& place, void* data, int64_t bytes, int tag)
-      : channel_(channel), place_(place), data_(data), bytes_(bytes), tag_(tag) {}
+      : channel_(channel), place_(place), data_(data), bytes_(bytes), tag_(tag) {
+    std::lock_guard lock(channel_.mutex);
+    number_ = channel_.expected[tag]++;
+  }
 
   void wait(Deadline deadline) override {
     std::unique_lock lock(channel_.mutex);
     auto found = channel_.messages.end();
     const bool came = channel_.changed.wait_until(lock, deadline, [&] {
-      found = channel_.find(tag_);
+      found = channel_.find(tag_, number_);
       return aborted_ || found != channel_.messages.end();
     });
     if (aborted_) throw TransportError("aborted");
@@ -70,6 +76,7 @@ class Received : public Request {
   void* data_;
   int64_t bytes_;
   int tag_;
+  int64_t number_;
   bool aborted_ = false;
 };
 
@@ -83,11 +90,12 @@ class InProcess : public Transport {
   int world_size() const override { return static_cast<int>(channels_->size()); }
 
   std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag) override {
-    Message message{Memory(place, bytes), {}, tag};
+    Message message{Memory(place, bytes), {}, tag, 0};
     copy(place, message.bytes.data(), data, bytes);
     message.sent = Event::record(place);
     Channel& channel = (*channels_)[rank_][peer];
     std::lock_guard lock(channel.mutex);
+    message.number = channel.sent[tag]++;
     channel.messages.push_back(std::move(message));
     channel.changed.notify_all();
     return std::make_unique<Sent>();

@@ -109,11 +109,9 @@ class Lowering {
     program_.first = lower_receives(0, 0);
     program_.ticks.resize(rounds_ + segments_.size());
     for (int tick = 0; tick < static_cast<int>(program_.ticks.size()); ++tick) {
-      for (int segment = 0; segment < program_.segments; ++segment) {
-        if (const int round = tick - segment; 0 <= round && round <= rounds_) {
-          program_.ticks[tick].push_back(lower_part(segment, round));
-          for (const Transfer& send : program_.ticks[tick].back().sends) program_.sent += send.bytes;
-        }
+      for (int segment = std::max(0, tick - rounds_); segment <= std::min(tick, program_.segments - 1); ++segment) {
+        program_.ticks[tick].push_back(lower_part(segment, tick - segment));
+        for (const Transfer& send : program_.ticks[tick].back().sends) program_.sent += send.bytes;
       }
     }
     program_.inbox = inbox_.size();
@@ -223,7 +221,19 @@ class Lowering {
 }  // namespace
 
 Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place) {
-  return Lowering(plan, codec, numel, segments, in_place).run();
+  const int64_t blocks = std::max<int64_t>((numel + codec.alignment - 1) / codec.alignment, 1);
+  return Lowering(plan, codec, numel, static_cast<int>(std::min<int64_t>(segments, blocks)), in_place).run();
+}
+
+Program meeting(int rank, int world_size) {
+  Program program;
+  if (world_size == 1) return program;
+  program.rounds = program.segments = 1;
+  const Transfer to{(rank + 1) % world_size, 0, 0, {Room::inbox, 0}, 0},
+      from{(rank + world_size - 1) % world_size, 0, 0, {Room::inbox, 0}, 0};
+  program.first = {from};
+  program.ticks = {{Part{0, {}, {to}, {}, {}}}, {Part{0, {}, {}, {}, {}}}};
+  return program;
 }
 
 }  // namespace dltrain::comm

@@ -72,7 +72,11 @@ struct Program {
   std::vector<std::vector<Part>> ticks;
 };
 
-// Lowers a verified plan onto numel elements cut into `segments`. In place: for a codec whose messages are the very bytes of the tensor.
+// Lowers a verified plan onto numel elements cut into `segments`, or into as many as there are blocks. In place: for a codec whose messages
+// are the very bytes of the tensor.
 Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place);
+
+// Where there is nothing to reduce: the ranks only say which call they are in, each to the next.
+Program meeting(int rank, int world_size);
 
 }  // namespace dltrain::comm

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 #include "comm/call.h"
 #include "core/place.h"
@@ -47,8 +48,10 @@ class Transport {
 
   // What is posted from now on belongs to this call.
   virtual void begin(const Call&) {}
-  // From now on nothing is sent any more. Tells the peers, where they can be told.
-  virtual void fail() noexcept {}
+  // Nothing is sent or received from now on. Tells the peers, where they can be told, and ends their waits for this rank.
+  virtual void close() noexcept {}
+  // What a peer said when it closed; empty where it has not, or cannot be heard.
+  virtual std::string last_words(int /*peer*/) { return {}; }
 };
 
 }  // namespace dltrain::comm

@@ -1,5 +1,6 @@
 #include "comm/executor.h"
 
+#include <latch>
 #include <thread>
 
 #include "tests/places.h"
@@ -109,9 +110,68 @@ TEST(Executor, RanksThatDisagreeAreTold) {
   expect(average, 70000, "call 2: raw by ring over 70000 elements in 1 segment, averaged");
 }
 
-TEST(Executor, NamesTheRankItWaitsFor) {
-  on_ranks(3, [](Executor& executor, Runner&) {
+TEST(Executor, IsToldWhenAPeerHasClosed) {
+  on_ranks(2, [](Executor& executor, Runner&) {
+    std::vector<float> values(100, 1.0f);
+    executor.all_reduce({}, {values.data()}, 100, {});
     if (executor.rank() == 1) return;
+    try {
+      executor.all_reduce({}, {values.data()}, 100, {});
+      ADD_FAILURE() << "did not fail";
+    } catch (const AllReduceError& error) {
+      EXPECT_NE(std::string(error.what()).find("it has closed its end; its latest is call 1: raw by oneshot over 100 elements"),
+                std::string::npos)
+          << error.what();
+    }
+  });
+}
+
+// Nothing is sent, but ranks that do reduce something are told.
+TEST(Executor, MeetsWhereThereIsNothingToReduce) {
+  on_ranks(3, [](Executor& executor, Runner&) {
+    std::vector<float> values(executor.rank() == 2 ? 5 : 0);
+    AllReduce call;
+    call.timeout = std::chrono::seconds(20);
+    executor.all_reduce({}, {values.data()}, 0, call);
+    EXPECT_EQ(executor.stats().wire_bytes, 0);
+    if (executor.rank() == 1) return;  // its neighbour before it agrees
+    EXPECT_THROW(executor.all_reduce({}, {values.data()}, std::ssize(values), call), AllReduceError);
+  });
+}
+
+TEST(Executor, KeepsProgramsOfDifferentTypesApart) {
+  on_ranks(2, [](Executor& executor, Runner&) {
+    constexpr int64_t numel = 100;
+    AllReduce call;
+    call.algorithm = "ring";
+    std::vector<float> values(numel, 1.0f);
+    std::vector<uint16_t> halves(numel, narrow<Half>(1.0f).bits);
+    for (int i = 0; i < 2; ++i) {
+      executor.all_reduce({}, {values.data()}, numel, call);
+      executor.all_reduce({}, {halves.data(), Dtype::fp16}, numel, call);
+    }
+    EXPECT_EQ(values, std::vector<float>(numel, 4.0f));
+    EXPECT_EQ(halves, std::vector<uint16_t>(numel, narrow<Half>(4.0f).bits));
+  });
+}
+
+TEST(Executor, SendsInsideEnvelopesWhatJustFits) {
+  for (const int64_t numel : {16383, 16384, 16385}) {  // 64 KiB, and an element less and more
+    for (const std::string& algorithm : algorithms()) expect_sum({}, algorithm, 2, numel, 1);
+    expect_sum({}, "ring", 3, 3 * numel, 1);
+  }
+}
+
+TEST(Executor, CutsNoMoreSegmentsThanThereAreBlocks) {
+  const Program program = lower(make_plan("ring", 0, 3), find_codec("int8"), 1000, 1'000'000, false);
+  EXPECT_EQ(program.segments, 4);
+  EXPECT_EQ(std::ssize(program.ticks), program.rounds + program.segments);
+}
+
+TEST(Executor, NamesTheRankItWaitsFor) {
+  std::latch over(2);
+  on_ranks(3, [&](Executor& executor, Runner&) {
+    if (executor.rank() == 1) return over.wait();
     std::vector<float> values(100, 1.0f);
     AllReduce call;
     call.algorithm = "ring";
@@ -127,12 +187,14 @@ TEST(Executor, NamesTheRankItWaitsFor) {
       }
     }
     EXPECT_THROW(executor.all_reduce({}, {values.data()}, 100, call), AllReduceError);
+    over.count_down();
   });
 }
 
 TEST(Executor, AbortEndsAWait) {
-  on_ranks(2, [](Executor& executor, Runner&) {
-    if (executor.rank() == 1) return;
+  std::latch over(1);
+  on_ranks(2, [&](Executor& executor, Runner&) {
+    if (executor.rank() == 1) return over.wait();
     std::thread other([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       executor.abort("closed by the test");
@@ -145,6 +207,7 @@ TEST(Executor, AbortEndsAWait) {
       EXPECT_STREQ(error.what(), "closed by the test");
     }
     other.join();
+    over.count_down();
   });
 }
 
