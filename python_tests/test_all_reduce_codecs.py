@@ -1,5 +1,7 @@
 """comm.all_reduce with codecs over real Gloo: identical bits, what the plan means, error feedback, half dtypes."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -320,3 +322,71 @@ def check_errors(rank, world_size):
 
 def test_bad_input_names_the_argument():
     run_ranks(2, check_errors)
+
+
+def check_native_disagreement(rank, world_size):
+    texts = []
+    for mine in (
+        dict(tensor=torch.ones(1000)),
+        dict(tensor=torch.ones(10).int()),
+        dict(op="avg"),
+        dict(algorithm="ring"),
+    ):
+        communicator = comm.Communicator()
+        with pytest.raises(dist.DistBackendError) as error:
+            call = {"tensor": torch.ones(10), "algorithm": "native", **(mine if rank == 1 else {})}
+            communicator.all_reduce(**call)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_ranks_that_disagree_on_a_native_call_raise():
+    for texts in zip(*run_ranks(2, check_native_disagreement), strict=True):
+        assert all("it is in call 1: " in text and "this rank is in call 1: " in text for text in texts), texts
+        assert any("native, Float over 10 elements" in text for text in texts), texts
+
+
+def drop_after_native(rank, world_size):
+    for _ in range(8):
+        communicator = comm.Communicator()
+        communicator.all_reduce(torch.ones(1000), algorithm="native")
+        del communicator  # the backend's threads let go of the tensor only with the GIL
+
+
+def test_a_communicator_is_dropped_after_a_native_call():
+    run_ranks(2, drop_after_native)
+
+
+def close_while_native(rank, world_size):
+    communicator = comm.Communicator()
+    if rank == 0:
+        communicator.all_reduce(torch.ones(1))
+        work = communicator.all_reduce(torch.ones(10), algorithm="native", async_op=True)
+        time.sleep(0.3)
+        start = time.monotonic()
+        communicator.close()
+        assert time.monotonic() - start < 5
+        with pytest.raises(dist.DistBackendError, match="the communicator was closed"):
+            work.wait()
+    else:
+        communicator.all_reduce(torch.ones(1))
+        time.sleep(1)
+        with pytest.raises(dist.DistBackendError, match="it has closed its end"):
+            communicator.all_reduce(torch.ones(10))
+
+
+def test_close_does_not_wait_for_a_native_call():
+    run_ranks(2, close_while_native)
+
+
+def check_odd_tensors(rank, world_size):
+    for odd in (torch._efficientzerotensor(5), torch._neg_view(torch.ones(5))):
+        with pytest.raises(TypeError, match="tensor: expected a plain dense tensor"):
+            comm.all_reduce(odd)
+    memory = torch.ones(300)
+    with pytest.raises(ValueError, match="expected memory apart"):
+        comm.all_reduce(memory[::3], codec="int8", residual=memory[150:250])
+
+
+def test_odd_tensors_are_refused():
+    run_ranks(1, check_odd_tensors)

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string_view>
-#include <utility>
 
 #include "core/check.h"
 
@@ -10,13 +9,17 @@ namespace dltrain::comm {
 
 namespace {
 
-using Builder = Plan (*)(int rank, int world_size);
+struct Entry {
+  std::string name;
+  Plan (*build)(int rank, int world_size);
+  bool pipelined = false;
+};
 
-const std::vector<std::pair<std::string, Builder>>& registry() {
-  static const std::vector<std::pair<std::string, Builder>> entries = {
+const std::vector<Entry>& registry() {
+  static const std::vector<Entry> entries = {
       {"ring", ring},
-      {"tree", tree},
-      {"double_tree", double_tree},
+      {"tree", tree, true},
+      {"double_tree", double_tree, true},
       {"recursive_doubling", recursive_doubling},
       {"halving_doubling", halving_doubling},
       {"direct", direct},
@@ -41,7 +44,7 @@ const char* name(Op op) {
 const std::vector<std::string>& algorithms() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> all;
-    for (const auto& [name, builder] : registry()) all.push_back(name);
+    for (const Entry& entry : registry()) all.push_back(entry.name);
     return all;
   }();
   return names;
@@ -50,8 +53,8 @@ const std::vector<std::string>& algorithms() {
 Plan make_plan(const std::string& algorithm, int rank, int world_size) {
   check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
   check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
-  for (const auto& [name, builder] : registry()) {
-    if (name == algorithm) return builder(rank, world_size);
+  for (const Entry& entry : registry()) {
+    if (entry.name == algorithm) return entry.build(rank, world_size);
   }
   unknown_name("algorithm", algorithms(), algorithm);
 }
@@ -60,6 +63,8 @@ const std::vector<std::string>& other_algorithms() {
   static const std::vector<std::string> names = {"butterfly", "native", "auto"};
   return names;
 }
+
+bool is_pipelined(int algorithm) { return registry()[algorithm].pipelined; }
 
 int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
   constexpr int64_t small = 64 << 10, ring_from = 8 << 20;

@@ -59,6 +59,9 @@ Plan make_plan(const std::string& algorithm, int rank, int world_size);
 // Which of algorithms() a name stands for, where a tensor of nbytes in fp32 is to be reduced.
 int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy);
 
+// Whether a rank has nothing to do in most rounds of the index-th of algorithms(), so that many segments are what keeps all busy.
+bool is_pipelined(int algorithm);
+
 // A picture of the plan: a line for each round, a column for each chunk.
 std::string draw(const Plan& plan);
 std::string to_json(const Plan& plan);
