@@ -35,8 +35,11 @@ int tag_of(const Call& call) {
   return static_cast<int>(hash % 0x7fffffff) + 1;
 }
 
-std::string farewell(const Call& call) {
-  return call.number == 0 ? "it has closed its end" : text("it has closed its end; its latest is ", describe(call));
+// What to say of a header that is not the expected one.
+std::string difference(const Header& header, const Call& call) {
+  if (header.bytes == failed && header.call.number == 0) return "it has closed its end";
+  const std::string theirs = text(header.bytes == failed ? "it has closed its end; its latest is " : "it is in ", describe(header.call));
+  return header.call == call ? theirs : text(theirs, "; this rank is in ", describe(call));
 }
 
 }  // namespace
@@ -87,7 +90,7 @@ class Envelopes::Received : public Request {
         call_(call),
         data_(data),
         bytes_(bytes),
-        stamp_(++peer.received) {}
+        stamp_(static_cast<Stamp>(++peer.received)) {}
   ~Received() override {
     envelope_->request.reset();
     peer_.empty.push_back(std::move(envelope_));
@@ -97,8 +100,7 @@ class Envelopes::Received : public Request {
     poll();
     envelope_->request->wait(deadline);
     const Header header = envelope_->header();
-    if (header.bytes == failed) throw Disagreement(farewell(header.call));
-    if (header.call != call_) throw Disagreement(text("it is in ", describe(header.call), "; this rank is in ", describe(call_)));
+    if (header.bytes == failed || header.call != call_) throw Disagreement(difference(header, call_));
     if (header.bytes != bytes_) throw Disagreement(text("it sends ", header.bytes, " bytes, this rank expects ", bytes_));
     if (rest_) {
       rest_->wait(deadline);
@@ -152,7 +154,7 @@ std::unique_ptr<Request> Envelopes::send(const Place& place, int peer, const voi
   auto envelope = empty_one(to);
   const Header header{call_, bytes};
   const int64_t inside = 0 < bytes && bytes <= most ? bytes : 0;
-  const Stamp stamp = ++to.sent;
+  const auto stamp = static_cast<Stamp>(++to.sent);
   std::memcpy(envelope->bytes.data(), &header, sizeof header);
   std::memcpy(envelope->message(), data, static_cast<size_t>(inside));
   std::memcpy(envelope->message() + inside, &stamp, sizeof stamp);
@@ -176,16 +178,28 @@ std::unique_ptr<Request> Envelopes::recv(const Place& place, int peer, void* dat
 
 void Envelopes::close() noexcept {
   if (std::exchange(closed_, true)) return;
-  std::vector<std::unique_ptr<Request>> farewells;
+  constexpr auto patience = std::chrono::milliseconds(100);
+  const Deadline deadline = Clock::now() + patience;
+  std::vector<std::unique_ptr<Request>> farewells(peers_.size());
   for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank()) continue;
     try {
-      farewells.push_back(send({}, peer, "", failed));
+      if (peer != rank()) farewells[peer] = send({}, peer, "", failed);
     } catch (const std::exception&) {
       continue;  // a peer that cannot be told finds out by itself
     }
   }
-  for (auto& farewell : farewells) farewell->abort();
+  for (int peer = 0; peer < world_size(); ++peer) {
+    constexpr int farewell = 1;
+    const bool listens = peers_[peer].sent > farewell;
+    try {
+      if (farewells[peer] && listens) farewells[peer]->wait(deadline);
+    } catch (const std::exception&) {
+      continue;
+    }
+  }
+  for (auto& farewell : farewells) {
+    if (farewell) farewell->abort();
+  }
   for (Peer& peer : peers_) {
     for (auto& envelope : peer.expected) envelope->request->abort();
     peer.expected.clear();
@@ -202,8 +216,7 @@ std::string Envelopes::last_words(int peer) {
       break;
     }
     const Header header = envelope->header();
-    if (header.bytes == failed) return farewell(header.call);
-    if (header.call != call_) return text("it is in ", describe(header.call), "; this rank is in ", describe(call_));
+    if (header.bytes == failed || header.call != call_) return difference(header, call_);
   }
   return {};
 }

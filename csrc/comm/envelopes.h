@@ -33,7 +33,7 @@ class Envelopes : public Transport {
   class Sent;
   class Received;
   struct Peer {
-    uint8_t sent = 0, received = 0;                  // envelopes, as they are stamped
+    int64_t sent = 0, received = 0;                  // envelopes
     std::deque<std::unique_ptr<Envelope>> expected;  // posted, for messages that are yet to be asked for
     std::vector<std::unique_ptr<Envelope>> empty;
   };

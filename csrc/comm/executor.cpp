@@ -115,7 +115,6 @@ void Executor::run(const Work& work) {
 void Executor::fail(const Work& work, const std::exception& error, Clock::duration after) {
   std::string what = error.what();
   std::lock_guard lock(mutex_);
-  in_flight_.clear();
   if (failure_.empty()) {
     for (int peer = 0; peer < world_size() && !dynamic_cast<const Disagreement*>(&error); ++peer) {
       if (const std::string words = peer == rank() ? "" : transport_->last_words(peer); !words.empty()) {
@@ -126,7 +125,8 @@ void Executor::fail(const Work& work, const std::exception& error, Clock::durati
                     global(waiting_.peer), " in round ", waiting_.round, " of ", work.program.rounds, " failed after ", seconds(after),
                     " s (deadline ", seconds(work.call.timeout), " s): ", what);
   }
-  transport_->close();
+  transport_->close();  // while sends are under way still: they are ahead of what it tells
+  in_flight_.clear();
   throw AllReduceError(failure_);
 }
 
