@@ -147,4 +147,4 @@ def test_benchmarks_answer_mistakes():
     done = run("-m", "benchmarks", "nonsense", cwd=ROOT)
     assert done.returncode == 2 and "optim" in done.stderr and "allreduce" in done.stderr
     done = run("-m", "benchmarks", "allreduce", "--algorithms", "rign", cwd=ROOT)
-    assert done.returncode == 2 and "ring, direct" in done.stderr
+    assert done.returncode == 2 and "ring, tree" in done.stderr

@@ -24,10 +24,10 @@ using Stamp = uint8_t;  // counts the envelopes from one rank to another
 
 constexpr size_t ahead = 2;  // envelopes posted for messages that nobody has asked for yet
 
-// Ranks that disagree have different ones.
+// Ranks whose messages differ in length have different ones. Not made of the call's number: connections may keep something for each tag.
 int tag_of(const Call& call) {
   uint64_t hash = 0;
-  for (const int64_t part : {call.number, call.numel, static_cast<int64_t>(call.algorithm), static_cast<int64_t>(call.codec),
+  for (const int64_t part : {call.numel, static_cast<int64_t>(call.algorithm), static_cast<int64_t>(call.codec),
                              static_cast<int64_t>(call.segments), static_cast<int64_t>(call.average)}) {
     hash = (hash ^ static_cast<uint64_t>(part)) * 0xff51afd7ed558ccdu;
     hash ^= hash >> 32;
@@ -61,17 +61,14 @@ class Envelopes::Sent : public Request {
  public:
   Sent(Peer& peer, std::unique_ptr<Envelope> envelope, std::unique_ptr<Request> rest)
       : peer_(peer), envelope_(std::move(envelope)), rest_(std::move(rest)) {}
-  ~Sent() override {
-    envelope_->request.reset();
-    peer_.empty.push_back(std::move(envelope_));
-  }
+  ~Sent() override { give_back(peer_, std::move(envelope_)); }
 
   void wait(Deadline deadline) override {
-    envelope_->request->wait(deadline);
+    if (envelope_) envelope_->request->wait(deadline);
     if (rest_) rest_->wait(deadline);
   }
   void abort() override {
-    envelope_->request->abort();
+    if (envelope_) envelope_->request->abort();
     if (rest_) rest_->abort();
   }
 
@@ -90,30 +87,28 @@ class Envelopes::Received : public Request {
         call_(call),
         data_(data),
         bytes_(bytes),
-        stamp_(static_cast<Stamp>(++peer.received)) {}
-  ~Received() override {
-    envelope_->request.reset();
-    peer_.empty.push_back(std::move(envelope_));
-  }
+        stamp_(static_cast<Stamp>(envelope_ ? ++peer.received : peer.received)) {}
+  ~Received() override { give_back(peer_, std::move(envelope_)); }
 
   void wait(Deadline deadline) override {
+    if (envelope_) open(deadline);
+    if (rest_) rest_->wait(deadline);
+  }
+  void abort() override {
+    if (envelope_) envelope_->request->abort();
+    if (rest_) rest_->abort();
+  }
+
+ private:
+  void open(Deadline deadline) {
     poll();
     envelope_->request->wait(deadline);
     const Header header = envelope_->header();
     if (header.bytes == failed || header.call != call_) throw Disagreement(difference(header, call_));
     if (header.bytes != bytes_) throw Disagreement(text("it sends ", header.bytes, " bytes, this rank expects ", bytes_));
-    if (rest_) {
-      rest_->wait(deadline);
-    } else {
-      std::memcpy(data_, envelope_->message(), static_cast<size_t>(bytes_));
-    }
-  }
-  void abort() override {
-    envelope_->request->abort();
-    if (rest_) rest_->abort();
+    if (!rest_) std::memcpy(data_, envelope_->message(), static_cast<size_t>(bytes_));
   }
 
- private:
   // Looks for the stamp for a while, since to be woken takes longer than a small message does. What it sees is a hint: the wait that
   // follows is what counts.
   void poll() {
@@ -136,6 +131,12 @@ Envelopes::Envelopes(std::unique_ptr<Transport> carrier) : carrier_(std::move(ca
 
 Envelopes::~Envelopes() { Envelopes::close(); }
 
+void Envelopes::give_back(Peer& peer, std::unique_ptr<Envelope> envelope) {
+  if (!envelope) return;
+  envelope->request.reset();
+  peer.empty.push_back(std::move(envelope));
+}
+
 std::unique_ptr<Envelopes::Envelope> Envelopes::empty_one(Peer& peer) {
   if (peer.empty.empty()) return std::make_unique<Envelope>();
   auto envelope = std::move(peer.empty.back());
@@ -151,27 +152,35 @@ void Envelopes::expect(const Place& place, int peer) {
 
 std::unique_ptr<Request> Envelopes::send(const Place& place, int peer, const void* data, int64_t bytes, int) {
   Peer& to = peers_[peer];
-  auto envelope = empty_one(to);
-  const Header header{call_, bytes};
-  const int64_t inside = 0 < bytes && bytes <= most ? bytes : 0;
-  const auto stamp = static_cast<Stamp>(++to.sent);
-  std::memcpy(envelope->bytes.data(), &header, sizeof header);
-  std::memcpy(envelope->message(), data, static_cast<size_t>(inside));
-  std::memcpy(envelope->message() + inside, &stamp, sizeof stamp);
-  envelope->request = carrier_->send(place, peer, envelope->bytes.data(), static_cast<int64_t>(sizeof header + sizeof stamp) + inside);
+  std::unique_ptr<Envelope> envelope;
+  if (bytes <= most || std::exchange(to.told, call_.number) != call_.number) {
+    to.told = call_.number;
+    envelope = empty_one(to);
+    const Header header{call_, bytes};
+    const int64_t inside = 0 < bytes && bytes <= most ? bytes : 0;
+    const auto stamp = static_cast<Stamp>(++to.sent);
+    std::memcpy(envelope->bytes.data(), &header, sizeof header);
+    std::memcpy(envelope->message(), data, static_cast<size_t>(inside));
+    std::memcpy(envelope->message() + inside, &stamp, sizeof stamp);
+    envelope->request = carrier_->send(place, peer, envelope->bytes.data(), static_cast<int64_t>(sizeof header + sizeof stamp) + inside);
+  }
   auto rest = bytes > most ? carrier_->send(place, peer, data, bytes, tag_of(call_)) : nullptr;
   return std::make_unique<Sent>(to, std::move(envelope), std::move(rest));
 }
 
 std::unique_ptr<Request> Envelopes::recv(const Place& place, int peer, void* data, int64_t bytes, int) {
   Peer& from = peers_[peer];
-  try {
-    while (from.expected.size() <= ahead) expect(place, peer);
-  } catch (const TransportError&) {
-    if (from.expected.empty()) throw;  // else the peer may have left after its last message, which is here
+  std::unique_ptr<Envelope> envelope;
+  if (bytes <= most || std::exchange(from.heard, call_.number) != call_.number) {
+    from.heard = call_.number;
+    try {
+      while (from.expected.size() <= ahead) expect(place, peer);
+    } catch (const TransportError&) {
+      if (from.expected.empty()) throw;  // else the peer may have left after its last message, which is here
+    }
+    envelope = std::move(from.expected.front());
+    from.expected.pop_front();
   }
-  auto envelope = std::move(from.expected.front());
-  from.expected.pop_front();
   auto rest = bytes > most ? carrier_->recv(place, peer, data, bytes, tag_of(call_)) : nullptr;
   return std::make_unique<Received>(from, std::move(envelope), std::move(rest), call_, data, bytes);
 }

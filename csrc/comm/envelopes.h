@@ -8,9 +8,10 @@
 
 namespace dltrain::comm {
 
-// Puts every message into an envelope that says to which call it belongs, so that ranks that disagree find out. Envelopes have one size,
-// and a receive for one is always posted: nothing unexpected can come in too long, and a small message finds its receiver ready. What does
-// not fit follows as a message of its own, under a tag that only ranks that agree have in common.
+// Puts messages into envelopes that say to which call they belong, so that ranks that disagree find out. Envelopes have one size, and
+// receives for some are always posted: nothing unexpected can come in too long, and a small message finds its receiver ready. What does
+// not fit follows as a message of its own, under a tag made of the call, which only ranks that agree have in common; and once a peer has
+// had an envelope of the call, the tag is all that such a message needs.
 //
 //   | Header | message of up to 64 KiB | stamp |        or        | Header | stamp |   and then the message
 //
@@ -34,11 +35,13 @@ class Envelopes : public Transport {
   class Received;
   struct Peer {
     int64_t sent = 0, received = 0;                  // envelopes
+    int64_t told = -1, heard = -1;                   // the latest call that one has gone out, or come in, for
     std::deque<std::unique_ptr<Envelope>> expected;  // posted, for messages that are yet to be asked for
     std::vector<std::unique_ptr<Envelope>> empty;
   };
 
   static std::unique_ptr<Envelope> empty_one(Peer& peer);
+  static void give_back(Peer& peer, std::unique_ptr<Envelope> envelope);
   void expect(const Place& place, int peer);
 
   std::unique_ptr<Transport> carrier_;

@@ -18,7 +18,7 @@ int choose_segments(int64_t wire_bytes, bool lossy, bool pipelined) {
     return static_cast<int>(std::clamp<int64_t>(wire_bytes / size, 1, most));
   };
   constexpr int64_t kib = 1 << 10;
-  if (pipelined) return pieces(256 * kib, 16);
+  if (pipelined) return pieces(1024 * kib, 16);
   return std::max(pieces(8192 * kib, 8), lossy ? pieces(640 * kib, 3) : 1);
 }
 

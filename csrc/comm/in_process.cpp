@@ -26,6 +26,7 @@ struct Channel {  // from one rank to another
   std::condition_variable changed;
   std::deque<Message> messages;
   std::map<int, int64_t> sent, expected;  // messages and receives posted, by tag
+  bool closed = false;
 
   auto find(int tag, int64_t number) {
     return std::find_if(messages.begin(), messages.end(), [=](const Message& each) { return each.tag == tag && each.number == number; });
@@ -51,9 +52,10 @@ class Received : public Request {
     auto found = channel_.messages.end();
     const bool came = channel_.changed.wait_until(lock, deadline, [&] {
       found = channel_.find(tag_, number_);
-      return aborted_ || found != channel_.messages.end();
+      return aborted_ || channel_.closed || found != channel_.messages.end();
     });
     if (aborted_) throw TransportError("aborted");
+    if (found == channel_.messages.end() && channel_.closed) throw TransportError("the peer has closed its end");
     if (!came) throw TransportError("nothing came");
     Message message = std::move(*found);
     channel_.messages.erase(found);
@@ -103,6 +105,14 @@ class InProcess : public Transport {
 
   std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag) override {
     return std::make_unique<Received>((*channels_)[peer][rank_], place, data, bytes, tag);
+  }
+
+  void close() noexcept override {
+    for (Channel& channel : (*channels_)[rank_]) {
+      std::lock_guard lock(channel.mutex);
+      channel.closed = true;
+      channel.changed.notify_all();
+    }
   }
 
  private:
