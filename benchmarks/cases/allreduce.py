@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks.allreduce_ranks import DEADLINE, GLOO, Job, Result, Side, work
+from benchmarks.allreduce_ranks import BURST, DEADLINE, GLOO, SMALL, Job, Result, Side, work
 from benchmarks.harness import Failure, Progress, Row, Spread, Table, at_least, choices
 from benchmarks.ranks import given_rank, join_ranks, run_ranks
 from dltrain_ext import codecs, comm
@@ -91,10 +91,10 @@ def make_sides(options: argparse.Namespace) -> list[Side]:
 
 def make_notes(options: argparse.Namespace, sides: list[Side]) -> list[str]:
     notes = [
-        "a barrier, then one call; its time is the largest over the ranks",
+        f"a barrier, then one call (up to {SMALL >> 10} KiB: {BURST}, back to back); the slowest rank counts",
         "algbw = S / t, busbw = algbw * 2(p - 1) / p, as nccl-tests defines them (its doc/PERFORMANCE.md); S in fp32",
         "#wrong: elements that differ (!=) from a sum that is exact in any order, or in a bit from rank 0's; over all "
-        "ranks, in the check before the timing and in every call of it",
+        "ranks, in the check before the timing and after every sample",
         "wire bytes: sent by one rank in one call, the largest over the ranks; Gloo does not tell",
         "every call finds its message freshly written, as a gradient bucket is",
     ]
