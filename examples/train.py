@@ -197,7 +197,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=TASKS, default="digits")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--algorithm", choices=["auto", "butterfly", "native", *comm.ALGORITHMS], default="auto")
+    parser.add_argument("--algorithm", choices=["auto", "butterfly", *comm.ALGORITHMS], default="auto")
     parser.add_argument("--codec", choices=codecs.CODECS, default="raw", help="what gradients travel as (raw)")
     parser.add_argument("--steps", type=positive, help="default: the data set's own, as for the next two")
     parser.add_argument("--batch-size", type=positive, help="over all ranks together")

@@ -25,10 +25,15 @@ def why_not() -> str | None:
         return "not root"
     name = f"dltrain-{os.getpid()}-switch"
     try:
-        for command in (f"netns add {name}", f"-n {name} link add bridge type bridge", f"-n {name} link add type veth"):
-            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+        for command in (
+            f"ip netns add {name}",
+            f"ip -n {name} link add bridge type bridge",
+            f"ip -n {name} link add type veth",
+            f"tc -n {name} qdisc add dev lo root tbf rate 1gbit burst 64kb latency 400ms",
+        ):
+            done = subprocess.run(command.split(), capture_output=True, text=True)
             if done.returncode:
-                return f"ip {command}: {done.stderr.strip()}"
+                return f"{command}: {done.stderr.strip()}"
     finally:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dltrain_ext import comm
+from dltrain_ext import codecs, comm
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -58,6 +58,19 @@ def test_both_sides_train_alike(tmp_path: Path, data: str, metric: str, unit: st
     assert ours["wire_bytes_per_step"] == pytest.approx(plain["wire_bytes_per_step"], rel=0.01)
 
 
+def test_gradients_travel_as_int8(tmp_path: Path) -> None:
+    json_file = tmp_path / "figures.json"
+    done = run(
+        "--steps", 30, "--codec", "int8", "--out", tmp_path / "train.png", "--json", json_file, launcher=TORCHRUN
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(json_file.read_text())
+    plain, ours = figures["plain"], figures["ours"]
+    assert ours["wire_bytes_per_step"] < 0.27 * plain["wire_bytes_per_step"]
+    assert ours["losses"] != plain["losses"]
+    assert ours["score"] == pytest.approx(plain["score"], abs=0.05)
+
+
 def test_one_rank_without_torchrun(tmp_path: Path) -> None:
     done = run("--steps", 2, "--out", tmp_path / "train.png")
     assert done.returncode == 0, done.stderr
@@ -66,7 +79,7 @@ def test_one_rank_without_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "valid"),
-    [("--algorithm", ("auto", *comm.ALGORITHMS)), ("--codec", ("raw",)), ("--optimizer", ("adamw",))],
+    [("--algorithm", ("auto", *comm.ALGORITHMS)), ("--codec", codecs.CODECS), ("--optimizer", ("adamw",))],
 )
 def test_an_unknown_name_is_answered_with_the_valid_ones(option: str, valid: tuple[str, ...]) -> None:
     done = run(option, "nonsense")

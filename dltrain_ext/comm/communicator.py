@@ -113,7 +113,7 @@ class Communicator:
         return self._impl.submit(tensor, average=average, algorithm=algorithm, codec=codec)
 
     def stats(self) -> dict[str, int]:
-        """``calls`` completed and ``wire_bytes`` sent by this rank."""
+        """``calls`` completed and ``wire_bytes`` sent by this rank, headers and the backend's own all-reduces apart."""
         return self._impl.stats()
 
     def close(self) -> None:
