@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
     done = run("--algorithms", "ring", "--json", out, "--plot", tmp_path, launcher=TORCHRUN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all_reduce sum, 2 ranks under torchrun") == 1
-    assert done.stdout.count("4 KiB") == 1 and done.stdout.count("#wrong:") == 1
+    assert len(re.findall(r"\b4 KiB", done.stdout)) == 1 and done.stdout.count("#wrong:") == 1
     assert [row["side"] for row in rows_of(out)] == ["gloo", "ring"]
     assert (tmp_path / "allreduce.png").exists()
 
