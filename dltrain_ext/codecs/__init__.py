@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.codecs.arguments import as_tensor, check_tensor, is_stochastic
+from dltrain_ext.codecs.arguments import as_tensor, check_number, check_tensor, is_stochastic
 from dltrain_ext.codecs.message import Encoded, ErrorBound, GradStats
 
 CODECS: tuple[str, ...] = tuple(codec.name for codec in _ops.codecs())
@@ -195,10 +195,7 @@ def reduce(
     """
     stochastic = is_stochastic(rounding)
     for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("rank", rank, 2**32)):
-        if not isinstance(number, int):
-            raise TypeError(f"{name}: expected an int, got {number!r}")
-        if not 0 <= number < bound:
-            raise ValueError(f"{name}: expected 0 to {bound - 1}, got {number}")
+        check_number(number, name, bound)
     if not isinstance(received, Sequence):
         raise TypeError(f"received: expected a sequence of messages, got {type(received).__name__}")
     own, in_kind = as_tensor(tensor, "tensor")

@@ -14,6 +14,13 @@ def is_stochastic(rounding: str) -> bool:
     return rounding == "stochastic"
 
 
+def check_number(number: int, name: str, bound: int) -> None:
+    if not isinstance(number, int):
+        raise TypeError(f"{name}: expected an int, got {number!r}")
+    if not 0 <= number < bound:
+        raise ValueError(f"{name}: expected 0 to {bound - 1}, got {number}")
+
+
 def check_tensor(
     given: Tensor | None, name: str, like: Tensor, shape: torch.Size | None = None, *, written: bool = False
 ) -> None:

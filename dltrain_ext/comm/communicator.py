@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
-from dltrain_ext.codecs.arguments import is_stochastic
+from dltrain_ext.codecs.arguments import check_number, is_stochastic
 
 
 def _averages(op: "str | dist.ReduceOp") -> bool:
@@ -91,6 +91,12 @@ class Communicator:
         for name, value, optional in (("tensor", tensor, False), ("residual", residual, True)):
             if not isinstance(value, torch.Tensor) and not (optional and value is None):
                 raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        for name, text in (("algorithm", algorithm), ("codec", codec)):
+            if not isinstance(text, str):
+                raise TypeError(f"{name}: expected a str, got {text!r}")
+        for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**31)):
+            if number is not None:
+                check_number(number, name, bound)
         given: dict[str, Any] = {
             "average": _averages(op),
             "algorithm": algorithm,
