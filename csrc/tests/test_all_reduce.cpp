@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -175,8 +176,8 @@ TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
     return squares / numel;
   };
   const double unit = noise(1, "direct");
-  for (const int p : {4, 8}) {
-    const int log2 = p == 4 ? 2 : 3;
+  for (const int p : {4, 8, 16}) {
+    const int log2 = std::countr_zero(static_cast<unsigned>(p));
     const std::map<std::string, int> expected = {{"ring", p * (p - 1) / 2 + p}, {"tree", p * log2 + 1},
                                                  {"double_tree", p * log2 + 1}, {"halving_doubling", p / 2 * log2 + p},
                                                  {"direct", 2 * p - 1},         {"oneshot", p}};
