@@ -106,7 +106,7 @@ class Envelopes::Received : public Request {
     const Header header = envelope_->header();
     if (header.bytes == failed || header.call != call_) throw Disagreement(difference(header, call_));
     if (header.bytes != bytes_) throw Disagreement(text("it sends ", header.bytes, " bytes, this rank expects ", bytes_));
-    if (!rest_) std::memcpy(data_, envelope_->message(), static_cast<size_t>(bytes_));
+    if (!rest_ && bytes_ > 0) std::memcpy(data_, envelope_->message(), static_cast<size_t>(bytes_));
   }
 
   // Looks for the stamp for a while, since to be woken takes longer than a small message does. What it sees is a hint: the wait that
@@ -160,7 +160,7 @@ std::unique_ptr<Request> Envelopes::send(const Place& place, int peer, const voi
     const int64_t inside = 0 < bytes && bytes <= most ? bytes : 0;
     const auto stamp = static_cast<Stamp>(++to.sent);
     std::memcpy(envelope->bytes.data(), &header, sizeof header);
-    std::memcpy(envelope->message(), data, static_cast<size_t>(inside));
+    if (inside > 0) std::memcpy(envelope->message(), data, static_cast<size_t>(inside));
     std::memcpy(envelope->message() + inside, &stamp, sizeof stamp);
     envelope->request = carrier_->send(place, peer, envelope->bytes.data(), static_cast<int64_t>(sizeof header + sizeof stamp) + inside);
   }
