@@ -11,7 +11,7 @@ DEVICES = ("cpu",)
 NO_DEVICE = "it runs over Gloo on the CPU, and NCCL comes later"
 DEFAULT = [*comm.ALGORITHMS, "auto"]
 ALGORITHMS = [*DEFAULT, "butterfly", "native"]
-RAW_ALONE = ("recursive_doubling", "native")
+RAW_ALONE = [*(name for name in comm.ALGORITHMS if comm.plan(name, 0, 1).exact), "native"]
 
 
 def size(text: str) -> int:

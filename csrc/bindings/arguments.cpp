@@ -1,7 +1,5 @@
 #include "bindings/arguments.h"
 
-#include <limits>
-
 #include "bindings/place.h"
 
 namespace dltrain::bindings {
@@ -10,11 +8,15 @@ Dtype dtype_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? Dtype::fp16 : tensor.scalar_type() == at::kBFloat16 ? Dtype::bf16 : Dtype::fp32;
 }
 
-void check_dense(const Argument& argument, const at::Device& device) {
-  const auto& [tensor, name, written] = argument;
+void check_plain(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() &&
                        !tensor._is_zerotensor(),
                    name, ": expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
+}
+
+void check_dense(const Argument& argument, const at::Device& device) {
+  const auto& [tensor, name, written] = argument;
+  check_plain(tensor, name);
   TORCH_CHECK_VALUE(is_supported(tensor.device()), name, ": expected a tensor on ", supported_devices(), ", got one on ", tensor.device());
   TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device, ", got one on ", tensor.device());
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got shape ", tensor.sizes(), " with strides ",
@@ -60,12 +62,6 @@ void check_apart(const std::vector<Argument>& arguments) {
                         ": expected memory apart from that of ", b.name, ", got some that both use");
     }
   }
-}
-
-uint32_t word(int64_t number, const char* name) {
-  constexpr int64_t largest = std::numeric_limits<uint32_t>::max();
-  TORCH_CHECK_VALUE(number >= 0 && number <= largest, name, ": expected 0 to ", largest, ", got ", number);
-  return static_cast<uint32_t>(number);
 }
 
 void changed(const std::vector<Argument>& arguments) {

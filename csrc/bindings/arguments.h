@@ -25,6 +25,9 @@ struct Argument {
   void* data() const { return written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()); }
 };
 
+// Its elements are numbers in memory: not sparse, nor what only stands for a tensor.
+void check_plain(const at::Tensor& tensor, const std::string& name);
+
 void check_dense(const Argument& argument, const at::Device& device);
 
 // Of `numel` elements; fp16 or not.
@@ -44,8 +47,6 @@ void check_feedback(const Codec& codec, bool stochastic);
 
 // Parts are worked on in any order, so what one writes no other may read or write: but for the same elements, in the same places.
 void check_apart(const std::vector<Argument>& arguments);
-
-uint32_t word(int64_t number, const char* name);
 
 // Tells autograd that those which are written have changed.
 void changed(const std::vector<Argument>& arguments);

@@ -42,6 +42,12 @@ uint8_t* writable(uint8_t* message) {
   return message;
 }
 
+uint32_t word(int64_t number, const char* name) {
+  constexpr int64_t largest = std::numeric_limits<uint32_t>::max();
+  TORCH_CHECK_VALUE(number >= 0 && number <= largest, name, ": expected 0 to ", largest, ", got ", number);
+  return static_cast<uint32_t>(number);
+}
+
 void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std::string& codec_name, int64_t position, double scale,
                    const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& loss_scale,
                    const std::optional<at::Tensor>& wire, const std::optional<at::Tensor>& decoded, bool stochastic, int64_t seed,

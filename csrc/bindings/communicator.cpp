@@ -31,26 +31,24 @@ bool fits_backend(at::ScalarType type) {
 }
 
 void check_values(const at::Tensor& tensor, const AllReduceOptions& options) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() &&
-                       !tensor._is_zerotensor(),
-                   "tensor: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
+  check_plain(tensor, "tensor");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "tensor: expected a tensor on the CPU, got one on ", tensor.device());
   const at::ScalarType type = tensor.scalar_type();
   if (options.is_native(type)) {
     TORCH_CHECK_TYPE(fits_backend(type), "tensor: expected dtype float32, float16, bfloat16, float64, uint8, int8, int32 or int64, got ",
                      type);
-    TORCH_CHECK_TYPE(!options.average || at::isFloatingType(type), "tensor: expected a floating dtype for op 'avg', got ", type);
+    TORCH_CHECK_TYPE(!options.call.average || at::isFloatingType(type), "tensor: expected a floating dtype for op 'avg', got ", type);
   } else {
-    TORCH_CHECK_TYPE(fits_plans(type), "tensor: expected dtype float32, float16 or bfloat16 for the algorithm ", options.algorithm,
-                     " and the codec ", options.codec, " (others are for the algorithms auto and native with the codec raw), got ", type);
+    TORCH_CHECK_TYPE(fits_plans(type), "tensor: expected dtype float32, float16 or bfloat16 for the algorithm ", options.call.algorithm,
+                     " and the codec ", options.call.codec, " (others are for the algorithms auto and native with the codec raw), got ",
+                     type);
   }
   TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
                     "tensor: expected elements that each have a place of their own, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
   if (options.residual) {
-    const Codec& codec = find_codec(options.codec);
     TORCH_CHECK_VALUE(!options.is_native(type), "residual: expected none for the algorithm native");
-    check_feedback(codec, options.stochastic);
+    check_feedback(find_codec(options.call.codec), options.call.stochastic);
     std::vector<Argument> arguments = {{*options.residual, "residual", true}, {tensor, "tensor", true}};
     elements_of(arguments[0], tensor.device(), tensor.numel(), false);
     check_apart(arguments);
@@ -86,7 +84,7 @@ class TensorHolder final : public c10::ivalue::PyObjectHolder {
 }  // namespace
 
 bool AllReduceOptions::is_native(at::ScalarType type) const {
-  return algorithm == "native" || (algorithm == "auto" && codec == "raw" && !fits_plans(type));
+  return call.algorithm == "native" || (call.algorithm == "auto" && call.codec == "raw" && !fits_plans(type));
 }
 
 Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
@@ -110,7 +108,7 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
       !queue_.in_worker(),
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
-  comm::check_names(options.algorithm, options.codec);
+  comm::check_names(options.call.algorithm, options.call.codec);
   check_values(tensor, options);
 }
 
@@ -120,13 +118,11 @@ void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor
   const at::Tensor dense = tensor.contiguous();
   try {
     if (options.is_native(tensor.scalar_type())) {
-      all_reduce_natively(dense, options.average);
+      all_reduce_natively(dense, options.call.average);
     } else {
-      comm::AllReduce call{options.algorithm, options.codec, options.average, options.segments, timeout};
+      comm::AllReduce call = options.call;
+      call.timeout = timeout;
       if (options.residual) call.residual = {options.residual->mutable_data_ptr(), dtype_of(*options.residual)};
-      call.stochastic = options.stochastic;
-      call.seed = options.seed;
-      call.step = options.step;
       executor.all_reduce(place, {dense.mutable_data_ptr(), dtype_of(dense)}, dense.numel(), call);
     }
   } catch (const comm::AllReduceError& error) {
@@ -152,6 +148,7 @@ void Communicator::Work::all_reduce_natively(at::Tensor tensor, bool average) {
   } catch (const comm::TransportError& error) {
     executor.abort(text("all_reduce with native on rank ", executor.global_rank(), " in a group of ", executor.world_size(), " (deadline ",
                         std::chrono::duration<double>(timeout).count(), " s): ", error.what()));
+    executor.close();
     throw comm::AllReduceError(executor.failure());
   }
 }
@@ -199,12 +196,16 @@ namespace {
 template <class Method>
 auto with_options(Method method) {
   return [method](Communicator& self, py::object tensor, const std::string& algorithm, const std::string& codec, bool average, int segments,
-                  std::optional<at::Tensor> residual, bool stochastic, int64_t seed, std::optional<int64_t> step) {
-    AllReduceOptions options{algorithm, codec, average, segments, std::move(residual), stochastic};
-    TORCH_CHECK_VALUE(segments >= 0, "segments: expected at least 0, got ", segments);
-    TORCH_CHECK_VALUE(seed >= 0, "seed: expected at least 0, got ", seed);
-    options.seed = static_cast<uint64_t>(seed);
-    if (step) options.step = word(*step, "step");
+                  std::optional<at::Tensor> residual, bool stochastic, uint64_t seed, std::optional<uint32_t> step) {
+    AllReduceOptions options;
+    options.call.algorithm = algorithm;
+    options.call.codec = codec;
+    options.call.average = average;
+    options.call.segments = segments;
+    options.call.stochastic = stochastic;
+    options.call.seed = seed;
+    options.call.step = step;
+    options.residual = std::move(residual);
     return method(self, std::move(tensor), options);
   };
 }

@@ -15,13 +15,8 @@
 namespace dltrain::bindings {
 
 struct AllReduceOptions {
-  std::string algorithm, codec;
-  bool average = false;
-  int segments = 0;  // 0: chosen by size
+  comm::AllReduce call;  // but for its residual and its timeout
   std::optional<at::Tensor> residual;
-  bool stochastic = false;
-  uint64_t seed = 0;
-  std::optional<uint32_t> step;
 
   // Whether the backend's own all-reduce is asked for, or is the only one for elements of this type.
   bool is_native(at::ScalarType type) const;

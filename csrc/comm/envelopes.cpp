@@ -153,8 +153,8 @@ void Envelopes::expect(const Place& place, int peer) {
 std::unique_ptr<Request> Envelopes::send(const Place& place, int peer, const void* data, int64_t bytes, int) {
   Peer& to = peers_[peer];
   std::unique_ptr<Envelope> envelope;
-  if (bytes <= most || std::exchange(to.told, call_.number) != call_.number) {
-    to.told = call_.number;
+  const bool first = std::exchange(to.told, call_.number) != call_.number;
+  if (first || bytes <= most) {
     envelope = empty_one(to);
     const Header header{call_, bytes};
     const int64_t inside = 0 < bytes && bytes <= most ? bytes : 0;
@@ -171,8 +171,8 @@ std::unique_ptr<Request> Envelopes::send(const Place& place, int peer, const voi
 std::unique_ptr<Request> Envelopes::recv(const Place& place, int peer, void* data, int64_t bytes, int) {
   Peer& from = peers_[peer];
   std::unique_ptr<Envelope> envelope;
-  if (bytes <= most || std::exchange(from.heard, call_.number) != call_.number) {
-    from.heard = call_.number;
+  const bool first = std::exchange(from.heard, call_.number) != call_.number;
+  if (first || bytes <= most) {
     try {
       while (from.expected.size() <= ahead) expect(place, peer);
     } catch (const TransportError&) {
@@ -189,31 +189,31 @@ void Envelopes::close() noexcept {
   if (std::exchange(closed_, true)) return;
   constexpr auto patience = std::chrono::milliseconds(100);
   const Deadline deadline = Clock::now() + patience;
-  std::vector<std::unique_ptr<Request>> farewells(peers_.size());
+  std::vector<std::unique_ptr<Request>> farewells;
+  std::vector<std::unique_ptr<Request>> unheard;  // by peers that may never listen
   for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) continue;
+    auto& where = peers_[peer].sent > 0 ? farewells : unheard;
     try {
-      if (peer != rank()) farewells[peer] = send({}, peer, "", failed);
+      where.push_back(send({}, peer, "", failed));
     } catch (const std::exception&) {
       continue;  // a peer that cannot be told finds out by itself
     }
   }
-  for (int peer = 0; peer < world_size(); ++peer) {
-    constexpr int farewell = 1;
-    const bool listens = peers_[peer].sent > farewell;
+  for (auto& farewell : farewells) {
     try {
-      if (farewells[peer] && listens) farewells[peer]->wait(deadline);
+      farewell->wait(deadline);
     } catch (const std::exception&) {
-      continue;
+      farewell->abort();
     }
   }
-  for (auto& farewell : farewells) {
-    if (farewell) farewell->abort();
-  }
+  for (auto& farewell : unheard) farewell->abort();
   for (Peer& peer : peers_) {
     for (auto& envelope : peer.expected) envelope->request->abort();
     peer.expected.clear();
   }
   farewells.clear();
+  unheard.clear();
   carrier_->close();
 }
 

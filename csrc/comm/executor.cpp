@@ -22,20 +22,12 @@ int choose_segments(int64_t wire_bytes, bool lossy, bool pipelined) {
   return std::max(pieces(8192 * kib, 8), lossy ? pieces(640 * kib, 3) : 1);
 }
 
-bool is_lossy(const Codec& codec) { return codec.nearest_error.max > 0.0; }
-
-int64_t element_size(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
-
-Elements part(const Elements& all, int64_t first) {
-  return all.data ? Elements{static_cast<char*>(all.data) + first * element_size(all.dtype), all.dtype} : all;
-}
-
 int index_of(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
 
 }  // namespace
 
 void check_names(const std::string& algorithm, const std::string& codec) {
-  const bool lossy = is_lossy(find_codec(codec));
+  const bool lossy = find_codec(codec).is_lossy();
   std::vector<std::string> names;
   for (const std::string& name : algorithms()) {
     if (!lossy || !make_plan(name, 0, 1).exact) names.push_back(name);
@@ -78,8 +70,8 @@ void Executor::meet(Call call, std::chrono::milliseconds timeout) {
 
 const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place) {
   constexpr size_t most = 256;
-  const int algorithm = resolve(call.algorithm, world_size(), numel * static_cast<int64_t>(sizeof(float)), is_lossy(codec));
-  const int segments = call.segments ? call.segments : choose_segments(codec.bytes(numel), is_lossy(codec), is_pipelined(algorithm));
+  const int algorithm = resolve(call.algorithm, world_size(), numel * static_cast<int64_t>(sizeof(float)), codec.is_lossy());
+  const int segments = call.segments ? call.segments : choose_segments(codec.bytes(numel), codec.is_lossy(), is_pipelined(algorithm));
   const auto key = std::make_tuple(algorithm, index_of(codec), numel, segments, in_place);
   if (const auto found = programs_.find(key); found != programs_.end()) return found->second;
   const Plan plan = make_plan(algorithms()[algorithm], rank(), world_size());
@@ -116,10 +108,10 @@ void Executor::fail(const Work& work, const std::exception& error, Clock::durati
   std::string what = error.what();
   std::lock_guard lock(mutex_);
   if (failure_.empty()) {
-    for (int peer = 0; peer < world_size() && !dynamic_cast<const Disagreement*>(&error); ++peer) {
-      if (const std::string words = peer == rank() ? "" : transport_->last_words(peer); !words.empty()) {
-        what += text("; rank ", global(peer), ": ", words);
-      }
+    const bool named = dynamic_cast<const Disagreement*>(&error);  // what the peer does is said
+    for (int peer = 0; peer < world_size() && !named; ++peer) {
+      const std::string words = peer == rank() ? "" : transport_->last_words(peer);
+      if (!words.empty()) what += text("; rank ", global(peer), ": ", words);
     }
     failure_ = text("all_reduce with ", work.algorithm, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for rank ",
                     global(waiting_.peer), " in round ", waiting_.round, " of ", work.program.rounds, " failed after ", seconds(after),
@@ -160,10 +152,10 @@ void Executor::sum(const Work& work, const SumStep& step) {
   Sum sum;
   sum.numel = step.span.count;
   if (step.own) {
-    sum.own = part(work.values, step.span.first);
+    sum.own = work.values.from(step.span.first);
     sum.own_place = step.own_place;
     sum.scale = call.average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
-    if (encodes) sum.residual = part(call.residual, step.span.first);
+    if (encodes) sum.residual = call.residual.from(step.span.first);
     // The message of what is there already.
     if (work.program.in_place && step.received.empty() && sum.scale == 1.0f && !sum.residual.data) return;
   }
@@ -172,7 +164,7 @@ void Executor::sum(const Work& work, const SumStep& step) {
   sum.received = received_.data();
   sum.count = static_cast<int>(received_.size());
   if (encodes) sum.message = reinterpret_cast<uint8_t*>(work.slots + step.slot);
-  if (step.decodes) sum.decoded = part(work.values, step.span.first);
+  if (step.decodes) sum.decoded = work.values.from(step.span.first);
   sum.stochastic = call.stochastic;
   sum.random = {call.seed, work.step, static_cast<uint32_t>(rank())};
   sum.first = step.span.first;
@@ -181,7 +173,7 @@ void Executor::sum(const Work& work, const SumStep& step) {
 
 void Executor::decode(const Work& work, const DecodeStep& step) {
   work.codec.decode(work.place, step.span.count, reinterpret_cast<const uint8_t*>(work.slots + step.slot),
-                    part(work.values, step.span.first), {});
+                    work.values.from(step.span.first), {});
 }
 
 void Executor::abort(const std::string& reason) {

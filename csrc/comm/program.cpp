@@ -12,11 +12,12 @@ using Room = Location::Room;
 
 constexpr int64_t cache_line = 64;
 
-int64_t aligned(int64_t bytes) { return (bytes + cache_line - 1) / cache_line * cache_line; }
+int64_t blocks_of(int64_t numel, int64_t block) { return (numel + block - 1) / block; }
+int64_t aligned(int64_t bytes) { return blocks_of(bytes, cache_line) * cache_line; }
 
 // The part-th of `parts` equal stretches of span, cut at multiples of block.
 Span cut(const Span& span, int64_t block, int64_t parts, int64_t part) {
-  const int64_t blocks = (span.count + block - 1) / block;
+  const int64_t blocks = blocks_of(span.count, block);
   const int64_t begin = std::min(span.count, blocks * part / parts * block);
   const int64_t end = std::min(span.count, blocks * (part + 1) / parts * block);
   return {span.first + begin, end - begin};
@@ -221,7 +222,7 @@ class Lowering {
 }  // namespace
 
 Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place) {
-  const int64_t blocks = std::max<int64_t>((numel + codec.alignment - 1) / codec.alignment, 1);
+  const int64_t blocks = std::max<int64_t>(blocks_of(numel, codec.alignment), 1);
   return Lowering(plan, codec, numel, static_cast<int>(std::min<int64_t>(segments, blocks)), in_place).run();
 }
 

@@ -68,6 +68,9 @@ DLT_HD Half narrow<Half>(float x) {
 struct Elements {
   void* data = nullptr;
   Dtype dtype = Dtype::fp32;
+
+  int64_t bytes(int64_t count) const { return count * (dtype == Dtype::fp32 ? 4 : 2); }
+  Elements from(int64_t first) const { return data ? Elements{static_cast<char*>(data) + bytes(first), dtype} : *this; }
 };
 
 // visit(pointer to the elements), typed.

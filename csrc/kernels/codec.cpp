@@ -33,7 +33,7 @@ void add_up(const Place& place, const double* numbers, int64_t count, double* ro
 
 template <class C>
 void decode(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics) {
-  const bool past_cache = numel * (values.dtype == Dtype::fp32 ? 4 : 2) >= cache;
+  const bool past_cache = values.bytes(numel) >= cache;
   if (!statistics.sum_squares) return map_blocks(place, numel, Decode<C>{numel, message, values, nullptr, past_cache});
   const int64_t tiles = Message<C>::tiles(numel);
   int64_t room = tiles;

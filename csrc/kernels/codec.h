@@ -23,6 +23,7 @@ struct Codec {
   bool scaled;
   int bits;  // of a code
   math::Bound nearest_error, stochastic_error;
+  bool is_lossy() const { return nearest_error.max > 0.0; }
   int64_t (*bytes)(int64_t numel);  // of a message
   void (*encode_sum)(const Place& place, const Sum& sum);
   void (*decode)(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics);

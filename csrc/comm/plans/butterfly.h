@@ -3,9 +3,7 @@
 // What the two butterflies share: partners are numbers that differ in one bit, so the ranks beyond a power of two stand aside. Of the first
 // 2(p - 2^L) ranks the even ones give their part to their neighbour first, and get the result from it last.
 
-#include <algorithm>
 #include <bit>
-#include <utility>
 
 #include "comm/plan.h"
 

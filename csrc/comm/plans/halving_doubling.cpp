@@ -10,6 +10,8 @@
 // 2 log2 p rounds, 2n(p-1)/p bytes sent a rank: 2 log2 p alpha + 2n(p-1)/p beta + n(p-1)/p gamma. Beyond a power of two: 2 rounds more,
 // 2n beta + n gamma.
 
+#include <utility>
+
 #include "comm/plans/butterfly.h"
 
 namespace dltrain::comm {
