@@ -12,19 +12,39 @@ built_with_cuda: bool
 def instruction_set() -> str: ...
 def instruction_sets() -> list[str]: ...
 
-class AdamWGroup:
+class StepArguments:
+    def __init__(
+        self,
+        *,
+        lr: float,
+        maximize: bool,
+        tensor_lr: Tensor | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None: ...
+
+class FusedGroup:
+    """A parameter group as it has been read for one step."""
+
     def __init__(self) -> None: ...
-    def gather(self, state: dict[Any, Any], params: list[Tensor], amsgrad: bool) -> list[Tensor]: ...
-    def step(self, **hyper: Any) -> None: ...
+    def step(self, arguments: StepArguments, /, **hyper: Any) -> None: ...
     def release(self) -> None: ...
 
-class SGDGroup:
-    def __init__(self) -> None: ...
+class AdamWGroup(FusedGroup):
+    def gather(self, state: dict[Any, Any], params: list[Tensor], masters: bool, amsgrad: bool) -> list[Tensor]: ...
+
+class LARSGroup(FusedGroup):
     def gather(
-        self, state: dict[Any, Any], params: list[Tensor], momentum: bool, first: list[Tensor]
+        self, state: dict[Any, Any], params: list[Tensor], masters: bool, momentum: bool, adapt_from: int
     ) -> list[Tensor]: ...
-    def step(self, **hyper: Any) -> None: ...
-    def release(self) -> None: ...
+
+class SGDGroup(FusedGroup):
+    def gather(
+        self, state: dict[Any, Any], params: list[Tensor], masters: bool, momentum: bool, first: list[Tensor]
+    ) -> list[Tensor]: ...
+
+def sum_squares_of(groups: Sequence[FusedGroup]) -> list[Tensor]:
+    """For each device the sum of squares of all gradients that the groups have read there, a float64 number."""
 
 class Codec:
     @property

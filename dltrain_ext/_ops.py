@@ -17,9 +17,12 @@ from dltrain_ext._C import (
     AdamWGroup,
     Codec,
     Communicator,
+    FusedGroup,
+    LARSGroup,
     Plan,
     SGDGroup,
     Step,
+    StepArguments,
     algorithms,
     built_with_cuda,
     check_names,
@@ -28,6 +31,7 @@ from dltrain_ext._C import (
     instruction_set,
     instruction_sets,
     make_plan,
+    sum_squares_of,
     timeout_of,
     verify,
 )
@@ -36,9 +40,12 @@ __all__ = [
     "AdamWGroup",
     "Codec",
     "Communicator",
+    "FusedGroup",
+    "LARSGroup",
     "Plan",
     "SGDGroup",
     "Step",
+    "StepArguments",
     "adamw_",
     "algorithms",
     "built_with_cuda",
@@ -49,8 +56,10 @@ __all__ = [
     "find_codec",
     "instruction_set",
     "instruction_sets",
+    "lars_",
     "make_plan",
     "sgd_",
+    "sum_squares_of",
     "timeout_of",
     "verify",
 ]
@@ -60,12 +69,14 @@ __all__ = [
 adamw_: Callable[..., None] = torch.ops.dltrain_ext.adamw_
 decode_: Callable[..., None] = torch.ops.dltrain_ext.decode_
 encode_sum_: Callable[..., None] = torch.ops.dltrain_ext.encode_sum_
+lars_: Callable[..., None] = torch.ops.dltrain_ext.lars_
 sgd_: Callable[..., None] = torch.ops.dltrain_ext.sgd_
 
 
 @library.register_fake("dltrain_ext::adamw_")  # type: ignore[untyped-decorator]
 @library.register_fake("dltrain_ext::decode_")  # type: ignore[untyped-decorator]
 @library.register_fake("dltrain_ext::encode_sum_")  # type: ignore[untyped-decorator]
+@library.register_fake("dltrain_ext::lars_")  # type: ignore[untyped-decorator]
 @library.register_fake("dltrain_ext::sgd_")  # type: ignore[untyped-decorator]
 def _changes_its_arguments(*given: object, **options: object) -> None:
     """And returns nothing."""

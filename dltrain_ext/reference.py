@@ -15,6 +15,7 @@ def adamw_(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
+    masters: Sequence[Tensor],
     *,
     lr: float,
     beta1: float,
@@ -26,18 +27,19 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One AdamW step over lists of tensors (the op: float32), in place.
+    """One AdamW step over lists of tensors, in place (the op: float32; params and grads also float16 or bfloat16).
 
     Loshchilov & Hutter 2019, Algorithm 2; with ``max_exp_avg_sqs``, else empty, AMSGrad (Reddi, Kale & Kumar 2018).
     The lists run in parallel, one entry a parameter, equal shapes within an entry; ``steps`` are one-element tensors
-    and advance by one. Gradients are divided by ``grad_scale`` on the way and not written. One-element tensors on the
-    device of the parameters: ``tensor_lr`` stands in for ``lr``, and where ``found_inf`` is not zero nothing changes.
-    The op raises TypeError or ValueError naming the list and the index, what was expected and what came.
+    and advance by one. With ``masters``, else empty, these are updated, and params become copies of them. Gradients are
+    divided by ``grad_scale`` on the way and not written. One-element tensors on the device of the parameters:
+    ``tensor_lr`` stands in for ``lr``, and where ``found_inf`` is not zero nothing changes. The op raises TypeError or
+    ValueError naming the list and the index, what was expected and what came.
     """
     if found_inf is not None and found_inf.item() != 0:
         return
     lr = lr if tensor_lr is None else tensor_lr.item()
-    for i, (p, g, m, v, step) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)):
+    for i, (p, g, m, v, step) in enumerate(zip(masters or params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)):
         step += 1
         t = step.item()
         g = (-g if maximize else g) / (1.0 if grad_scale is None else grad_scale)
@@ -47,12 +49,15 @@ def adamw_(
         if max_exp_avg_sqs:
             v = torch.maximum(max_exp_avg_sqs[i], v, out=max_exp_avg_sqs[i])
         p.sub_(lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps))
+    _copy_masters(params, masters)
 
 
+@torch.no_grad()
 def sgd_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
+    masters: Sequence[Tensor],
     *,
     lr: float,
     momentum: float = 0.0,
@@ -65,7 +70,7 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One SGD step over lists of tensors (the op: float32), in place.
+    """One SGD step over lists of tensors, in place.
 
     Momentum with the learning rate outside of it (Polyak 1964; Nesterov's form: Sutskever et al. 2013).
     ``momentum_buffers`` is empty without momentum. ``first``: the buffers hold nothing yet. The rest as in
@@ -74,7 +79,7 @@ def sgd_(
     if found_inf is not None and found_inf.item() != 0:
         return
     lr = lr if tensor_lr is None else tensor_lr.item()
-    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+    for i, (p, g) in enumerate(zip(masters or params, grads, strict=True)):
         d = (-g if maximize else g) / (1.0 if grad_scale is None else grad_scale)
         if weight_decay:
             d = d + weight_decay * p
@@ -83,6 +88,65 @@ def sgd_(
             b.copy_(d if first else momentum * b + (1 - dampening) * d)
             d = d + momentum * b if nesterov else b
         p.sub_(lr * d)
+    _copy_masters(params, masters)
+
+
+@torch.no_grad()
+def lars_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    nesterov: bool = False,
+    lr_inside: bool = True,
+    clip: bool = False,
+    decays_excluded: bool = True,
+    decays_at_zero_norm: bool = True,
+    adapt: bool = True,
+    maximize: bool = False,
+    tensor_lr: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One LARS step over lists of tensors, in place (You, Gitman & Ginsburg 2017, Algorithm 1).
+
+    ``adapt``: with a trust ratio. ``lr_inside``, of the momentum; ``clip``: the ratio becomes min(ratio / lr, 1). The
+    two others: whether weight decay stays without a trust ratio, and where a norm is zero. The rest as in
+    :func:`adamw_`.
+    """
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    lr = lr if tensor_lr is None else tensor_lr.item()
+    for i, (p, g) in enumerate(zip(masters or params, grads, strict=True)):
+        d = (-g if maximize else g) / (1.0 if grad_scale is None else grad_scale)
+        norm, grad_norm = p.norm(), d.norm()
+        ratio, decays = torch.ones_like(norm), decays_excluded
+        if adapt:
+            decays = decays_at_zero_norm
+            if norm and grad_norm:
+                decays = True
+                ratio = trust_coefficient * norm / (grad_norm + weight_decay * norm + eps)
+                ratio = (ratio / lr).clamp(max=1.0) if clip else ratio
+        d = ratio * (d + weight_decay * p * decays)
+        inside, outside = (lr, 1.0) if lr_inside else (1.0, lr)
+        d = inside * d
+        if momentum:
+            b = momentum_buffers[i]
+            b.mul_(momentum).add_(d)
+            d = d + momentum * b if nesterov else b
+        p.sub_(outside * d)
+    _copy_masters(params, masters)
+
+
+def _copy_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    for p, master in zip(params, masters, strict=False):
+        p.copy_(master)
 
 
 class Format(NamedTuple):

@@ -51,6 +51,7 @@ def test_against_double(options, device):
             moments[1],
             moments[2] if group["amsgrad"] else [],
             steps,
+            [],
             lr=float(group["lr"]),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -263,7 +264,7 @@ def op_arguments(device="cpu", amsgrad=False):
         [p.detach().abs() for p in make_params(shapes, device, seed)] for seed in range(5)
     )
     steps = [torch.tensor(float(i), device=device) for i in range(3)]
-    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else [], steps]
+    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else [], steps, []]
     return lists, {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 

@@ -26,9 +26,12 @@ BAD_STATE = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq":
 @pytest.mark.parametrize(
     ("error", "match", "bad"),
     [
-        (TypeError, r"params\[1\]: expected dtype float32, got Half", lambda: (torch.zeros(2).half(), None)),
-        (TypeError, r"params\[1\]: expected dtype float32, got Double", lambda: (torch.zeros(2).double(), None)),
-        (TypeError, r"params\[1\]: expected dtype float32, got ComplexFloat", lambda: (torch.zeros(2) + 0j, None)),
+        (
+            TypeError,
+            r"params\[1\]: expected dtype float32, float16 or .*Double",
+            lambda: (torch.zeros(2).double(), None),
+        ),
+        (TypeError, r"params\[1\]: expected dtype float32, .* ComplexFloat", lambda: (torch.zeros(2) + 0j, None)),
         (
             ValueError,
             r"params\[1\]: expected a tensor on the CPU.*, got one on meta",

@@ -20,7 +20,7 @@ ROOMS = {
 
 # module -> the modules of the package that it may use
 MODULES = {
-    "__init__": {"codecs", "comm", "ddp", "optim", "_build_info"},
+    "__init__": {"amp", "codecs", "comm", "ddp", "optim", "_build_info"},
     "_ops": {"_C", "_build_info"},
     "reference": set(),
     "codecs": {"_ops"},

@@ -96,9 +96,9 @@ def test_against_double(device):
     scale = torch.tensor(8.0, device=device)
     for step in range(5):
         grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(device) for p in params]
-        _ops.sgd_(params, grads, buffers, first=step == 0, grad_scale=scale, **hyper)
+        _ops.sgd_(params, grads, buffers, [], first=step == 0, grad_scale=scale, **hyper)
         doubles = [g.double() for g in grads]
-        reference.sgd_(exact, doubles, exact_buffers, first=step == 0, grad_scale=scale, **hyper)
+        reference.sgd_(exact, doubles, exact_buffers, [], first=step == 0, grad_scale=scale, **hyper)
     for ours, want in zip(params + buffers, exact + exact_buffers, strict=True):
         torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-6)
 
@@ -108,7 +108,7 @@ def test_opcheck(momentum, device):
     params, grads = make_params(device), make_params(device)
     lists = [[t.detach() for t in tensors] for tensors in (params, grads)]
     buffers = [torch.zeros_like(p) for p in params] if momentum else []
-    library.opcheck(torch.ops.dltrain_ext.sgd_, (*lists, buffers), {"lr": 0.1, "momentum": momentum})
+    library.opcheck(torch.ops.dltrain_ext.sgd_, (*lists, buffers, []), {"lr": 0.1, "momentum": momentum})
 
 
 def test_what_does_not_fit_is_named(device):
@@ -123,4 +123,4 @@ def test_what_does_not_fit_is_named(device):
     with pytest.raises(ValueError, match="differentiable: expected False, got True"):
         optim.SGD(params, differentiable=True)
     with pytest.raises(ValueError, match="momentum_buffers: expected 2 tensors, one for each of params, got 0"):
-        _ops.sgd_(before, before, [], lr=0.1, momentum=0.9)
+        _ops.sgd_(before, before, [], [], lr=0.1, momentum=0.9)

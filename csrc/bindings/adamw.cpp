@@ -19,14 +19,19 @@ class AdamWUpdates {
     amsgrad_.clear();
   }
 
-  // max_exp_avg_sq is null without AMSGrad.
+  // max_exp_avg_sq is null without AMSGrad, master where there is none.
   void add(int64_t index, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-           const at::Tensor* max_exp_avg_sq, const at::Tensor& step) {
+           const at::Tensor* max_exp_avg_sq, const at::Tensor* master, const at::Tensor& step) {
     if (max_exp_avg_sq) {
-      amsgrad_.add({&param, &grad, &exp_avg, &exp_avg_sq, max_exp_avg_sq}, &step, index);
+      amsgrad_.add({&param, &grad, &exp_avg, &exp_avg_sq, max_exp_avg_sq}, master, &step, index);
     } else {
-      plain_.add({&param, &grad, &exp_avg, &exp_avg_sq}, &step, index);
+      plain_.add({&param, &grad, &exp_avg, &exp_avg_sq}, master, &step, index);
     }
+  }
+
+  void collect(Gradients& into) const {
+    plain_.collect(into);
+    amsgrad_.collect(into);
   }
 
   void run(const math::AdamW& hyper, StepArguments& arguments) {
@@ -48,45 +53,30 @@ class AdamWUpdates {
   Updates<5> amsgrad_{{"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"}};
 };
 
-class AdamWGroup {
+class AdamWGroup : public GroupOf<AdamWUpdates> {
  public:
-  py::list gather(const py::dict& state, const py::list& params, bool amsgrad) {
+  AdamWGroup() : GroupOf({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}) {}
+
+  py::list gather(const py::dict& state, const py::list& params, bool masters, bool amsgrad) {
     updates_.clear();
-    return reader_.gather(state, params, amsgrad ? 4 : 3, [&](int64_t index, const auto& param, const auto& grad, const auto& values) {
-      updates_.add(index, param, grad, *values[1], *values[2], values[3], *values[0]);
-    });
+    const auto take = [&](int64_t index, const auto& param, const auto& grad, const auto& values, const auto* master) {
+      updates_.add(index, param, grad, *values[1], *values[2], values[3], master, *values[0]);
+    };
+    return reader_.gather(state, params, amsgrad ? 4 : 3, masters, take);
   }
-
-  void step(double lr, double beta1, double beta2, double eps, double weight_decay, bool maximize, std::optional<at::Tensor> tensor_lr,
-            std::optional<at::Tensor> grad_scale, std::optional<at::Tensor> found_inf) {
-    StepArguments arguments(lr, maximize, std::move(tensor_lr), std::move(grad_scale), std::move(found_inf));
-    {
-      py::gil_scoped_release no_gil;
-      updates_.run({beta1, beta2, eps, weight_decay}, arguments);
-    }
-    release();
-  }
-
-  void release() {
-    updates_.clear();
-    reader_.release();
-  }
-
- private:
-  AdamWUpdates updates_;
-  GroupReader reader_{{"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}};
 };
 
 void adamw_op(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-              at::TensorList max_exp_avg_sqs, at::TensorList steps, double lr, double beta1, double beta2, double eps, double weight_decay,
-              bool maximize, const std::optional<at::Tensor>& tensor_lr, const std::optional<at::Tensor>& grad_scale,
-              const std::optional<at::Tensor>& found_inf) {
+              at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList masters, double lr, double beta1, double beta2,
+              double eps, double weight_decay, bool maximize, const std::optional<at::Tensor>& tensor_lr,
+              const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
   check_lengths(params, {{"grads", grads}, {"exp_avgs", exp_avgs}, {"exp_avg_sqs", exp_avg_sqs}, {"steps", steps}});
   if (!max_exp_avg_sqs.empty()) check_lengths(params, {{"max_exp_avg_sqs", max_exp_avg_sqs}});
+  if (!masters.empty()) check_lengths(params, {{"masters", masters}});
   AdamWUpdates updates;
   for (size_t i = 0; i < params.size(); ++i) {
-    const at::Tensor* const max_exp_avg_sq = max_exp_avg_sqs.empty() ? nullptr : &max_exp_avg_sqs[i];
-    updates.add(static_cast<int64_t>(i), params[i], grads[i], exp_avgs[i], exp_avg_sqs[i], max_exp_avg_sq, steps[i]);
+    updates.add(static_cast<int64_t>(i), params[i], grads[i], exp_avgs[i], exp_avg_sqs[i], at_or_null(max_exp_avg_sqs, i),
+                at_or_null(masters, i), steps[i]);
   }
   StepArguments arguments(lr, maximize, tensor_lr, grad_scale, found_inf);
   updates.run({beta1, beta2, eps, weight_decay}, arguments);
@@ -95,7 +85,8 @@ void adamw_op(at::TensorList params, at::TensorList grads, at::TensorList exp_av
 TORCH_LIBRARY_FRAGMENT(dltrain_ext, library) {
   library.def(
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
-      "Tensor(e!)[] steps, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize=False, Tensor? "
+      "Tensor(e!)[] steps, Tensor(f!)[] masters, *, float lr, float beta1, float beta2, float eps, float weight_decay, bool "
+      "maximize=False, Tensor? "
       "tensor_lr=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
 }
 
@@ -107,12 +98,16 @@ TORCH_LIBRARY_IMPL(dltrain_ext, CUDA, library) {
 }  // namespace
 
 void bind_adamw(py::module_& module) {
-  py::class_<AdamWGroup>(module, "AdamWGroup")
+  py::class_<AdamWGroup, FusedGroup>(module, "AdamWGroup")
       .def(py::init<>())
-      .def("gather", &AdamWGroup::gather, py::arg("state"), py::arg("params"), py::arg("amsgrad"))
+      .def("gather", &AdamWGroup::gather, py::arg("state"), py::arg("params"), py::arg("masters"), py::arg("amsgrad"))
       .def("release", &AdamWGroup::release)
-      .def("step", &AdamWGroup::step, py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-           py::arg("weight_decay"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"));
+      .def(
+          "step",
+          [](AdamWGroup& self, const StepArguments& arguments, double beta1, double beta2, double eps, double weight_decay) {
+            self.step(math::AdamW{beta1, beta2, eps, weight_decay}, arguments);
+          },
+          py::arg("arguments"), py::kw_only(), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"));
 }
 
 }  // namespace dltrain::bindings

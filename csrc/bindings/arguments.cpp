@@ -4,10 +4,6 @@
 
 namespace dltrain::bindings {
 
-Dtype dtype_of(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf ? Dtype::fp16 : tensor.scalar_type() == at::kBFloat16 ? Dtype::bf16 : Dtype::fp32;
-}
-
 void check_plain(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() &&
                        !tensor._is_zerotensor(),

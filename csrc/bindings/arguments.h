@@ -13,7 +13,9 @@
 namespace dltrain::bindings {
 
 // Of float32, float16 or bfloat16.
-Dtype dtype_of(const at::Tensor& tensor);
+inline Dtype dtype_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf ? Dtype::fp16 : tensor.scalar_type() == at::kBFloat16 ? Dtype::bf16 : Dtype::fp32;
+}
 
 // A tensor argument: its name in errors, and whether it is written.
 struct Argument {

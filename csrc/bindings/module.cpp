@@ -12,7 +12,9 @@ PYBIND11_MODULE(_C, module) {
     }
   });
   dltrain::bindings::bind_build(module);
+  dltrain::bindings::bind_groups(module);
   dltrain::bindings::bind_adamw(module);
+  dltrain::bindings::bind_lars(module);
   dltrain::bindings::bind_sgd(module);
   dltrain::bindings::bind_codecs(module);
   dltrain::bindings::bind_plans(module);

@@ -5,7 +5,9 @@
 namespace dltrain::bindings {
 
 // Each file of this room adds its part of the module.
+void bind_groups(py::module_& module);
 void bind_adamw(py::module_& module);
+void bind_lars(py::module_& module);
 void bind_sgd(py::module_& module);
 void bind_codecs(py::module_& module);
 void bind_plans(py::module_& module);

@@ -2,14 +2,14 @@
 
 namespace dltrain::bindings {
 
-void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !detail::is_lazy(tensor), name,
-                   "[", index, "]: expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
+void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
+  check_plain(tensor, c10::str(name, "[", index, "]"));
   TORCH_CHECK_VALUE(is_supported(param.device()), name, "[", index, "]: expected a tensor on ", supported_devices(), ", got one on ",
                     tensor.device());
   TORCH_CHECK_VALUE(tensor.device() == param.device(), name, "[", index, "]: expected a tensor on ", param.device(), " as params[", index,
                     "], got one on ", tensor.device());
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, "[", index, "]: expected dtype float32, got ", tensor.scalar_type());
+  TORCH_CHECK_TYPE(detail::has_type(*tensor.unsafeGetTensorImpl(), may_be_half), name, "[", index, "]: expected dtype float32",
+                   may_be_half ? ", float16 or bfloat16" : "", ", got ", tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", index, "]: expected shape ", param.sizes(), " of params[", index, "], got ",
                     tensor.sizes());
   TORCH_INTERNAL_ASSERT(false);

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/place.h"
 #include "core/tensor_list.h"
 #include "kernels/scalars.h"
@@ -32,24 +33,37 @@ inline bool same_shape(const at::Tensor& a, const at::Tensor& b) {
 // Some tensors stand for other values than their memory holds.
 inline bool is_lazy(const at::Tensor& tensor) { return tensor.is_neg() || tensor._is_zerotensor(); }
 
-inline bool fits(const at::Tensor& tensor, const at::Tensor& param) {
+inline at::Tensor resolved(const at::Tensor& lazy) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return at::empty(lazy.sizes(), lazy.options()).copy_(lazy);
+}
+
+inline bool has_type(const c10::TensorImpl& impl, bool may_be_half) {
+  return impl.dtype() == caffe2::TypeMeta::Make<float>() ||
+         (may_be_half && (impl.dtype() == caffe2::TypeMeta::Make<at::Half>() || impl.dtype() == caffe2::TypeMeta::Make<at::BFloat16>()));
+}
+
+inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_half) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !impl.is_python_dispatch() &&
-         !is_lazy(tensor) && impl.dtype() == caffe2::TypeMeta::Make<float>() && same_shape(tensor, param);
+         !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param);
 }
 
 }  // namespace detail
 
 // Throws naming the tensor, what was expected and what came, unless it can take part in the update of param.
-[[noreturn]] void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param);
-inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
-  if (!detail::fits(tensor, param)) refuse(tensor, name, index, param);
+[[noreturn]] void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half);
+inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
+  if (!detail::fits(tensor, param, may_be_half)) refuse(tensor, name, index, param, may_be_half);
 }
 // The same for a step count.
 void check_step(const at::Tensor& step, int64_t index, const at::Tensor& param);
 
 // Throws naming the first of the lists that is not as long as params.
 void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists);
+
+// A list that is empty where its tensors are not wanted.
+inline const at::Tensor* at_or_null(at::TensorList list, size_t index) { return list.empty() ? nullptr : &list[index]; }
 
 // What a step is given beside the tensors of its parameters. Numbers that are tensors are read where they lie, or brought to the device
 // of the parameters without waiting for them.
@@ -68,6 +82,27 @@ class StepArguments {
   std::vector<at::Tensor> brought_;
 };
 
+// The gradients of one or several fused steps, by device.
+class Gradients {
+ public:
+  struct OnDevice {
+    at::Device device;
+    std::vector<TensorList<1>> lists;
+  };
+
+  std::vector<TensorList<1>>& on(const at::Device& device) {
+    for (OnDevice& one : devices_) {
+      if (one.device == device) return one.lists;
+    }
+    return devices_.emplace_back(OnDevice{device, {}}).lists;
+  }
+  auto begin() const { return devices_.begin(); }
+  auto end() const { return devices_.end(); }
+
+ private:
+  std::vector<OnDevice> devices_;
+};
+
 // The updates of one fused step: for each parameter K tensors, itself first, its gradient second, then its state. The vectors are reused
 // from step to step; the caller keeps the tensors alive.
 template <int K>
@@ -79,47 +114,60 @@ class Updates {
   explicit Updates(const Names& names) : names_(names) {}
 
   void clear() {
-    for (OnDevice& on : devices_) {
-      on.list.clear();
-      on.steps.clear();
+    for (Part& part : parts_) {
+      part.list.clear();
+      part.steps.clear();
     }
     params_.clear();
     dense_grads_.clear();
     copies_.clear();
   }
 
-  // step: the tensor that counts the parameter's steps; null if none does.
-  void add(Tensors tensors, const at::Tensor* step, int64_t index) {
+  // master: the fp32 tensor that is updated in the parameter's place, the parameter becoming a copy of it; step: the one that counts the
+  // parameter's steps. Null if there is none.
+  void add(Tensors tensors, const at::Tensor* master, const at::Tensor* step, int64_t index) {
     const at::Tensor& param = *tensors[0];
-    if (detail::is_lazy(*tensors[1])) tensors[1] = &resolved(*tensors[1]);
-    for (int k = 0; k < K; ++k) check_tensor(*tensors[k], names_[k], index, param);
+    if (detail::is_lazy(*tensors[1])) tensors[1] = &dense_grads_.emplace_back(detail::resolved(*tensors[1]));
+    for (int k = 0; k < K; ++k) check_tensor(*tensors[k], names_[k], index, param, /*may_be_half=*/k < 2);
+    if (master) check_tensor(*master, "masters", index, param, /*may_be_half=*/false);
     if (step) check_step(*step, index, param);
 
-    const bool in_place = one_layout(tensors);
-    std::array<float*, K> data;
+    const bool in_place = one_layout(tensors, master);
+    const auto written = [&](const at::Tensor& tensor) { return (in_place ? tensor : copy(tensor)).mutable_data_ptr(); };
+    Form<K> form;
+    std::array<void*, K> data{};
     for (int k = 0; k < K; ++k) {
+      const at::Tensor& tensor = master && k == 0 ? *master : *tensors[k];
+      form.dtypes[k] = dtype_of(tensor);
       if (k == 1) {
-        const at::Tensor& grad = in_place ? *tensors[k] : dense_grads_.emplace_back(tensors[k]->contiguous());
         // Kernels only read the gradient; the list has one pointer type for all its streams.
-        data[k] = static_cast<float*>(const_cast<void*>(grad.const_data_ptr()));
+        data[k] = const_cast<void*>((in_place ? tensor : dense_grads_.emplace_back(tensor.contiguous())).const_data_ptr());
       } else {
-        data[k] = static_cast<float*>((in_place ? *tensors[k] : copy(*tensors[k])).mutable_data_ptr());
+        data[k] = written(tensor);
       }
     }
-    float* const count = step ? static_cast<float*>(step->mutable_data_ptr()) : nullptr;
-    OnDevice& on = of(param.device());
-    on.list.add(data, param.numel(), count);
-    if (count) on.steps.add({count}, 1);
+    form.copies = master;
+    if (master) form.copy = dtype_of(param);
+    void* const count = step ? step->mutable_data_ptr() : nullptr;
+    Part& part = of(param.device(), form);
+    part.list.add(data, param.numel(), count, master ? written(param) : nullptr);
+    if (count) part.steps.add({count}, 1);
     params_.push_back(param.unsafeGetTensorImpl());
   }
 
-  // Calls update(place, device, list, steps) for each device, and makes what it wrote known.
+  void collect(Gradients& into) const {
+    for (const Part& part : parts_) {
+      if (part.list.size() > 0) into.on(part.device).push_back(part.list.stream(1));
+    }
+  }
+
+  // Calls update(place, device, list, steps) for each device and form, and makes what it wrote known.
   template <class Update>
   void run(Update&& update) {
-    for (const OnDevice& on : devices_) {
-      if (on.list.size() == 0) continue;
-      const c10::OptionalDeviceGuard guard(on.device.is_cpu() ? std::nullopt : std::make_optional(on.device));
-      update(caller_place(on.device), on.device, on.list, on.steps);
+    for (Part& part : parts_) {
+      if (part.list.size() == 0) continue;
+      const c10::OptionalDeviceGuard guard(part.device.is_cpu() ? std::nullopt : std::make_optional(part.device));
+      update(caller_place(part.device), part.device, part.list, part.steps);
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (const auto& [original, copy] : copies_) original.copy_(copy);
@@ -130,32 +178,27 @@ class Updates {
   }
 
  private:
-  struct OnDevice {
+  struct Part {
     at::Device device;
     TensorList<K> list;
     TensorList<1> steps;
   };
 
-  OnDevice& of(const at::Device& device) {
-    for (OnDevice& on : devices_) {
-      if (on.device == device) return on;
+  Part& of(const at::Device& device, const Form<K>& form) {
+    for (Part& part : parts_) {
+      if (part.device == device && part.list.form() == form) return part;
     }
-    return devices_.emplace_back(OnDevice{device, {}, {}});
+    return parts_.emplace_back(Part{device, TensorList<K>(form), TensorList<1>()});
   }
 
   // The same element at the same offset in all tensors, with nothing in between: then the update may walk through memory.
-  static bool one_layout(const Tensors& tensors) {
+  static bool one_layout(const Tensors& tensors, const at::Tensor* master) {
     const auto all = [&](auto&& holds) {
-      return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); });
+      return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); }) && (!master || holds(*master));
     };
     const at::Tensor& param = *tensors[0];
     return all([](const at::Tensor& t) { return t.is_contiguous(); }) ||
            (param.is_non_overlapping_and_dense() && all([&](const at::Tensor& t) { return t.strides() == param.strides(); }));
-  }
-
-  const at::Tensor& resolved(const at::Tensor& grad) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return dense_grads_.emplace_back(at::empty(grad.sizes(), grad.options()).copy_(grad));
   }
 
   const at::Tensor& copy(const at::Tensor& tensor) {
@@ -164,7 +207,7 @@ class Updates {
   }
 
   Names names_;
-  std::vector<OnDevice> devices_;
+  std::vector<Part> parts_;
   std::vector<c10::TensorImpl*> params_;
   std::deque<at::Tensor> dense_grads_;
   std::deque<std::pair<at::Tensor, at::Tensor>> copies_;  // written back after the step

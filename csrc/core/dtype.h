@@ -9,7 +9,7 @@
 
 namespace dltrain {
 
-enum class Dtype { fp32, fp16, bf16 };
+enum class Dtype : uint8_t { fp32, fp16, bf16 };
 
 struct Half {
   uint16_t bits;
@@ -69,8 +69,8 @@ struct Elements {
   void* data = nullptr;
   Dtype dtype = Dtype::fp32;
 
-  int64_t bytes(int64_t count) const { return count * (dtype == Dtype::fp32 ? 4 : 2); }
-  Elements from(int64_t first) const { return data ? Elements{static_cast<char*>(data) + bytes(first), dtype} : *this; }
+  DLT_HD int64_t bytes(int64_t count) const { return count * (dtype == Dtype::fp32 ? 4 : 2); }
+  DLT_HD Elements from(int64_t first) const { return data ? Elements{static_cast<char*>(data) + bytes(first), dtype} : *this; }
 };
 
 // visit(pointer to the elements), typed.

@@ -5,7 +5,27 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/dtype.h"
+
 namespace dltrain {
+
+// The element types of a list's streams, and of the copy of the first one that may be written beside it.
+template <int K>
+struct Form {
+  Dtype dtypes[K] = {};
+  bool copies = false;
+  Dtype copy = Dtype::fp32;
+
+  bool operator==(const Form&) const = default;
+
+  // Arithmetic may work on the streams as they lie.
+  bool is_plain() const {
+    for (const Dtype dtype : dtypes) {
+      if (dtype != Dtype::fp32) return false;
+    }
+    return !copies;
+  }
+};
 
 // K parallel lists of tensors. Row i is one element-wise operation: K pointers to numel elements each, e.g. the parameter, the gradient and
 // the moments of one AdamW update, and where the row has any, numbers of its own, e.g. its step count. The rows lie end to end in one index
@@ -14,27 +34,39 @@ template <int K>
 class TensorList {
  public:
   struct Row {
-    std::array<float*, K> data;
+    std::array<void*, K> data;
+    void* copy;  // of the first stream, in the form's type: the half parameter beside its fp32 master
     int64_t numel;
-    const float* scalars;  // where the tensors lie
+    const void* scalars;  // where the tensors lie
   };
+
+  explicit TensorList(const Form<K>& form = {}) : form_(form) {}
 
   void clear() {
     rows_.clear();
     ends_.clear();
   }
 
-  void add(const std::array<float*, K>& data, int64_t numel, const float* scalars = nullptr) {
-    rows_.push_back({data, numel, scalars});
+  void add(const std::array<void*, K>& data, int64_t numel, const void* scalars = nullptr, void* copy = nullptr) {
+    rows_.push_back({data, copy, numel, scalars});
     ends_.push_back(this->numel() + numel);
   }
 
+  const Form<K>& form() const { return form_; }
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
+  Row& row(int64_t index) { return rows_[index]; }
   const Row& row(int64_t index) const { return rows_[index]; }
   int64_t numel() const { return ends_.empty() ? 0 : ends_.back(); }
 
   auto begin() const { return rows_.begin(); }
   auto end() const { return rows_.end(); }
+
+  // The k-th stream of each row, by itself.
+  TensorList<1> stream(int k) const {
+    TensorList<1> list(Form<1>{{form_.dtypes[k]}});
+    for (const Row& row : rows_) list.add({row.data[k]}, row.numel);
+    return list;
+  }
 
   // Calls visit(row index, row, first, last) for each stretch [first, last) of a row that lies in [begin, end) of the index space.
   template <class Visit>
@@ -49,6 +81,7 @@ class TensorList {
   }
 
  private:
+  Form<K> form_;
   std::vector<Row> rows_;
   std::vector<int64_t> ends_;
 };

@@ -18,10 +18,10 @@ struct AdamW {
   Step step;
 
   DLT_HD bool skip() const { return step.scalars.skip(); }
-  DLT_HD Element at(const float* count) const {
-    return hyper.at(*count, step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize));
+  DLT_HD Element at(const void* count) const {
+    return hyper.at(*static_cast<const float*>(count), step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize));
   }
-  static bool same(const float* count, const float* other) { return *count == *other; }
+  static bool same(const void* count, const void* other) { return *static_cast<const float*>(count) == *static_cast<const float*>(other); }
 };
 
 }  // namespace dltrain

@@ -16,8 +16,8 @@ struct Advance {
   Scalars scalars;
 
   DLT_HD bool skip() const { return scalars.skip(); }
-  DLT_HD Element at(const float*) const { return {}; }
-  static bool same(const float*, const float*) { return true; }
+  DLT_HD Element at(const void*) const { return {}; }
+  static bool same(const void*, const void*) { return true; }
 };
 
 }  // namespace dltrain

@@ -1,7 +1,5 @@
 #include "kernels/codec.h"
 
-#include <utility>
-
 #include "core/check.h"
 #include "core/memory.h"
 #include "kernels/codecs.h"
@@ -20,28 +18,15 @@ void encode_sum(const Place& place, const Sum& sum) {
   map_blocks(place, sum.numel, EncodeSum<C>{sum, Message<C>::bytes(sum.numel) >= cache && !read_at_once});
 }
 
-int64_t tiles_of_sums(int64_t count) { return (count + SumTiles::elements - 1) / SumTiles::elements; }
-
-// 256 numbers become one, until one is left. Also of none, whose sum is 0.
-void add_up(const Place& place, const double* numbers, int64_t count, double* room, const Statistics& statistics) {
-  for (; count > SumTiles::elements; count = tiles_of_sums(count)) {
-    map_blocks(place, count, SumTiles{numbers, count, room, nullptr});
-    numbers = std::exchange(room, room + tiles_of_sums(count));
-  }
-  map_blocks(place, SumTiles::elements, SumTiles{numbers, count, statistics.sum_squares, statistics.found_inf});
-}
-
 template <class C>
 void decode(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics) {
   const bool past_cache = values.bytes(numel) >= cache;
   if (!statistics.sum_squares) return map_blocks(place, numel, Decode<C>{numel, message, values, nullptr, past_cache});
   const int64_t tiles = Message<C>::tiles(numel);
-  int64_t room = tiles;
-  for (int64_t count = tiles; count > SumTiles::elements; room += count) count = tiles_of_sums(count);
-  const Memory sums(place, room * static_cast<int64_t>(sizeof(double)));
+  const Memory sums(place, (tiles + rests_of(tiles)) * static_cast<int64_t>(sizeof(double)));
   auto* const first = static_cast<double*>(sums.data());
   map_blocks(place, numel, Decode<C>{numel, message, values, first, past_cache});
-  add_up(place, first, tiles, first + tiles, statistics);
+  add_up(place, first, tiles, statistics);
 }
 
 template <class C>

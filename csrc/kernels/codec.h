@@ -6,14 +6,9 @@
 
 #include "core/place.h"
 #include "kernels/encode_sum.h"
+#include "kernels/statistics.h"
 
 namespace dltrain {
-
-// What decoding can yield beside the values, where the values lie. Both or neither.
-struct Statistics {
-  double* sum_squares = nullptr;  // of the values, added in an order that depends on their number alone
-  float* found_inf = nullptr;     // 1 where a value is not finite, else 0
-};
 
 // A codec of kernels/codecs.h, by its name.
 struct Codec {

@@ -18,8 +18,8 @@ struct SGD {
   bool first;  // the buffers hold nothing yet
 
   DLT_HD bool skip() const { return step.scalars.skip(); }
-  DLT_HD Element at(const float*) const { return hyper.at(first, step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize)); }
-  static bool same(const float*, const float*) { return true; }
+  DLT_HD Element at(const void*) const { return hyper.at(first, step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize)); }
+  static bool same(const void*, const void*) { return true; }
 };
 
 }  // namespace dltrain

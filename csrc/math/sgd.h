@@ -3,9 +3,9 @@
 // Stochastic gradient descent with momentum (Polyak, 1964; Nesterov, 1983; Sutskever, Martens, Dahl & Hinton, 2013), as torch.optim.SGD
 // writes it, the learning rate outside of the momentum:
 //
-//   d <- g + wd p
-//   b <- mu b + (1 - tau) d                  at a parameter's first step: b <- d
-//   p <- p - lr b                            Nesterov: p <- p - lr (d + mu b)
+//   d <- s (g + wd p)                        s = 1 - tau; at a parameter's first step, and without momentum, s = 1
+//   b <- mu b + d                            at a parameter's first step: b <- d
+//   p <- p - lr b                            Nesterov (which torch allows where tau = 0): p <- p - lr (d + mu b)
 //
 // Without momentum p <- p - lr d.
 
@@ -15,21 +15,21 @@ namespace dltrain::math {
 
 struct SGDElement {
   float lr, momentum, weight_decay, grad_factor;
-  float share;  // 1 - tau
+  float share;  // s
   bool nesterov, first;
 
   DLT_HD void operator()(float& p, float g) const { p -= lr * direction(p, g); }
 
   DLT_HD void operator()(float& p, float g, float& b) const {
     const float d = direction(p, g);
-    b = first ? d : momentum * b + share * d;
+    b = first ? d : momentum * b + d;
     p -= lr * (nesterov ? d + momentum * b : b);
   }
 
  private:
   DLT_HD float direction(float p, float g) const {
     // Without decay an infinite parameter has no say: 0 * inf is NaN.
-    return weight_decay == 0.0f ? g * grad_factor : g * grad_factor + weight_decay * p;
+    return share * (weight_decay == 0.0f ? g * grad_factor : g * grad_factor + weight_decay * p);
   }
 };
 
@@ -44,7 +44,7 @@ struct SGD {
     element.momentum = static_cast<float>(momentum);
     element.weight_decay = static_cast<float>(weight_decay);
     element.grad_factor = static_cast<float>(grad_factor);
-    element.share = static_cast<float>(1.0 - dampening);
+    element.share = static_cast<float>(first || momentum == 0.0 ? 1.0 : 1.0 - dampening);
     element.nesterov = nesterov;
     element.first = first;
     return element;

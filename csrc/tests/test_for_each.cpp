@@ -60,7 +60,7 @@ template <int K>
 struct Rows {
   Rows(const Place& place, const std::vector<int64_t>& sizes, bool aligned = true) : counts(place, std::vector<float>(sizes.size(), 3.0f)) {
     for (size_t row = 0; row < sizes.size(); ++row) {
-      std::array<float*, K> data;
+      std::array<void*, K> data;
       for (int k = 0; k < K; ++k) {
         std::vector<float> values;
         for (int64_t i = 0; i < sizes[row]; ++i)
@@ -97,7 +97,7 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
     using Operation = std::decay_t<decltype(operation)>;
     Rows<Operation::streams> rows({}, {1, 7, 1001, 20003}, false);
     for (const auto& row : rows.list) {
-      std::get<cpu::ElementLoop<Operation>>(set.loops->elements).run(operation.at(row.scalars), row.data.data(), 0, row.numel);
+      std::get<cpu::ElementLoop<Operation>>(set.loops->elements).run(operation.at(row.scalars), rows.list.form(), row, 0, row.numel);
     }
     return rows.values();
   };

@@ -115,7 +115,7 @@ TEST(Loops, GiveTheSameBitsOnEveryInstructionSet) {
     fold.own_place = 1;
     fold.scale = 0.3f;
     std::get<cpu::BlockLoop<EncodeSum<math::Raw>>>(set.loops->blocks).run(fold, fold.numel, 0, 40);
-    sums.push_back(std::get<cpu::ReduceLoop<math::SumSquares>>(set.loops->reductions).run(values.data(), 10007));
+    sums.push_back(std::get<cpu::ReduceLoop<math::SumSquares>>(set.loops->reductions).run({values.data()}, 10007));
     EXPECT_EQ(folds.back(), folds.front()) << set.name;
     EXPECT_EQ(sums.back(), sums.front()) << set.name;
   }

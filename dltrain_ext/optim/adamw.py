@@ -1,6 +1,6 @@
 """AdamW whose step updates a whole parameter group in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +13,61 @@ from dltrain_ext.optim.fused import FusedStep
 class AdamW(FusedStep, torch.optim.AdamW):
     """``torch.optim.AdamW``, in one pass over all parameters of a group.
 
-    Arguments, behaviour and ``state_dict`` are torch's (Loshchilov & Hutter 2019; AMSGrad: Reddi, Kale & Kumar 2018),
-    so checkpoints go both ways. Parameters and gradients are float32, of any shape and stride, on the CPU or, where
-    the build has it, on CUDA devices; gradients are only read. ``foreach``, ``fused`` and ``capturable`` are kept in
-    the state and change nothing here: on CUDA the step can always be captured in a graph, once the state exists.
+    Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's (Loshchilov & Hutter 2019; AMSGrad:
+    Reddi, Kale & Kumar 2018), so checkpoints go both ways. Parameters and gradients are float32, float16 or bfloat16 in
+    any mix, of any shape and stride, on the CPU or, where the build has it, on CUDA devices; gradients are only read.
+    Moments are float32 always. ``foreach``, ``fused`` and ``capturable`` are kept in the state and change nothing here:
+    on CUDA the step can always be captured in a graph, once the state exists.
+
+    ``master_weights="auto"`` keeps a float32 master of each float16 or bfloat16 parameter in its state
+    (``"master_param"``), made of the parameter at its first step; the step updates the master and writes the parameter
+    as its copy. Who writes to such a parameter by hand later deletes the master from its state: the next step makes it
+    anew. With False the parameter itself is updated, rounded at every step.
 
     With a GradScaler the gradients are unscaled on the way, and a step with ``found_inf != 0`` is skipped whole.
 
     Raises:
-        ValueError: ``differentiable=True``: the step is no autograd operation.
+        ValueError: ``differentiable=True``: the step is no autograd operation; a wrong ``master_weights``.
         TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
             its group; no parameter has been changed then.
     """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: str | bool = "auto",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            master_weights=master_weights,
+        )
 
     def _make_fused(self) -> _ops.AdamWGroup:
         return _ops.AdamWGroup()
 
     def _gather(self, fused: _ops.AdamWGroup, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
-        return fused.gather(self.state, group["params"], group["amsgrad"])
+        return fused.gather(self.state, group["params"], self._has_masters(group), group["amsgrad"])
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
@@ -48,4 +85,4 @@ class AdamW(FusedStep, torch.optim.AdamW):
         for index, p in enumerate(params):
             step = self.state[p].get("step")
             self.state[p]["step"] = steps[index] if step is None else torch.as_tensor(step, **plain)
-        self._lay_out(params, ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"])
+        self._lay_out(params, ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"], group)

@@ -1,39 +1,85 @@
 """What our optimizers share: torch's manners around a step that one call makes for a whole parameter group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dltrain_ext import _ops
+
 ALIGNMENT = 16  # elements: a cache line
+MASTER = "master_param"
+
+Judge = Callable[[Sequence[_ops.FusedGroup]], tuple[Tensor | None, Tensor | None]]
+"""What the gathered groups' gradients are divided by, and whether the step is to be skipped (not zero): a number each,
+on any device, or None."""
 
 
 class FusedStep(torch.optim.Optimizer):
-    """Mixed into an optimizer of torch.optim, which brings the constructor, the groups and the state_dict."""
+    """Mixed into an optimizer of torch.optim, or over torch.optim.Optimizer itself, which bring the constructor, the
+    groups and the state_dict.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Of a float16 or bfloat16 parameter the step updates a float32 master, ``state[p]["master_param"]``, and writes the
+    parameter as its copy; not so where the group's ``master_weights`` is False.
+    """
+
+    judge: Judge | None = None
+    """Who judges the next step's gradients; else a GradScaler's ``grad_scale`` and ``found_inf`` attributes do."""
+    _given: dict[str, Any] = {}  # defaults beside those of torch's optimizer
+
+    def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
+        self._given = {} if master_weights == "auto" else {"master_weights": master_weights}
         super().__init__(*args, **kwargs)
         self._prepare()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        before = self.__dict__.get("param_groups", ())
         super().__setstate__(state)
         self._prepare()
+        # A group that was saved by torch's own optimizer does not have it.
+        for group, old in zip(self.param_groups, before, strict=False):
+            if "master_weights" in old:
+                group.setdefault("master_weights", old["master_weights"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch.optim; only that moments and masters stay float32 whatever the parameters are."""
+        given: dict[str, Any] = {}
+        # Behind the user's own hooks, which may have changed it.
+        hook = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        saved = [index for group in given["param_groups"] for index in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, params, strict=True):
+            for key, value in given["state"].get(index, {}).items() if p.dtype != torch.float32 else ():
+                if isinstance(value, Tensor) and key != "step" and value.is_floating_point():
+                    self.state[p][key] = value.detach().to(p.device, torch.float32, copy=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.defaults.update(self._given)  # only where it is not the default: else groups are torch's to the letter
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            if group["differentiable"]:
-                name = type(self).__name__
-                raise ValueError(
-                    f"differentiable: expected False, got True; torch.optim.{name} has a differentiable step"
-                )
-            if len(set(group["params"])) < len(group["params"]):
-                raise ValueError("params: expected each parameter once, got one that is twice in the group")
+            self._check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError naming what does not fit."""
+        if group.get("differentiable"):
+            name = type(self).__name__
+            raise ValueError(f"differentiable: expected False, got True; torch.optim.{name} has a differentiable step")
+        if group.get("master_weights", "auto") not in ("auto", True, False):
+            raise ValueError(f"master_weights: expected 'auto', True or False, got {group['master_weights']!r}")
+        if len(set(group["params"])) < len(group["params"]):
+            raise ValueError("params: expected each parameter once, got one that is twice in the group")
+
+    @staticmethod
+    def _has_masters(group: dict[str, Any]) -> bool:
+        return bool(group.get("master_weights", "auto"))
 
     def _prepare(self) -> None:
         self._fused: list[Any] = []
@@ -69,60 +115,69 @@ class FusedStep(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.is_cpu and found_inf.item() != 0:
-            return loss
-
         while len(self._fused) < len(self.param_groups):
             self._fused.append(self._make_fused())
         groups = list(zip(self._fused, self.param_groups, strict=False))
         try:
             # All groups are read before anything is changed, so that an error leaves everything as it was.
             incomplete = [self._gather(fused, group) for fused, group in groups]
-            arguments = [self._arguments(group) for _, group in groups]
-            if any(incomplete) and found_inf is not None and found_inf.item() != 0:
+            hypers = [self._hyper(group) for _, group in groups]
+            judged = (self.judge or self._judged_by_torch)([fused for fused, _ in groups])
+            arguments = [self._arguments(group, *judged) for _, group in groups]
+            _, found_inf = judged
+            if found_inf is not None and (found_inf.is_cpu or any(incomplete)) and found_inf.item() != 0:
                 return loss
             for (fused, group), params in zip(groups, incomplete, strict=True):
                 if params:
                     for device in {p.device for p in params}:
                         self._complete_state([p for p in params if p.device == device], group)
                     self._gather(fused, group, completed=params)
-            for (fused, _), given in zip(groups, arguments, strict=True):
-                fused.step(**given)
+            for (fused, _), given, hyper in zip(groups, arguments, hypers, strict=True):
+                fused.step(given, **hyper)
         finally:
             for fused, _ in groups:
                 fused.release()
         return loss
 
-    def _arguments(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _judged_by_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
+        found_inf = getattr(self, "found_inf", None)
+        # GradScaler's sum over no gradients is the number 0.
+        return getattr(self, "grad_scale", None), found_inf if isinstance(found_inf, Tensor) else None
+
+    def _arguments(
+        self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> _ops.StepArguments:
         lr = group["lr"]
         on_device = isinstance(lr, Tensor) and lr.is_cuda
-        return {
-            **self._hyper(group),
-            "lr": 0.0 if on_device else float(lr),
-            "tensor_lr": lr if on_device else None,
-            "maximize": bool(group["maximize"]),
-            "grad_scale": getattr(self, "grad_scale", None),
-            "found_inf": getattr(self, "found_inf", None),
-        }
+        return _ops.StepArguments(
+            lr=0.0 if on_device else float(lr),
+            tensor_lr=lr if on_device else None,
+            maximize=bool(group["maximize"]),
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
 
-    def _lay_out(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Gives each parameter the zeroed state tensors of these names that it lacks: views of one flat tensor, since
-        thousands of small ones would lie all over memory, and large ones of equal alignment get in each other's way in
-        the cache.
+    def _lay_out(self, params: Iterable[Tensor], names: Sequence[str], group: dict[str, Any]) -> None:
+        """Gives each parameter the zeroed state tensors of these names that it lacks, and a master where it shall have
+        one: views of one flat tensor, since thousands of small ones would lie all over memory, and large ones of equal
+        alignment get in each other's way in the cache.
         """
-        for p in params:
-            for name in names:
-                if name in self.state[p] and not isinstance(self.state[p][name], Tensor):
-                    kind, shape = type(self.state[p][name]).__name__, list(p.shape)
-                    raise TypeError(f"state[{name!r}] of a parameter of shape {shape}: expected a tensor, got {kind}")
         places, total = [], 0
         for p in params:
-            places.append(total)
-            total += -(-p.numel() // ALIGNMENT) * ALIGNMENT
-        arena = torch.zeros(len(names) * total, dtype=torch.float32, device=params[0].device)
-        for p, place in zip(params, places, strict=True):
+            state = self.state[p]
+            wanted = [*names, MASTER] if self._has_masters(group) and p.dtype != torch.float32 else names
+            for name in wanted:
+                if name not in state:
+                    places.append((p, name, total))
+                    total += -(-p.numel() // ALIGNMENT) * ALIGNMENT
+                elif not isinstance(state[name], Tensor):
+                    kind, shape = type(state[name]).__name__, list(p.shape)
+                    raise TypeError(f"state[{name!r}] of a parameter of shape {shape}: expected a tensor, got {kind}")
+        if not places:
+            return
+        arena = torch.zeros(total, dtype=torch.float32, device=places[0][0].device)
+        for p, name, place in places:
             dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no holes
-            for index, name in enumerate(names):
-                if name not in self.state[p]:
-                    self.state[p][name] = arena.as_strided(p.shape, dense.stride(), index * total + place)
+            self.state[p][name] = arena.as_strided(p.shape, dense.stride(), place)
+            if name == MASTER:
+                self.state[p][name].copy_(p)

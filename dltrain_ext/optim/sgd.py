@@ -1,6 +1,6 @@
 """SGD whose step updates a whole parameter group in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +13,54 @@ from dltrain_ext.optim.fused import FusedStep
 class SGD(FusedStep, torch.optim.SGD):
     """``torch.optim.SGD``, in one pass over all parameters of a group.
 
-    Arguments, behaviour and ``state_dict`` are torch's: momentum (Polyak 1964) with the learning rate outside of it,
-    Nesterov's form (Sutskever et al. 2013), dampening, weight decay added to the gradient. Parameters and gradients are
-    float32, of any shape and stride, on the CPU or, where the build has it, on CUDA devices; gradients are only read.
-    ``foreach`` and ``fused`` are kept in the state and change nothing here.
+    Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's: momentum (Polyak 1964) with the
+    learning rate outside of it, Nesterov's form (Sutskever et al. 2013), dampening, weight decay added to the gradient.
+    Dtypes, devices and ``master_weights`` are as in :class:`AdamW`; momentum buffers are float32, and gradients are
+    only read. ``foreach`` and ``fused`` are kept in the state and change nothing here.
 
     With a GradScaler the gradients are unscaled on the way, and a step with ``found_inf != 0`` is skipped whole.
 
     Raises:
-        ValueError: ``differentiable=True``: the step is no autograd operation.
+        ValueError: ``differentiable=True``: the step is no autograd operation; a wrong ``master_weights``.
         TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
             its group; no parameter has been changed then.
     """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: str | bool = "auto",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+            master_weights=master_weights,
+        )
 
     def _make_fused(self) -> _ops.SGDGroup:
         return _ops.SGDGroup()
 
     def _gather(self, fused: _ops.SGDGroup, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
-        return fused.gather(self.state, group["params"], group["momentum"] != 0, list(completed))
+        masters, momentum = self._has_masters(group), group["momentum"] != 0
+        return fused.gather(self.state, group["params"], masters, momentum, list(completed))
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -44,4 +74,4 @@ class SGD(FusedStep, torch.optim.SGD):
         for p in params:
             if self.state[p].get("momentum_buffer", p) is None:  # as some of torch's versions write it
                 del self.state[p]["momentum_buffer"]
-        self._lay_out(params, ["momentum_buffer"])
+        self._lay_out(params, ["momentum_buffer"] * (group["momentum"] != 0), group)

@@ -16,20 +16,20 @@ void for_each(const Place& place, const TensorList<Operation::streams>& list, co
   const auto loop = std::get<ElementLoop<Operation>>(loops().elements);
   place.parallel_for(list.numel(), grain, [&](int64_t begin, int64_t end) {
     typename Operation::Element element;
-    const float* scalars = nullptr;  // of the row that element was worked out for
+    const void* scalars = nullptr;  // of the row that element was worked out for
     bool known = false;
     list.visit(begin, end, [&](int64_t index, const auto& row, int64_t first, int64_t last) {
       // The processor foresees where a tensor goes on, but not where the next small one lies.
       if (constexpr int64_t ahead = 4; index + ahead < list.size()) {
-        for (const float* stream : list.row(index + ahead).data) {
-          for (int line = 0; line < 4; ++line) __builtin_prefetch(stream + 16 * line);
+        for (const void* stream : list.row(index + ahead).data) {
+          for (int line = 0; line < 4; ++line) __builtin_prefetch(static_cast<const char*>(stream) + 64 * line);
         }
       }
       // Neighbours mostly share their element, and AdamW's costs as much as a small tensor's update.
       if (!known || !Operation::same(row.scalars, scalars)) element = operation.at(row.scalars);
       known = true;
       scalars = row.scalars;
-      loop.run(element, row.data.data(), first, last);
+      loop.run(element, list.form(), row, first, last);
     });
   });
 }

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/tensor_list.h"
 #include "kernels/operations.h"
 
 namespace dltrain::cpu {
@@ -13,7 +14,9 @@ namespace dltrain::cpu {
 // instruction set throughout.
 template <class Operation>
 struct ElementLoop {
-  void (*run)(const typename Operation::Element& element, float* const* streams, int64_t begin, int64_t end);
+  using List = TensorList<Operation::streams>;
+  void (*run)(const typename Operation::Element& element, const Form<Operation::streams>& form, const typename List::Row& row,
+              int64_t begin, int64_t end);
 };
 template <class Operation>
 struct BlockLoop {
@@ -21,7 +24,7 @@ struct BlockLoop {
 };
 template <class Reduction>
 struct ReduceLoop {
-  typename Reduction::Value (*run)(const float* values, int64_t numel);
+  typename Reduction::Value (*run)(const Elements& values, int64_t numel);
 };
 
 // All loops, compiled for one instruction set.

@@ -16,13 +16,56 @@ template <class Operation, class Streams>
 struct ElementRun;
 template <class Operation, std::size_t... K>
 struct ElementRun<Operation, std::index_sequence<K...>> {
-  static void run(const typename Operation::Element& given, float* const* streams, int64_t begin, int64_t end) {
+  using Element = typename Operation::Element;
+  using List = TensorList<Operation::streams>;
+
+  static void run(const Element& given, const Form<Operation::streams>& form, const typename List::Row& row, int64_t begin, int64_t end) {
     // Copies, which no store into a stream can change.
-    const auto element = given;
-    float* const data[] = {streams[K]...};
+    const Element element = given;
+    if (form.is_plain()) {
+      float* const data[] = {static_cast<float*>(row.data[K])...};
+      return over(element, data, begin, end);
+    }
+    // What is not fp32 is widened a piece at a time, in the first-level cache.
+    constexpr int64_t piece = 512;
+    alignas(line_bytes) float room[Operation::streams][piece];
+    for (int64_t at = begin; at < end; at += piece) {
+      const int64_t count = end - at < piece ? end - at : piece;
+      float* const data[] = {widened(Elements{row.data[K], form.dtypes[K]}.from(at), count, room[K])...};
+      over(element, data, 0, count);
+      (narrow_if<Operation::written[K]>(data[K], count, Elements{row.data[K], form.dtypes[K]}.from(at)), ...);
+      if (form.copies) narrow_to(data[0], count, Elements{row.copy, form.copy}.from(at));
+    }
+  }
+
+ private:
+  DLT_HD static void over(const Element& element, float* const* data, int64_t begin, int64_t end) {
+    float* const streams[] = {data[K]...};
     // Rows never overlap, which lets the compiler work on many elements at once.
 #pragma GCC ivdep
-    for (int64_t i = begin; i < end; ++i) element(data[K][i]...);
+    for (int64_t i = begin; i < end; ++i) element(streams[K][i]...);
+  }
+
+  DLT_HD static float* widened(const Elements& from, int64_t count, float* room) {
+    if (from.dtype == Dtype::fp32) return static_cast<float*>(from.data);
+    with_type(from, [&](const auto* values) DLT_HD_LAMBDA {
+      for (int64_t i = 0; i < count; ++i) room[i] = widen(values[i]);
+    });
+    return room;
+  }
+
+  DLT_HD static void narrow_to(const float* values, int64_t count, const Elements& to) {
+    with_type(to, [&]<class T>(T* out) DLT_HD_LAMBDA {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(values[i]);
+    });
+  }
+
+  template <bool written>
+  DLT_HD static void narrow_if(const float* values, int64_t count, const Elements& to) {
+    if constexpr (written) {
+      if (to.dtype != Dtype::fp32) narrow_to(values, count, to);
+    }
   }
 };
 
@@ -43,20 +86,27 @@ void run_blocks(const Operation& given, int64_t numel, int64_t begin, int64_t en
 }
 
 // As many running values for every instruction set, so that all of them give the same bits.
-template <class Reduction>
-typename Reduction::Value reduce(const float* values, int64_t numel) {
+template <class Reduction, class T>
+DLT_HD typename Reduction::Value reduced(const T* values, int64_t numel) {
   constexpr int lanes = 32;
   typename Reduction::Value running[lanes];
   for (auto& value : running) value = Reduction::none();
   int64_t i = 0;
   for (; i + lanes <= numel; i += lanes) {
-    for (int lane = 0; lane < lanes; ++lane) running[lane] = Reduction::add(running[lane], values[i + lane]);
+    for (int lane = 0; lane < lanes; ++lane) running[lane] = Reduction::add(running[lane], widen(values[i + lane]));
   }
-  for (int lane = 0; i < numel; ++i, ++lane) running[lane] = Reduction::add(running[lane], values[i]);
+  for (int lane = 0; i < numel; ++i, ++lane) running[lane] = Reduction::add(running[lane], widen(values[i]));
   for (int half = lanes / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) running[lane] = Reduction::merge(running[lane], running[lane + half]);
   }
   return running[0];
+}
+
+template <class Reduction>
+typename Reduction::Value reduce(const Elements& values, int64_t numel) {
+  auto value = Reduction::none();
+  with_type(values, [&](const auto* typed) DLT_HD_LAMBDA { value = reduced<Reduction>(typed, numel); });
+  return value;
 }
 
 }  // namespace

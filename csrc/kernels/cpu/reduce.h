@@ -16,14 +16,15 @@ void reduce(const Place& place, const TensorList<1>& list, typename Reduction::V
   constexpr int64_t length = 1 << 14, grain = 16;
   struct Part {
     int64_t row;
-    const float* values;
+    Elements values;
     int64_t numel;
     typename Reduction::Value value;
   };
   std::vector<Part> parts;
   for (int64_t row = 0; row < list.size(); ++row) {
-    const auto& [data, numel, scalars] = list.row(row);
-    for (int64_t first = 0; first < numel; first += length) parts.push_back({row, data[0] + first, std::min(length, numel - first), {}});
+    const Elements values{list.row(row).data[0], list.form().dtypes[0]};
+    const int64_t numel = list.row(row).numel;
+    for (int64_t first = 0; first < numel; first += length) parts.push_back({row, values.from(first), std::min(length, numel - first), {}});
     results[row] = Reduction::none();
   }
   const auto loop = std::get<ReduceLoop<Reduction>>(loops().reductions);

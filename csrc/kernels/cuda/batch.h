@@ -27,8 +27,9 @@ inline constexpr int64_t parameter_bytes = 32764;
 
 template <int K>
 struct BatchRow {
-  float* data[K];
-  const float* scalars;
+  void* data[K];
+  void* copy;
+  const void* scalars;
   int64_t numel;
   int64_t first_chunk;
 };
@@ -36,9 +37,10 @@ struct BatchRow {
 template <class Operation, int K>
 struct Batch {
   static constexpr int capacity =
-      (parameter_bytes - 16 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<K>));
+      (parameter_bytes - 32 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<K>));
 
   Operation operation;
+  Form<K> form;
   int64_t chunks;
   int size;
   BatchRow<K> rows[capacity];
@@ -61,12 +63,14 @@ void in_batches(const TensorList<K>& list, const Operation& operation, Launch&& 
   static_assert(sizeof(B) <= parameter_bytes && B::capacity > 64);
   B batch;
   batch.operation = operation;
+  batch.form = list.form();
   for (int64_t first = 0; first < list.size(); first += batch.size) {
     batch.size = static_cast<int>(std::min<int64_t>(B::capacity, list.size() - first));
     batch.chunks = 0;
     for (int i = 0; i < batch.size; ++i) {
       const auto& row = list.row(first + i);
       std::copy(row.data.begin(), row.data.end(), batch.rows[i].data);
+      batch.rows[i].copy = row.copy;
       batch.rows[i].scalars = row.scalars;
       batch.rows[i].numel = row.numel;
       batch.rows[i].first_chunk = batch.chunks;

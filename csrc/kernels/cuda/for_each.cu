@@ -8,47 +8,89 @@ namespace dltrain::cuda {
 
 namespace {
 
-constexpr int width = 4;  // elements of a 16-byte access
+constexpr int width = 4;  // elements of an access: 16 bytes of fp32, 8 of the half types
 
-__device__ bool is_aligned(const float* data) { return reinterpret_cast<uintptr_t>(data) % (width * sizeof(float)) == 0; }
+template <class T>
+struct alignas(width * sizeof(T)) Pack {
+  T values[width];
+};
 
-__device__ void load(float (&to)[width], const float* from) {
-  if (is_aligned(from)) {
-    const float4 values = *reinterpret_cast<const float4*>(from);
-    to[0] = values.x;
-    to[1] = values.y;
-    to[2] = values.z;
-    to[3] = values.w;
-  } else {
-    for (int i = 0; i < width; ++i) to[i] = from[i];
-  }
+// Four elements as they lie in memory: all streams are on their way before the first is widened.
+union Raw {
+  Pack<float> fp32;
+  Pack<Half> fp16;
+  Pack<BFloat16> bf16;
+
+  __device__ Pack<float>& of(const float*) { return fp32; }
+  __device__ Pack<Half>& of(const Half*) { return fp16; }
+  __device__ Pack<BFloat16>& of(const BFloat16*) { return bf16; }
+};
+
+template <class T>
+__device__ bool is_aligned(const T* data) {
+  return reinterpret_cast<uintptr_t>(data) % sizeof(Pack<T>) == 0;
 }
 
-__device__ void store(float* to, const float (&from)[width]) {
-  if (is_aligned(to)) {
-    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
-  } else {
-    for (int i = 0; i < width; ++i) to[i] = from[i];
-  }
+__device__ Raw load(const Elements& from) {
+  Raw raw;
+  with_type(from, [&]<class T>(const T* values) {
+    if (is_aligned(values)) {
+      raw.of(values) = *reinterpret_cast<const Pack<T>*>(values);
+    } else {
+      for (int i = 0; i < width; ++i) raw.of(values).values[i] = values[i];
+    }
+  });
+  return raw;
 }
 
-template <bool written>
-__device__ void store_if(float* to, const float (&from)[width]) {
-  if constexpr (written) store(to, from);
+__device__ void widen_to(float (&to)[width], Raw& raw, Dtype dtype) {
+  with_type(Elements{nullptr, dtype}, [&](const auto* typed) {
+    for (int i = 0; i < width; ++i) to[i] = widen(raw.of(typed).values[i]);
+  });
 }
 
-template <class Operation, std::size_t... K>
-__device__ void run(const typename Operation::Element& element, float* const* streams, int64_t first, int64_t last,
-                    std::index_sequence<K...>) {
+__device__ void store(const Elements& to, const float (&from)[width]) {
+  with_type(to, [&]<class T>(T* out) {
+    Pack<T> pack;
+    for (int i = 0; i < width; ++i) pack.values[i] = narrow<T>(from[i]);
+    if (is_aligned(out)) {
+      *reinterpret_cast<Pack<T>*>(out) = pack;
+    } else {
+      for (int i = 0; i < width; ++i) out[i] = pack.values[i];
+    }
+  });
+}
+
+__device__ float load_one(const Elements& from) {
+  float value = 0.0f;
+  with_type(from, [&](const auto* values) { value = widen(*values); });
+  return value;
+}
+
+__device__ void store_one(const Elements& to, float value) {
+  with_type(to, [&]<class T>(T* out) { *out = narrow<T>(value); });
+}
+
+template <class Operation, class B, std::size_t... K>
+__device__ void run(const typename Operation::Element& element, const B& batch, const BatchRow<Operation::streams>& row, int64_t first,
+                    int64_t last, std::index_sequence<K...>) {
+  const auto stream = [&](std::size_t k, int64_t i) { return Elements{row.data[k], batch.form.dtypes[k]}.from(i); };
   const int64_t whole = first + (last - first) / width * width;
   for (int64_t i = first + width * threadIdx.x; i < whole; i += width * threads) {
+    Raw raw[] = {load(stream(K, i))...};
     float values[sizeof...(K)][width];
-    (load(values[K], streams[K] + i), ...);
+    (widen_to(values[K], raw[K], batch.form.dtypes[K]), ...);
 #pragma unroll
     for (int lane = 0; lane < width; ++lane) element(values[K][lane]...);
-    (store_if<Operation::written[K]>(streams[K] + i, values[K]), ...);
+    ((Operation::written[K] ? store(stream(K, i), values[K]) : void()), ...);
+    if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
   }
-  if (const int64_t i = whole + threadIdx.x; i < last) element(streams[K][i]...);
+  if (const int64_t i = whole + threadIdx.x; i < last) {
+    float values[] = {load_one(stream(K, i))...};
+    element(values[K]...);
+    ((Operation::written[K] ? store_one(stream(K, i), values[K]) : void()), ...);
+    if (batch.form.copies) store_one(Elements{row.copy, batch.form.copy}.from(i), values[0]);
+  }
 }
 
 template <class Operation>
@@ -68,7 +110,7 @@ __global__ void __launch_bounds__(threads) for_each_kernel(const __grid_constant
     const auto element = prepared;
     const int64_t first = (chunk - row.first_chunk) * chunk_size;
     const int64_t last = first + chunk_size < row.numel ? first + chunk_size : row.numel;
-    run<Operation>(element, row.data, first, last, std::make_index_sequence<Operation::streams>{});
+    run<Operation>(element, batch, row, first, last, std::make_index_sequence<Operation::streams>{});
   }
 }
 

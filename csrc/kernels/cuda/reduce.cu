@@ -34,7 +34,9 @@ __global__ void __launch_bounds__(threads) chunks_kernel(const __grid_constant__
     const int64_t first = (chunk - row.first_chunk) * chunk_size;
     const int64_t last = first + chunk_size < row.numel ? first + chunk_size : row.numel;
     auto value = Reduction::none();
-    for (int64_t i = first + threadIdx.x; i < last; i += threads) value = Reduction::add(value, row.data[0][i]);
+    with_type(Elements{row.data[0], batch.form.dtypes[0]}, [&](const auto* values) {
+      for (int64_t i = first + threadIdx.x; i < last; i += threads) value = Reduction::add(value, widen(values[i]));
+    });
     value = merge_threads<Reduction>(value);
     if (threadIdx.x == 0) batch.operation.parts[chunk] = value;
   }

@@ -1,0 +1,133 @@
+#include "kernels/lars.h"
+
+#include <torch/library.h>
+
+#include "bindings/group.h"
+#include "bindings/module.h"
+#include "bindings/updates.h"
+#include "core/memory.h"
+#include "kernels/for_each.h"
+#include "kernels/statistics.h"
+
+namespace dltrain::bindings {
+
+namespace {
+
+// The updates of one LARS step: with a trust ratio or without, each with and without momentum.
+class LARSUpdates {
+ public:
+  void clear() {
+    adapted_.clear();
+    adapted_moving_.clear();
+    excluded_.clear();
+    excluded_moving_.clear();
+  }
+
+  // momentum_buffer is null without momentum, master where there is none.
+  void add(int64_t index, const at::Tensor& param, const at::Tensor& grad, const at::Tensor* momentum_buffer, const at::Tensor* master,
+           bool adapts) {
+    if (momentum_buffer) {
+      (adapts ? adapted_moving_ : excluded_moving_).add({&param, &grad, momentum_buffer}, master, nullptr, index);
+    } else {
+      (adapts ? adapted_ : excluded_).add({&param, &grad}, master, nullptr, index);
+    }
+  }
+
+  void collect(Gradients& into) const {
+    adapted_.collect(into);
+    adapted_moving_.collect(into);
+    excluded_.collect(into);
+    excluded_moving_.collect(into);
+  }
+
+  void run(const math::LARS& hyper, StepArguments& arguments) {
+    run(adapted_, hyper, arguments, true);
+    run(adapted_moving_, hyper, arguments, true);
+    run(excluded_, hyper, arguments, false);
+    run(excluded_moving_, hyper, arguments, false);
+  }
+
+ private:
+  template <int K>
+  static void run(Updates<K>& updates, const math::LARS& hyper, StepArguments& arguments, bool adapts) {
+    updates.run([&](const Place& place, const at::Device& device, TensorList<K>& list, const TensorList<1>&) {
+      const int64_t rows = adapts ? list.size() : 0;
+      const Memory memory(place, 2 * rows * static_cast<int64_t>(sizeof(double)));
+      auto* const sums = static_cast<double*>(memory.data());
+      if (adapts) {
+        sum_squares(place, list.stream(0), sums);
+        sum_squares(place, list.stream(1), sums + rows);
+        for (int64_t row = 0; row < rows; ++row) list.row(row).scalars = sums + row;
+      }
+      for_each(place, list, LARS<K>{hyper, arguments.on(device), rows});
+    });
+  }
+
+  Updates<2> adapted_{{"params", "grads"}}, excluded_{{"params", "grads"}};
+  Updates<3> adapted_moving_{{"params", "grads", "momentum_buffers"}}, excluded_moving_{{"params", "grads", "momentum_buffers"}};
+};
+
+class LARSGroup : public GroupOf<LARSUpdates> {
+ public:
+  LARSGroup() : GroupOf({"momentum_buffer"}) {}
+
+  // Parameters of at least so many dimensions have a trust ratio.
+  py::list gather(const py::dict& state, const py::list& params, bool masters, bool momentum, int64_t adapt_from) {
+    updates_.clear();
+    const auto take = [&](int64_t index, const auto& param, const auto& grad, const auto& values, const auto* master) {
+      updates_.add(index, param, grad, values[0], master, param.dim() >= adapt_from);
+    };
+    return reader_.gather(state, params, momentum ? 1 : 0, masters, take);
+  }
+};
+
+void lars_op(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, at::TensorList masters, double lr,
+             double momentum, double weight_decay, double trust_coefficient, double eps, bool nesterov, bool lr_inside, bool clip,
+             bool decays_excluded, bool decays_at_zero_norm, bool adapt, bool maximize, const std::optional<at::Tensor>& tensor_lr,
+             const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
+  check_lengths(params, {{"grads", grads}});
+  if (momentum != 0.0) check_lengths(params, {{"momentum_buffers", momentum_buffers}});
+  if (!masters.empty()) check_lengths(params, {{"masters", masters}});
+  LARSUpdates updates;
+  for (size_t i = 0; i < params.size(); ++i) {
+    updates.add(static_cast<int64_t>(i), params[i], grads[i], momentum != 0.0 ? &momentum_buffers[i] : nullptr, at_or_null(masters, i),
+                adapt);
+  }
+  StepArguments arguments(lr, maximize, tensor_lr, grad_scale, found_inf);
+  updates.run({momentum, weight_decay, trust_coefficient, eps, nesterov, lr_inside, clip, decays_excluded, decays_at_zero_norm}, arguments);
+}
+
+TORCH_LIBRARY_FRAGMENT(dltrain_ext, library) {
+  library.def(
+      "lars_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, *, float lr, float momentum=0.0, "
+      "float weight_decay=0.0, float trust_coefficient=0.001, float eps=0.0, bool nesterov=False, bool lr_inside=True, bool clip=False, "
+      "bool decays_excluded=True, bool decays_at_zero_norm=True, bool adapt=True, bool maximize=False, Tensor? tensor_lr=None, Tensor? "
+      "grad_scale=None, Tensor? found_inf=None) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(dltrain_ext, CPU, library) { library.impl("lars_", lars_op); }
+TORCH_LIBRARY_IMPL(dltrain_ext, CUDA, library) {
+  if constexpr (built_with_cuda) library.impl("lars_", lars_op);
+}
+
+}  // namespace
+
+void bind_lars(py::module_& module) {
+  py::class_<LARSGroup, FusedGroup>(module, "LARSGroup")
+      .def(py::init<>())
+      .def("gather", &LARSGroup::gather, py::arg("state"), py::arg("params"), py::arg("masters"), py::arg("momentum"),
+           py::arg("adapt_from"))
+      .def("release", &LARSGroup::release)
+      .def(
+          "step",
+          [](LARSGroup& self, const StepArguments& arguments, double momentum, double weight_decay, double trust_coefficient, double eps,
+             bool nesterov, bool lr_inside, bool clip, bool decays_excluded, bool decays_at_zero_norm) {
+            self.step(
+                math::LARS{momentum, weight_decay, trust_coefficient, eps, nesterov, lr_inside, clip, decays_excluded, decays_at_zero_norm},
+                arguments);
+          },
+          py::arg("arguments"), py::kw_only(), py::arg("momentum"), py::arg("weight_decay"), py::arg("trust_coefficient"), py::arg("eps"),
+          py::arg("nesterov"), py::arg("lr_inside"), py::arg("clip"), py::arg("decays_excluded"), py::arg("decays_at_zero_norm"));
+}
+
+}  // namespace dltrain::bindings

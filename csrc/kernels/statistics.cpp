@@ -1,0 +1,47 @@
+#include "kernels/statistics.h"
+
+#include "core/memory.h"
+#include "kernels/decode.h"
+#include "kernels/map_blocks.h"
+#include "kernels/reduce.h"
+#include "math/sum_squares.h"
+
+namespace dltrain {
+
+namespace {
+
+int64_t tiles_of(int64_t count) { return (count + SumTiles::elements - 1) / SumTiles::elements; }
+
+}  // namespace
+
+int64_t rests_of(int64_t count) {
+  int64_t room = 0;
+  for (; count > SumTiles::elements; room += count) count = tiles_of(count);
+  return room;
+}
+
+void add_up(const Place& place, double* numbers, int64_t count, const Statistics& statistics) {
+  for (; count > SumTiles::elements; count = tiles_of(count)) {
+    double* const sums = numbers + count;
+    map_blocks(place, count, SumTiles{numbers, count, sums, nullptr});
+    numbers = sums;
+  }
+  map_blocks(place, SumTiles::elements, SumTiles{numbers, count, statistics.sum_squares, statistics.found_inf});
+}
+
+void sum_squares(const Place& place, const TensorList<1>& list, double* sums) { reduce<math::SumSquares>(place, list, sums); }
+
+void sum_squares(const Place& place, const std::vector<TensorList<1>>& lists, const Statistics& statistics) {
+  int64_t rows = 0;
+  for (const auto& list : lists) rows += list.size();
+  const Memory memory(place, (rows + rests_of(rows)) * static_cast<int64_t>(sizeof(double)));
+  auto* const sums = static_cast<double*>(memory.data());
+  double* next = sums;
+  for (const auto& list : lists) {
+    sum_squares(place, list, next);
+    next += list.size();
+  }
+  add_up(place, sums, rows, statistics);
+}
+
+}  // namespace dltrain

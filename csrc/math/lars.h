@@ -1,0 +1,48 @@
+#pragma once
+
+// Layer-wise adaptive rate scaling, in three forms that part ways as soon as the learning rate changes:
+//
+//   r = eta |w| / (|g| + wd |w| + eps)                          the trust ratio of a tensor; 1 where |w| or |g| is zero
+//
+//   learning rate inside of the momentum                        outside
+//     b <- mu b + lr r (g + wd w)                                 b <- mu b + r (g + wd w)
+//     w <- w - b                                                  w <- w - lr b
+//
+// You, Gitman & Ginsburg, "Large Batch Training of Convolutional Networks", 2017, Algorithm 1, and the optimizer of TensorFlow and MLPerf
+// have it inside; apex's LARC outside, with min(r / lr, 1) in the place of r. Both are an SGD step with factors of its own.
+
+#include <cmath>
+
+#include "core/host_device.h"
+#include "math/sgd.h"
+
+namespace dltrain::math {
+
+struct LARS {
+  double momentum = 0.9, weight_decay = 0.0, trust_coefficient = 1e-3, eps = 0.0;
+  bool nesterov = false;
+  bool lr_inside = true;
+  bool clip = false;            // r <- min(r / lr, 1)
+  bool decays_excluded = true;  // whether weight decay is for tensors without a trust ratio, too
+  bool decays_at_zero_norm = true;
+
+  // Of a tensor without a trust ratio.
+  DLT_HD SGDElement excluded(double lr, double grad_factor) const { return element(1.0, decays_excluded, lr, grad_factor); }
+
+  // Of one whose elements, and whose gradient's, have these sums of squares.
+  DLT_HD SGDElement adapted(double sum_squares, double grad_sum_squares, double lr, double grad_factor) const {
+    const double norm = sqrt(sum_squares), grad_norm = sqrt(grad_sum_squares) * fabs(grad_factor);
+    if (norm == 0.0 || grad_norm == 0.0) return element(1.0, decays_at_zero_norm, lr, grad_factor);
+    const double ratio = trust_coefficient * norm / (grad_norm + weight_decay * norm + eps);
+    return element(clip ? fmin(ratio / lr, 1.0) : ratio, true, lr, grad_factor);
+  }
+
+ private:
+  DLT_HD SGDElement element(double ratio, bool decays, double lr, double grad_factor) const {
+    SGDElement element = SGD{momentum, 0.0, decays ? weight_decay : 0.0, nesterov}.at(false, lr_inside ? 1.0 : lr, grad_factor);
+    element.share = static_cast<float>(lr_inside ? lr * ratio : ratio);
+    return element;
+  }
+};
+
+}  // namespace dltrain::math

@@ -1,0 +1,239 @@
+"""Loss scaling whose verdict, clipping and unscaling are part of the optimizer's one pass."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from dltrain_ext import _ops
+from dltrain_ext.optim.fused import FusedStep
+
+
+class GradStats(NamedTuple):
+    """What is known of all gradients that an optimizer is about to use, as they lie in ``.grad``: one-element tensors.
+
+    ``sum_squares`` is float64; it is finite exactly if all gradients are. ``found_inf``, not zero where one is not
+    finite, may be None, and is then taken from the sum.
+    """
+
+    sum_squares: Tensor
+    found_inf: Tensor | None = None
+
+
+class LossScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler``, for any optimizer; with ours, ``step`` is one fused step without a host sync.
+
+    Dynamic loss scaling (Micikevicius et al. 2018): gradients of ``scale(loss)`` are that much larger; a step whose
+    gradients are not all finite is skipped, and the scale falls; it grows after ``growth_interval`` steps without.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        min_scale, max_scale: ``update()`` keeps the scale within; a scale that is set by hand is left as it is.
+        hysteresis: so many steps in a row have to overflow before the scale falls; it falls at each one after these. 1
+            is torch's behaviour.
+
+    ``state_dict`` has torch's entries and a few more: a GradScaler loads ours, and the other way round.
+
+    Raises:
+        ValueError: ``min_scale``, ``max_scale``, ``init_scale`` or ``hysteresis`` out of range.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        hysteresis: int = 1,
+    ) -> None:
+        if not 0 < min_scale <= max_scale < math.inf:
+            raise ValueError(f"min_scale, max_scale: expected 0 < min_scale <= max_scale, got {min_scale}, {max_scale}")
+        if enabled and not min_scale <= init_scale <= max_scale:
+            raise ValueError(f"init_scale: expected {min_scale} to {max_scale}, got {init_scale}")
+        if isinstance(hysteresis, bool) or not isinstance(hysteresis, int) or hysteresis < 1:
+            raise ValueError(f"hysteresis: expected a whole number >= 1, got {hysteresis!r}")
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.min_scale, self.max_scale, self.hysteresis = min_scale, max_scale, hysteresis
+        # As torch has it of the scale: numbers until the device is known, then tensors there.
+        self._init_skipped = self._init_overflows = 0
+        self._skipped: Tensor | None = None
+        self._overflows: Tensor | None = None  # in a row
+        self._total_norm: Tensor | None = None
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._skipped = torch.tensor(self._init_skipped, device=dev)
+        self._overflows = torch.tensor(self._init_overflows, device=dev)
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many calls of ``step`` have changed nothing: an int64 number on the scale's device."""
+        return torch.tensor(self._init_skipped) if self._skipped is None else self._skipped
+
+    @property
+    def total_norm(self) -> Tensor:
+        """The 2-norm of all gradients of the last ``step``, unscaled and before clipping: a float32 number on their
+        device. NaN before the first, and after one that had no need of it: without ``max_norm``, one of torch's
+        optimizers or of gradients that were unscaled before.
+        """
+        return torch.tensor(math.nan) if self._total_norm is None else self._total_norm
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        grad_stats: GradStats | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps unless a gradient is not finite, with gradients unscaled and, with ``max_norm``, clipped to that 2-norm
+        as by ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer.
+
+        With our optimizers the gradients are read once for norm and verdict, or not at all where ``grad_stats`` brings
+        what was found while they were reduced, and once more by the step, and are not written; scale, clip factor and
+        verdict stay on the device. Who changes ``.grad`` after ``grad_stats`` was made must not hand it over. For other
+        optimizers this is ``unscale_``, ``clip_grad_norm_`` and torch's own ``step``, which have no use for
+        ``grad_stats``.
+
+        With ``enabled=False`` nothing is scaled and no step is skipped; clipping is part of the step as well.
+
+        Returns what ``optimizer.step(**kwargs)`` returns.
+
+        Raises:
+            ValueError: ``max_norm`` is no number >= 0.
+            RuntimeError: a second call since ``update()``, or a closure, as in torch.
+        """
+        if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm >= 0):
+            raise ValueError(f"max_norm: expected a number >= 0 or None, got {max_norm!r}")
+        self._total_norm = None
+        if isinstance(optimizer, FusedStep):
+            optimizer.judge = partial(self._judge, optimizer, max_norm, grad_stats)
+            try:
+                return super().step(optimizer, **kwargs)
+            finally:
+                optimizer.judge = None
+        if max_norm is not None:
+            if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            self._total_norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        result = super().step(optimizer, **kwargs)
+        if self._enabled:
+            self._count(_any(self._found_by_torch(optimizer)))
+        return result
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Torch's pass over the gradients, which step() begins with; the judge has one of its own."""
+        judged = isinstance(optimizer, FusedStep) and optimizer.judge is not None
+        return {} if judged else super()._check_inf_per_device(optimizer)
+
+    def _judge(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        grad_stats: GradStats | None,
+        groups: Sequence[_ops.FusedGroup],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the gradients of the groups are to be divided by, and whether the step is skipped."""
+        found = self._found_by_torch(optimizer) if self._enabled else []
+        ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+        divisor = self._scale if ready else None
+        if ready or max_norm is not None:
+            if grad_stats is None:
+                total = _sum(_ops.sum_squares_of(groups))
+            else:
+                total = grad_stats.sum_squares.reshape(())
+                found += [] if grad_stats.found_inf is None else [grad_stats.found_inf]
+            found.append(~total.isfinite())
+            scale = 1.0 if divisor is None else divisor.to(total.device, torch.float64, non_blocking=True)
+            norm = total.sqrt() / scale
+            self._total_norm = norm.float()
+            if max_norm is not None:
+                divisor = scale / (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if not self._enabled:
+            return divisor, None
+        verdict = _any(found)
+        self._count(verdict)
+        found_inf = verdict.float()
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+        return divisor, found_inf
+
+    def _found_by_torch(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        return list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+    def _count(self, skipped: Tensor) -> None:
+        assert self._skipped is not None
+        self._skipped.add_(skipped.to(self._skipped.device, non_blocking=True))
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Sets the scale for the next iteration, as in torch, within ``min_scale`` and ``max_scale`` and with
+        ``hysteresis``; to be called once an iteration, after all steps. ``new_scale`` sets it by hand.
+        """
+        if not self._enabled or new_scale is not None:
+            return super().update(new_scale)
+        scale, _ = self._check_scale_growth_tracker("update")
+        before = scale.clone()
+        found = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        overflow = _any(found).to(scale.device, non_blocking=True)
+        super().update()
+        if self.hysteresis > 1:
+            assert self._overflows is not None
+            self._overflows.add_(1).mul_(overflow)
+            scale.copy_(torch.where(overflow & (self._overflows < self.hysteresis), before, scale))
+        scale.clamp_(self.min_scale, self.max_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's entries, ``min_scale``, ``max_scale``, ``hysteresis``, ``skipped_steps`` and ``_overflows``; empty
+        with ``enabled=False``. Numbers all of them, so this waits for the device.
+        """
+        if not self._enabled:
+            return {}
+        ours = {name: getattr(self, name) for name in ("min_scale", "max_scale", "hysteresis")}
+        return {**super().state_dict(), **ours, **self._counted()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of ours, or of a GradScaler: what that lacks stays as it is."""
+        super().load_state_dict(state_dict)
+        for name in ("min_scale", "max_scale", "hysteresis"):
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
+        self._init_skipped = state_dict.get("skipped_steps", self._init_skipped)
+        self._init_overflows = state_dict.get("_overflows", self._init_overflows)
+        if self._skipped is not None and self._overflows is not None:
+            self._skipped.fill_(self._init_skipped)
+            self._overflows.fill_(self._init_overflows)
+
+    def _counted(self) -> dict[str, int]:
+        overflows = self._init_overflows if self._overflows is None else int(self._overflows.item())
+        return {"skipped_steps": int(self.skipped_steps.item()), "_overflows": overflows}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        counted = self._counted()
+        state.update(_init_skipped=counted["skipped_steps"], _init_overflows=counted["_overflows"])
+        return {**state, "_skipped": None, "_overflows": None, "_total_norm": None}
+
+
+def _sum(numbers: Sequence[Tensor]) -> Tensor:
+    """On the device of the first."""
+    total = numbers[0] if numbers else torch.zeros((), dtype=torch.float64)
+    for number in numbers[1:]:
+        total = total + number.to(total.device, non_blocking=True)
+    return total
+
+
+def _any(flags: Sequence[Tensor]) -> Tensor:
+    """Whether one of the numbers is not zero, on the device of the first."""
+    result = flags[0] != 0 if flags else torch.zeros((), dtype=torch.bool)
+    for flag in flags[1:]:
+        result = result | (flag.to(result.device, non_blocking=True) != 0)
+    return result.reshape(())

@@ -1,0 +1,136 @@
+"""Layer-wise adaptive rate scaling for large batches, whose step updates a whole parameter group in one call."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext.optim.fused import FusedStep
+
+
+class Preset(NamedTuple):
+    """What the forms of LARS differ in."""
+
+    trust_coefficient: float
+    eps: float
+    lr_inside: bool  # of the momentum
+    clip: bool  # the trust ratio becomes min(ratio / lr, 1)
+    decays_excluded: bool  # whether weight decay is for parameters without a trust ratio, too
+    decays_at_zero_norm: bool
+
+
+PRESETS = {
+    "paper": Preset(1e-3, 0.0, True, False, True, True),
+    "tensorflow": Preset(1e-3, 0.0, True, False, False, True),
+    "larc": Preset(2e-2, 1e-8, False, True, True, False),
+}
+EVERY, NONE = 0, 2**62  # from so many dimensions on parameters have a trust ratio
+
+
+class LARS(FusedStep):
+    """SGD with momentum whose learning rate is adapted to each tensor by a trust ratio, in two passes over memory.
+
+    With ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, and 1 where a norm is zero, w <- w - b
+    and b <- momentum * b + lr * ratio * (g + weight_decay * w) (You, Gitman & Ginsburg 2017, Algorithm 1). What others
+    call LARS differs as soon as the learning rate changes, so the form is chosen by name:
+
+    ============  =================  ====  ============================  =====================================
+    preset        trust_coefficient  eps   learning rate                 weight decay without a trust ratio
+    ============  =================  ====  ============================  =====================================
+    paper         0.001              0     inside of the momentum        stays
+    tensorflow    0.001              0     inside of the momentum        none where excluded (its skip list)
+    larc          0.02               1e-8  outside, min(ratio / lr, 1)   stays where excluded, none where a norm is 0
+    ============  =================  ====  ============================  =====================================
+
+    tensorflow: the optimizer of TensorFlow and MLPerf; larc: apex's LARC over SGD.
+
+    Args:
+        params: parameters, or groups with options of their own.
+        lr: a number >= 0, or a one-element tensor.
+        momentum, weight_decay: numbers >= 0.
+        trust_coefficient, eps: None for the preset's.
+        nesterov: look ahead along the momentum; needs momentum > 0.
+        preset: paper, tensorflow or larc.
+        adapt: "auto": parameters of one dimension or less, as biases and norms, have no trust ratio; True: all have
+            one; False: none has, and the learning rate is outside of the momentum: this is ``torch.optim.SGD`` (in the
+            preset tensorflow without weight decay).
+        maximize: ascend.
+        master_weights, dtypes, devices: as in :class:`AdamW`; norms are those of the masters. The momentum buffer,
+            ``state[p]["momentum_buffer"]``, is float32.
+
+    Norms are sums in double, the same for any number of threads. With a GradScaler the gradients are unscaled on the
+    way, and a step with ``found_inf != 0`` is skipped whole.
+
+    Raises:
+        ValueError: an argument out of its range, by name.
+        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
+            its group; no parameter has been changed then.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        trust_coefficient: float | None = None,
+        eps: float | None = None,
+        nesterov: bool = False,
+        preset: str = "paper",
+        adapt: str | bool = "auto",
+        maximize: bool = False,
+        master_weights: str | bool = "auto",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "preset": preset,
+            "adapt": adapt,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, master_weights=master_weights)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
+        for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps"):
+            value = group[name]
+            if not isinstance(value, Tensor) and value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
+        if group["preset"] not in PRESETS:
+            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {group['preset']!r}")
+        if group["adapt"] not in ("auto", True, False):
+            raise ValueError(f"adapt: expected 'auto', True or False, got {group['adapt']!r}")
+        if group["nesterov"] and group["momentum"] == 0:
+            raise ValueError("nesterov: expected False without momentum, got True")
+
+    def _make_fused(self) -> _ops.LARSGroup:
+        return _ops.LARSGroup()
+
+    def _gather(self, fused: _ops.LARSGroup, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
+        masters, momentum = self._has_masters(group), group["momentum"] != 0
+        adapt_from = {"auto": 2, True: EVERY, False: NONE}[group["adapt"]]
+        return fused.gather(self.state, group["params"], masters, momentum, adapt_from)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        preset = PRESETS[group["preset"]]
+        given = {name: group[name] for name in ("trust_coefficient", "eps") if group[name] is not None}
+        if group["adapt"] is False:
+            given["lr_inside"] = False
+        return {
+            "momentum": float(group["momentum"]),
+            "weight_decay": float(group["weight_decay"]),
+            "nesterov": bool(group["nesterov"]),
+            **preset._replace(**given)._asdict(),
+        }
+
+    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
+        self._lay_out(params, ["momentum_buffer"] * (group["momentum"] != 0), group)
