@@ -1,5 +1,7 @@
 """For the tests of optimizers: parameters and gradients of the same values on any device, comparisons with torch."""
 
+import io
+
 import torch
 
 from dltrain_ext import optim
@@ -58,3 +60,23 @@ class Pair:
         for a, b in zip(ours, theirs, strict=True):
             assert a.keys() == b.keys()
             assert_same(a.values(), [b[key] for key in a])
+
+
+def everything(params, optimizer):
+    """Copies of the parameters and of all tensors that the optimizer keeps for them."""
+    kept = [value for p in params for value in optimizer.state.get(p, {}).values()]
+    return [tensor.detach().clone() for tensor in (*params, *kept)]
+
+
+def through_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def give_own_grads(params, seed):
+    """Of each parameter's dtype and device."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p)

@@ -55,30 +55,102 @@ TEST(SGD, OneElementAgainstDouble) {
   }
 }
 
-// A list of tensors with K streams each, of the same values whatever the place and the alignment.
-template <int K>
-struct Rows {
-  Rows(const Place& place, const std::vector<int64_t>& sizes, bool aligned = true) : counts(place, std::vector<float>(sizes.size(), 3.0f)) {
-    for (size_t row = 0; row < sizes.size(); ++row) {
-      std::array<void*, K> data;
-      for (int k = 0; k < K; ++k) {
-        std::vector<float> values;
-        for (int64_t i = 0; i < sizes[row]; ++i)
-          values.push_back(static_cast<float>((i * 7 + k * 5 + static_cast<int64_t>(row)) % 97 + 1) / 100);
-        data[k] = arrays.emplace_back(place, values, aligned ? 0 : (row + k) % 4).data();
-      }
-      list.add(data, sizes[row], counts.data() + row);
+TEST(LARS, OneElementAgainstDouble) {
+  for (const bool inside : {false, true}) {
+    for (const bool clip : {false, true}) {
+      const double g = -0.3, lr = 0.5, mu = 0.9, wd = 0.2, eta = 0.02, eps = 1e-3, norm = 3.0, grad_norm = 0.4, scale = 8.0;
+      double p = 0.7, b = 0.4, ratio = eta * norm / (grad_norm + wd * norm + eps);
+      if (clip) ratio = std::min(ratio / lr, 1.0);
+      auto pf = static_cast<float>(p), bf = static_cast<float>(b);
+      const math::LARS lars{mu, wd, eta, eps, false, inside, clip};
+      lars.adapted(norm * norm, scale * scale * grad_norm * grad_norm, lr, -1.0 / scale)(pf, static_cast<float>(-scale * g), bf);
+      b = mu * b + (inside ? lr : 1.0) * ratio * (g + wd * p);
+      p -= (inside ? 1.0 : lr) * b;
+      EXPECT_NEAR(pf, p, 1e-7);
+      EXPECT_NEAR(bf, b, 1e-7);
     }
   }
+}
+
+TEST(LARS, WithoutARatioItDecaysAsItIsTold) {
+  const auto decay = [](const math::SGDElement& element) { return element.weight_decay; };
+  math::LARS lars{0.9, 0.25};
+  lars.decays_excluded = false;
+  EXPECT_EQ(decay(lars.excluded(1.0, 1.0)), 0.0f);
+  EXPECT_EQ(decay(lars.adapted(0.0, 1.0, 1.0, 1.0)), 0.25f);
+  EXPECT_EQ(decay(lars.adapted(1.0, 1.0, 1.0, 1.0)), 0.25f);
+  EXPECT_EQ(lars.adapted(0.0, 1.0, 0.5, 1.0).share, 0.5f);  // the learning rate alone
+  lars.decays_excluded = true;
+  lars.decays_at_zero_norm = false;
+  EXPECT_EQ(decay(lars.excluded(1.0, 1.0)), 0.25f);
+  EXPECT_EQ(decay(lars.adapted(1.0, 0.0, 1.0, 1.0)), 0.0f);
+}
+
+float read(const Elements& from, int64_t i) {
+  float value = 0.0f;
+  with_type(from, [&](const auto* values) { value = widen(values[i]); });
+  return value;
+}
+
+void write(const Elements& to, int64_t i, float value) {
+  with_type(to, [&]<class T>(T* values) { values[i] = narrow<T>(value); });
+}
+
+// A list of tensors with K streams each, of the same values whatever the place and the alignment, and copies where the form has them.
+template <int K>
+struct Rows {
+  Rows(const Place& place, const std::vector<int64_t>& sizes, bool aligned = true, const Form<K>& form = {})
+      : counts(place, std::vector<float>(sizes.size(), 3.0f)), list(form) {
+    for (size_t row = 0; row < sizes.size(); ++row) {
+      std::array<void*, K> data;
+      for (int k = 0; k < K; ++k) data[k] = add(place, form.dtypes[k], sizes[row], k, row, aligned);
+      list.add(data, sizes[row], counts.data() + row, form.copies ? add(place, form.copy, sizes[row], K, row, aligned) : nullptr);
+    }
+  }
+  // Of each stream of each row, and of its copy.
   std::vector<std::vector<float>> values() const {
     std::vector<std::vector<float>> out;
-    for (const auto& array : arrays) out.push_back(array.values());
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      auto bytes = arrays[i].values();
+      auto& numbers = out.emplace_back();
+      for (int64_t k = 0; k < sizes[i]; ++k) numbers.push_back(read({bytes.data(), dtypes[i]}, k));
+    }
     return out;
   }
+
   Array<float> counts;
-  std::deque<Array<float>> arrays;
+  std::deque<Array<uint8_t>> arrays;
+  std::vector<Dtype> dtypes;
+  std::vector<int64_t> sizes;
   TensorList<K> list;
+
+ private:
+  void* add(const Place& place, Dtype dtype, int64_t size, int64_t k, size_t row, bool aligned) {
+    const Elements unit{nullptr, dtype};
+    std::vector<uint8_t> bytes(unit.bytes(size));
+    for (int64_t i = 0; i < size; ++i) {
+      write({bytes.data(), dtype}, i, static_cast<float>((i * 7 + k * 5 + static_cast<int64_t>(row)) % 97 + 1) / 100);
+    }
+    dtypes.push_back(dtype);
+    sizes.push_back(size);
+    return arrays.emplace_back(place, bytes, aligned ? 0 : unit.bytes((static_cast<int64_t>(row) + k) % 4)).data();
+  }
 };
+
+constexpr Dtype fp32 = Dtype::fp32, fp16 = Dtype::fp16, bf16 = Dtype::bf16;
+
+// Every type of parameter and gradient, and of a copy beside a master.
+template <int K>
+std::vector<Form<K>> forms() {
+  std::vector<Form<K>> all;
+  for (const Dtype first : {fp32, fp16, bf16}) {
+    for (const Dtype second : {fp32, fp16, bf16}) {
+      all.push_back({{first, second}});
+      if (first != fp32) all.push_back({{fp32, second}, true, first});
+    }
+  }
+  return all;
+}
 
 const AdamW<4> adamw{{0.8, 0.95, 1e-6, 0.1}, {1e-2, false, {}}};
 
@@ -93,9 +165,9 @@ TEST(ForEach, TheSameBitsForAnyNumberOfThreads) {
 }
 
 TEST(ForEach, TheSameBitsForEveryInstructionSet) {
-  const auto run = [](const auto& operation, const cpu::InstructionSet& set) {
+  const auto run = [](const auto& operation, const auto& form, const cpu::InstructionSet& set) {
     using Operation = std::decay_t<decltype(operation)>;
-    Rows<Operation::streams> rows({}, {1, 7, 1001, 20003}, false);
+    Rows<Operation::streams> rows({}, {1, 7, 1001, 20003}, false, form);
     for (const auto& row : rows.list) {
       std::get<cpu::ElementLoop<Operation>>(set.loops->elements).run(operation.at(row.scalars), rows.list.form(), row, 0, row.numel);
     }
@@ -103,7 +175,9 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
   };
   const auto same = [&](const auto& operation) {
     const auto& sets = cpu::instruction_sets();
-    for (const auto& set : sets) EXPECT_EQ(run(operation, set), run(operation, sets.back())) << set.name;
+    for (const auto& form : forms<std::decay_t<decltype(operation)>::streams>()) {
+      for (const auto& set : sets) EXPECT_EQ(run(operation, form, set), run(operation, form, sets.back())) << set.name;
+    }
   };
   same(adamw);
   same(AdamW<5>{adamw.hyper, adamw.step});
@@ -114,35 +188,44 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
 class ForEachOn : public OnEveryPlace {};
 DLT_ON_EVERY_PLACE(ForEachOn);
 
-// Every element exactly once, whatever the sizes and alignments; the gradient is left alone.
+// Every element exactly once, whatever the types, sizes and alignments; the gradient is left alone.
 TEST_P(ForEachOn, IsTheElementsArithmetic) {
-  const std::vector<int64_t> sizes = {1, 0, 7, 8192, 8193, 3, 64, 0, 30001, 4, 0};
-  const auto check = [&](const auto& operation) {
+  const std::vector<int64_t> sizes = {1, 0, 7, 8192, 8193, 3, 64, 0, 10001, 4, 0};
+  const auto check = [&](const auto& operation, const auto& form, bool aligned) {
     constexpr int K = std::decay_t<decltype(operation)>::streams;
-    for (const bool aligned : {true, false}) {
-      const Rows<K> rows(place(), sizes, aligned);
-      auto expected = rows.values();
-      for_each(place(), rows.list, operation);
-      const float count = 3.0f;
-      const auto element = operation.at(&count);
-      for (size_t row = 0; row < sizes.size(); ++row) {
-        for (int64_t i = 0; i < sizes[row]; ++i) {
-          [&]<std::size_t... I>(std::index_sequence<I...>) { element(expected[row * K + I][i]...); }(std::make_index_sequence<K>{});
-        }
+    const Rows<K> rows(place(), sizes, aligned, form);
+    auto expected = rows.values();
+    for_each(place(), rows.list, operation);
+    const float count = 3.0f;
+    const auto element = operation.at(&count);
+    const size_t streams = form.copies ? K + 1 : K;
+    for (size_t row = 0; row < sizes.size(); ++row) {
+      for (int64_t i = 0; i < sizes[row]; ++i) {
+        auto* const values = &expected[row * streams];
+        [&]<std::size_t... I>(std::index_sequence<I...>) { element(values[I][i]...); }(std::make_index_sequence<K>{});
+        if (form.copies) values[K][i] = values[0][i];
       }
-      const auto got = rows.values();
-      for (size_t stream = 0; stream < expected.size(); ++stream) {
-        for (size_t i = 0; i < expected[stream].size(); ++i) {
-          // An element's constants come from pow, which devices round in their own way.
-          ASSERT_NEAR(got[stream][i], expected[stream][i], 1e-6f) << "row " << stream / K << " stream " << stream % K << " element " << i;
-        }
+    }
+    const auto got = rows.values();
+    for (size_t stream = 0; stream < expected.size(); ++stream) {
+      // An element's constants come from pow, which devices round in their own way.
+      const Dtype dtype = rows.dtypes[stream];
+      const float bound = dtype == fp32 ? 1e-6f : dtype == fp16 ? 0x1p-10f : 0x1p-7f;
+      for (size_t i = 0; i < expected[stream].size(); ++i) {
+        ASSERT_NEAR(got[stream][i], expected[stream][i], bound)
+            << "row " << stream / streams << " stream " << stream % streams << " i=" << i;
       }
     }
   };
-  check(adamw);
-  check(AdamW<5>{adamw.hyper, adamw.step});
-  check(SGD<2>{{0.0, 0.0, 0.1, false}, {0.1, true, {}}, false});
-  check(SGD<3>{{0.9, 0.0, 0.1, true}, {0.1, false, {}}, false});
+  const auto check_all = [&](const auto& operation) {
+    for (const auto& form : forms<std::decay_t<decltype(operation)>::streams>()) {
+      for (const bool aligned : {true, false}) check(operation, form, aligned);
+    }
+  };
+  check_all(adamw);
+  check_all(SGD<2>{{0.0, 0.0, 0.1, false}, {0.1, true, {}}, false});
+  check(AdamW<5>{adamw.hyper, adamw.step}, Form<5>{}, true);
+  check(SGD<3>{{0.9, 0.0, 0.1, true}, {0.1, false, {}}, false}, Form<3>{}, true);
 }
 
 TEST_P(ForEachOn, TakesMoreRowsThanOneLaunch) {
@@ -167,6 +250,25 @@ TEST_P(ForEachOn, ReadsItsScalarsWhereTheTensorsLie) {
   sgd.step.scalars.found_inf = none.data();
   for_each(place(), list, sgd);
   EXPECT_EQ(p.values()[0], 2.0f);
+}
+
+TEST_P(ForEachOn, WritesTheCopyAsTheMasterRounded) {
+  const Rows<2> rows(place(), {5000}, false, {{fp32, fp16}, true, bf16});
+  for_each(place(), rows.list, SGD<2>{{}, {0.3, false, {}}, false});
+  const auto values = rows.values();
+  for (size_t i = 0; i < values[0].size(); ++i) ASSERT_EQ(values[2][i], widen(narrow<BFloat16>(values[0][i])));
+}
+
+TEST_P(ForEachOn, AdaptsEachTensorByItsOwnSums) {
+  const Array<float> p(place(), {3.0f, 4.0f, 1.0f}), g(place(), {0.6f, 0.8f, 0.5f});
+  const Array<double> sums(place(), {25.0, 1.0});
+  TensorList<2> list;
+  list.add({p.data(), g.data()}, 2, sums.data());
+  list.add({p.data() + 2, g.data() + 2}, 1);
+  math::LARS hyper;
+  hyper.trust_coefficient = 0.1;
+  for_each(place(), list, LARS<2>{hyper, {2.0, false, {}}, 1});
+  EXPECT_EQ(p.values(), (std::vector<float>{3.0f - 0.6f, 4.0f - 0.8f, 1.0f - 2.0f * 0.5f}));  // the ratio is 0.1 * 5 / 1
 }
 
 TEST_P(ForEachOn, TakesEmptyLists) {

@@ -1,6 +1,7 @@
 #include "kernels/map_blocks.h"
 
 #include "kernels/reduce.h"
+#include "kernels/statistics.h"
 #include "tests/places.h"
 
 namespace dltrain {
@@ -88,6 +89,23 @@ TEST_P(ReduceOn, IsFiniteExactlyIfAllElementsAre) {
     reduce<math::SumSquares>(place(), list, results.data());
     EXPECT_EQ(std::isfinite(results.values()[0]), last == large);
   }
+}
+
+TEST_P(ReduceOn, SumsSquaresOfListsOfAnyType) {
+  const std::vector<float> values(700, 3.0f);
+  std::vector<Half> halves(20001, narrow<Half>(2.0f));
+  const Array<float> wide(place(), values);
+  const Array<Half> narrow_ones(place(), halves);
+  TensorList<1> each, whole(Form<1>{{Dtype::fp16}});
+  for (int64_t row = 0; row < 700; ++row) each.add({wide.data() + row}, 1);
+  whole.add({narrow_ones.data() + 1}, 20000);
+  const Array<double> sum(place(), {-1.0});
+  const Array<float> found_inf(place(), {-1.0f});
+  sum_squares(place(), {each, whole, TensorList<1>()}, {sum.data(), found_inf.data()});
+  EXPECT_EQ(sum.values()[0], 700 * 9.0 + 20000 * 4.0);
+  EXPECT_EQ(found_inf.values()[0], 0.0f);
+  sum_squares(place(), {}, {sum.data(), nullptr});
+  EXPECT_EQ(sum.values()[0], 0.0);
 }
 
 TEST_P(ReduceOn, TakesMoreRowsThanOneLaunch) {

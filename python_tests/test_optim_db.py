@@ -1,0 +1,213 @@
+"""The inputs that torch tests its own optimizers with, given to ours: the same results, states and errors."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from optimizers import SHAPES, assert_same, assert_untouched, everything, give_grads, make_params, through_file
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
+
+from dltrain_ext import optim
+from dltrain_ext.amp import LossScaler
+
+INFOS = {info.optim_cls: info for info in optim_db}
+KINDS = [(optim.AdamW, torch.optim.AdamW), (optim.SGD, torch.optim.SGD)]
+SCHEDULES = [(*kinds, index) for kinds in KINDS for index in range(len(INFOS[kinds[1]].scheduler_inputs))]
+kinds = pytest.mark.parametrize(("kind", "torchs"), KINDS, ids=["AdamW", "SGD"])
+
+
+def inputs(torchs, device):
+    """Torch's, copied, since some hold tensors."""
+    given = [item.kwargs for item in INFOS[torchs].optim_inputs_func(device=device)]
+    assert len(given) >= 5
+    return copy.deepcopy(given)
+
+
+def both(kind, torchs, kwargs, device):
+    """Parameters and optimizer, ours and torch's."""
+    result = []
+    for one in (kind, torchs):
+        params = make_params(SHAPES, device)
+        result.append((params, one(params, **copy.deepcopy(kwargs))))
+    return result
+
+
+def step(pair, seeds, edit=lambda params, optimizer: None):
+    for seed in seeds:
+        for params, optimizer in pair:
+            give_grads(params, seed)
+            edit(params, optimizer)
+            optimizer.step()
+
+
+def check(pair):
+    (ours, optimizer), (theirs, torchs) = pair
+    assert_same(ours, theirs)
+    for p, twin in zip(ours, theirs, strict=True):
+        wanted = {key: value for key, value in torchs.state[twin].items() if value is not None}
+        assert optimizer.state[p].keys() == wanted.keys()
+        assert_same(optimizer.state[p].values(), [wanted[key] for key in optimizer.state[p]])
+
+
+@kinds
+@pytest.mark.parametrize("extra", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_like_torch(kind, torchs, extra, device):
+    """Whatever the implementation is that torch is asked for, ours is the same."""
+    for kwargs in inputs(torchs, device):
+        ours, theirs = both(kind, torchs, kwargs, device)
+        params = make_params(SHAPES, device)
+        if not (extra.get("foreach") and isinstance(kwargs.get("lr"), torch.Tensor)):  # torch refuses to make one
+            ours = (params, kind(params, **copy.deepcopy(kwargs), **extra))
+        step((ours, theirs), range(7))
+        check((ours, theirs))
+
+
+@kinds
+def test_states_go_both_ways(kind, torchs, device):
+    for kwargs in inputs(torchs, device):
+        pair = both(kind, torchs, kwargs, device)
+        step(pair, range(3))
+        states = [through_file(optimizer.state_dict()) for _, optimizer in pair]
+        assert states[0]["param_groups"] == states[1]["param_groups"]
+        for (_, optimizer), state in zip(pair, reversed(states), strict=True):
+            optimizer.load_state_dict(state)
+        step(pair, range(3, 6))
+        check(pair)
+
+
+@kinds
+def test_going_on_from_a_file_gives_the_same_bits(kind, torchs, device):
+    for kwargs in inputs(torchs, device):
+        (ours, _) = both(kind, torchs, kwargs, device)
+        step([ours], range(3))
+        twins = [torch.nn.Parameter(p.detach().clone()) for p in ours[0]]
+        restored = kind(twins)
+        restored.load_state_dict(through_file(ours[1].state_dict()))
+        copied = copy.deepcopy(ours)
+        step([ours, (twins, restored), copied], range(3, 6))
+        assert_untouched(everything(twins, restored), everything(*ours))
+        assert_untouched(everything(*copied), everything(*ours))
+
+
+@kinds
+def test_a_state_of_an_older_torch(kind, torchs, device):
+    """Without the options that came since, and the step a plain number."""
+    for kwargs in inputs(torchs, device):
+        pair = both(kind, torchs, kwargs, device)
+        step(pair, range(2))
+        for _, optimizer in pair:
+            state = copy.deepcopy(optimizer.state_dict())
+            for group in state["param_groups"]:
+                for name in ("maximize", "foreach", "fused", "capturable", "differentiable"):
+                    group.pop(name, None)
+            for entry in state["state"].values():
+                if "step" in entry:
+                    entry["step"] = entry["step"].item()
+            optimizer.load_state_dict(state)
+        step(pair, range(2, 5))
+        check(pair)
+
+
+@kinds
+@pytest.mark.parametrize("verdict", [1.0, 2.0, float("nan")])
+def test_found_inf_changes_nothing(kind, torchs, verdict, device):
+    for kwargs in inputs(torchs, device):
+        (ours, _) = both(kind, torchs, kwargs, device)
+        params, optimizer = ours
+        for steps in range(2):
+            step([ours], range(steps))
+            before = everything(*ours)
+            optimizer.found_inf = torch.full((), verdict, device=device)
+            optimizer.grad_scale = torch.full((), 4.0, device=device)
+            step([ours], [9])
+            assert_untouched(everything(*ours), before)
+            del optimizer.found_inf, optimizer.grad_scale
+        assert len(before) > len(params) or kind is optim.SGD
+
+
+@kinds
+@pytest.mark.parametrize("scaler_kind", [torch.amp.GradScaler, LossScaler])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_scaled(kind, torchs, scaler_kind, unscale_first, device):
+    for kwargs in inputs(torchs, device):
+        pair = both(kind, torchs, kwargs, device)
+        for (params, optimizer), one in zip(pair, (scaler_kind, torch.amp.GradScaler), strict=True):
+            scaler = one(device, init_scale=128.0, growth_interval=1)
+            for seed in range(5):
+                give_grads(params, seed)
+                scale = scaler.scale(torch.ones((), device=device))
+                for p in params:
+                    p.grad *= float("inf") if seed in (0, 3) else scale
+                if unscale_first:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 128.0 * 2
+        check(pair)
+
+
+@kinds
+def test_gradients_of_zero_and_none_at_all(kind, torchs, device):
+    for kwargs in inputs(torchs, device):
+        kwargs["weight_decay"] = 0.0
+        (ours, _) = both(kind, torchs, kwargs, device)
+        before = everything(*ours)
+        ours[1].step()
+        assert_untouched(everything(*ours), before)
+        assert not ours[1].state
+        for p in ours[0]:
+            p.grad = torch.zeros_like(p)
+        ours[1].step()
+        assert_untouched(ours[0], before)
+
+
+@kinds
+def test_group_options(kind, torchs, device):
+    for kwargs in inputs(torchs, device):
+        pair = []
+        for one in (kind, torchs):
+            params = make_params(SHAPES, device)
+            groups = [{"params": params[:2], "lr": 0.3}, {"params": params[2:], "weight_decay": 0.3}]
+            pair.append((params, one(groups, **copy.deepcopy(kwargs))))
+        step(pair, range(4))
+        check(pair)
+
+
+@pytest.mark.parametrize(("kind", "torchs", "index"), SCHEDULES)
+def test_schedules(kind, torchs, index, device):
+    """Also where the first step is skipped: nobody warns that the scheduler came before the optimizer."""
+    pair = both(kind, torchs, {"lr": 0.05, "fused": True}, device)
+    for (params, optimizer), one in zip(pair, (LossScaler, torch.amp.GradScaler), strict=True):
+        scaler = one(device, init_scale=4.0)
+        schedulers = [make(optimizer) for make in INFOS[torchs].scheduler_inputs[index]]
+        for seed in range(6):
+            give_grads(params, seed)
+            scale = scaler.scale(torch.ones((), device=device))
+            for p in params:
+                p.grad *= scale if seed else float("nan")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "Detected call of `lr_scheduler.step")
+                scaler.step(optimizer)
+                scaler.update()
+                for scheduler in schedulers:
+                    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                    scheduler.step(*[1.0] * plateau)
+    check(pair)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@kinds
+def test_errors(kind, torchs):
+    """The same kind of error, and the same text; a parameter that is twice in a group is a warning in torch."""
+    cases = INFOS[torchs].optim_error_inputs_func(device="cpu", dtype=torch.float32)
+    assert len(cases) >= 5
+    for case in cases:
+        given = case.optimizer_error_input
+        params = make_params([(2, 2)]) if given.params is None else given.params
+        assert case.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
+        error, text = (case.error_type, case.error_regex)
+        if issubclass(error, Warning):
+            error, text = ValueError, "expected each parameter once"
+        with pytest.raises(error, match=text):
+            kind(params, **given.kwargs)
