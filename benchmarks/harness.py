@@ -1,6 +1,7 @@
 """What every case measures with: interleaved timing, the rows for the report, the machine's memory limit."""
 
 import argparse
+import functools
 import random
 import statistics
 import time
@@ -136,10 +137,12 @@ class MemoryLimit:
     """Plain streams, run as sides of the workload whose limit they show; each sweeps past the last-level cache.
 
     Bytes are those that the code reads and writes. On a CPU a copy also reads the lines that it overwrites
-    (write-allocate) unless it stores around the cache, so alone it reads low: the limit is the best of the three.
+    (write-allocate) unless it stores around the cache, so alone it reads low: the limit is the best of the streams.
+    With `reads` the limit is a stream of as many arrays read, all but one of them also written, as an optimizer's step
+    does it; torch.compile makes it, where it can.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", reads: int = 0) -> None:
         self.device = device
         cache = 2 * last_level_cache(device)
         # A GPU sweeps its cache twice in the time that a launch and the wait for it take; these shall not count.
@@ -147,18 +150,69 @@ class MemoryLimit:
         a, b = torch.zeros(n, device=device), torch.ones(n, device=device)
         self.bytes = {"copy": 8 * n, "in-place scale": 8 * n, "a += b": 12 * n}
         self.sides = {"copy": lambda: a.copy_(b), "in-place scale": lambda: a.mul_(1.0), "a += b": lambda: a.add_(b)}
+        self.update = ""
+        if reads and (update := compiled_update(reads - 1)):
+            written = [a, *(torch.zeros(n, device=device) for _ in range(reads - 2))]
+            update(b, *written)
+            self.update = f"{reads} read, {reads - 1} written"
+            self.bytes[self.update] = 4 * (2 * reads - 1) * n
+            self.sides[self.update] = lambda: update(b, *written)
 
     def speeds(self, samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """GB/s of each stream."""
         return {name: size / 1e9 / statistics.median(samples[name]) for name, size in self.bytes.items()}
 
+    def of(self, speeds: Mapping[str, float]) -> float:
+        """GB/s that 100 % stands for."""
+        return speeds[self.update] if self.update else max(speeds.values())
+
     def note(self, speeds: Mapping[str, float]) -> str:
-        """A line that says how the limit, the best of the speeds, came about."""
+        """A line that says how the limit came about."""
         parts = ", ".join(f"{name} {value:.1f}" for name, value in speeds.items())
-        line = f"memory limit {max(speeds.values()):.1f} GB/s, the best of {parts}"
+        what = f"the stream {self.update}; all streams" if self.update else "the best of"
+        line = f"memory limit {self.of(speeds):.1f} GB/s, {what}: {parts}"
         if self.device == "cpu":
             line += f" (copy with the write-allocate read {1.5 * speeds['copy']:.1f})"
         return line
+
+
+@functools.cache
+def compiled_update(written: int) -> Callable[..., None] | None:
+    """A call that adds its first argument to each of the others in one pass; None where torch cannot compile it."""
+
+    def update(addend: torch.Tensor, *sums: torch.Tensor) -> None:
+        for each in sums:
+            each.add_(addend)
+
+    compiled = torch.compile(update, dynamic=False)
+    try:
+        compiled(*torch.zeros(written + 1, 4096))
+    except Exception:  # whatever its backend is missing
+        return None
+    return compiled
+
+
+def extra_memory(call: Callable[[], object], device: str = "cpu") -> float | None:
+    """MiB that a call needs at its peak beyond what was there before it; None where the system does not tell."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def status(name: str) -> int:
+        return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = status("VmRSS")
+        call()
+        return max(0, status("VmHWM") - before) / 2**10
+    except (OSError, StopIteration):
+        call()
+        return None
 
 
 def choices(valid: Sequence[str]) -> Callable[[str], list[str]]:

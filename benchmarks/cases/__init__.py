@@ -7,10 +7,11 @@ run(options, progress) -> Table    verify each side, time the sides interleaved;
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, codec, optim
+from benchmarks.cases import allreduce, amp, codec, optim
 
 CASES: dict[str, ModuleType] = {
     "optim": optim,
+    "amp": amp,
     "allreduce": allreduce,
     "codec": codec,
 }

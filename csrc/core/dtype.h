@@ -60,8 +60,8 @@ DLT_HD BFloat16 narrow<BFloat16>(float x) {
 template <>
 DLT_HD Half narrow<Half>(float x) {
   const uint32_t sign = (bits_of(x) >> 16) & 0x8000, magnitude = bits_of(x) & 0x7fffffff;
-  const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-  return {static_cast<uint16_t>(sign | (magnitude < half_overflow ? nearest_half(magnitude) : special))};
+  const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00, finite = nearest_half(magnitude);
+  return {static_cast<uint16_t>(sign | (magnitude < half_overflow ? finite : special))};
 }
 
 // Elements of a type that is known when the program runs; none where data is null.

@@ -67,8 +67,13 @@ __device__ float load_one(const Elements& from) {
   return value;
 }
 
-__device__ void store_one(const Elements& to, float value) {
+__device__ void store(const Elements& to, float value) {
   with_type(to, [&]<class T>(T* out) { *out = narrow<T>(value); });
+}
+
+template <bool written, class Value>
+__device__ void store_if(const Elements& to, const Value& value) {
+  if constexpr (written) store(to, value);
 }
 
 template <class Operation, class B, std::size_t... K>
@@ -82,14 +87,14 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
     (widen_to(values[K], raw[K], batch.form.dtypes[K]), ...);
 #pragma unroll
     for (int lane = 0; lane < width; ++lane) element(values[K][lane]...);
-    ((Operation::written[K] ? store(stream(K, i), values[K]) : void()), ...);
+    (store_if<Operation::written[K]>(stream(K, i), values[K]), ...);
     if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
   }
   if (const int64_t i = whole + threadIdx.x; i < last) {
     float values[] = {load_one(stream(K, i))...};
     element(values[K]...);
-    ((Operation::written[K] ? store_one(stream(K, i), values[K]) : void()), ...);
-    if (batch.form.copies) store_one(Elements{row.copy, batch.form.copy}.from(i), values[0]);
+    (store_if<Operation::written[K]>(stream(K, i), values[K]), ...);
+    if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
   }
 }
 

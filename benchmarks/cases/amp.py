@@ -1,0 +1,228 @@
+"""The step of a loss-scaled training: unscale, clip and AdamW, ours in one pass against torch's sequence."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases.optim import make_values, resnet50
+from benchmarks.harness import (
+    MemoryLimit,
+    Progress,
+    Row,
+    Table,
+    at_least,
+    choices,
+    extra_memory,
+    interleave,
+    last_level_cache,
+)
+from dltrain_ext import amp, optim
+
+DEVICES = ("cpu", "cuda")
+OURS, TOLD = "ours", "ours, told the norm"
+STEPS, SCALE, MAX_NORM = 3, 1024.0, 1.0
+Values = list[tuple[Tensor, Tensor]]
+
+
+class Side:
+    """Parameters and gradients of its own, and a step over them. Gradients come anew each time that they are spoilt."""
+
+    def __init__(self, values: Values, dtype: torch.dtype, device: str) -> None:
+        self.params = [torch.nn.Parameter(value.to(dtype, copy=True)) for value, _ in values]
+        for p, (_, gradient) in zip(self.params, values, strict=True):
+            p.grad = gradient.to(dtype, copy=True)
+        self.given = [p.grad for p in self.params]
+        options: dict[str, Any] = {"init_scale": SCALE, "growth_interval": 10**6}
+        self.scaler, self.plain = amp.LossScaler(device, **options), torch.amp.GradScaler(device, **options)
+        for scaler in (self.scaler, self.plain):
+            scaler.scale(torch.zeros((), device=device))
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Makes the optimizer."""
+        self.optimizer: torch.optim.Optimizer = optim.AdamW(self.params)
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer, max_norm=MAX_NORM)
+        self.scaler.update()
+
+
+class Told(Side):
+    """The sum of squares of the gradients was found while they were reduced."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        total = torch.stack([g.double().square().sum() for g in self.given]).sum()
+        self.stats = amp.GradStats(total, torch.zeros((), device=total.device))
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer, max_norm=MAX_NORM, grad_stats=self.stats)
+        self.scaler.update()
+
+
+class Torch(Side):
+    """GradScaler.unscale_, clip_grad_norm_ and fused AdamW. The gradients that these spoil are not made anew in
+    between: the time does not depend on them.
+    """
+
+    options = {"fused": True}
+
+    def prepare(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.params, **self.options)
+
+    def step(self) -> None:
+        self.plain.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+        self.plain.step(self.optimizer)
+        self.plain.update()
+
+
+class TorchForeach(Torch):
+    options = {"foreach": True}
+
+
+class TorchMasters(Torch):
+    """The same over float32 masters: half gradients are widened into theirs, parameters are their copies."""
+
+    def prepare(self) -> None:
+        self.halves = self.params
+        self.params = [torch.nn.Parameter(p.detach().float()) for p in self.halves]
+        for master in self.params:
+            master.grad = torch.zeros_like(master)
+        super().prepare()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_([p.grad for p in self.params], self.given)
+        super().step()
+        torch._foreach_copy_(self.halves, self.params)
+
+
+class TorchMastersForeach(TorchMasters):
+    options = {"foreach": True}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is stepped, and the bytes per element that a side has to move."""
+
+    dtype: torch.dtype
+    sides: dict[str, type[Side]]
+    bytes_moved: dict[str, int]
+    rtol: float
+    atol: float
+
+
+WORKLOADS = {
+    "fp32": Workload(
+        torch.float32,
+        {OURS: Side, TOLD: Told, "torch fused": Torch, "torch foreach": TorchForeach},
+        {OURS: 32, TOLD: 28, "torch fused": 48, "torch foreach": 48},
+        1e-5,
+        1e-6,
+    ),
+    "fp16": Workload(
+        torch.float16,
+        {OURS: Side, TOLD: Told, "torch fused by hand": TorchMasters, "torch foreach by hand": TorchMastersForeach},
+        {OURS: 30, TOLD: 28, "torch fused by hand": 60, "torch foreach by hand": 60},
+        2**-10,  # a rounding of the parameter
+        2**-24,
+    ),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workloads",
+        type=choices(list(WORKLOADS)),
+        default=list(WORKLOADS),
+        help="out of fp32 (parameters and gradients as under autocast) and fp16 (both, with float32 masters)",
+    )
+    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default 20, --quick: 3)")
+
+
+def run(options: argparse.Namespace, progress: Progress) -> Table:
+    device = options.device
+    values = [(value, gradient * SCALE) for value, gradient in make_values(resnet50(), device)]
+    elements = sum(value.numel() for value, _ in values)
+    rows, notes = [], []
+    for index, name in enumerate(options.workloads):
+        workload = WORKLOADS[name]
+        label = f"{name}: {elements / 1e6:.3g}M in {len(values)}"
+
+        def advance(done: float, label: str = label, index: int = index) -> None:
+            progress(label, (index + done) / len(options.workloads))
+
+        advance(0.0)
+        seconds = options.seconds or (3 if options.quick else 20)
+        new_rows, note = measure(workload, values, device, seconds, options.quick, advance)
+        for row in new_rows:
+            row.workload = label
+        rows += new_rows
+        notes += [f"{name}: {note}"] if note else []
+    notes[:0] = [
+        f"unscale, clip to {MAX_NORM:g}, AdamW.step() and update() of the scaler, for ResNet-50's parameters; in fp16 "
+        "by hand also the gradients' widening and the parameters' copy",
+        "told the norm: with the grad_stats that a reduction of the gradients brings along",
+        f"checked after {STEPS} steps against torch's; shown is the largest error of a parameter",
+        "bytes: what a side moves per element; GB/s and the share of the limit count these",
+        "extra MiB: what a step needs at its peak beside parameters, gradients and state",
+    ]
+    where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
+    return Table(f"Loss-scaled steps of AdamW on {where}", rows, notes)
+
+
+def measure(
+    workload: Workload,
+    values: Values,
+    device: str,
+    seconds: float,
+    quick: bool,
+    advance: Callable[[float], None],
+) -> tuple[list[Row], str]:
+    elements = sum(value.numel() for value, _ in values)
+    sides = {name: side(values, workload.dtype, device) for name, side in workload.sides.items()}
+    results = {name: stepped(side) for name, side in sides.items()}
+    reference = results[list(sides)[2]]
+    rows, steps = {}, {}
+    for name, side in sides.items():
+        pairs = list(zip(results[name], reference, strict=True))
+        correct = all(torch.allclose(a, b, rtol=workload.rtol, atol=workload.atol) for a, b in pairs)
+        error = max((a - b).abs().max().item() for a, b in pairs)
+        rows[name] = Row("", name, name in (OURS, TOLD), correct, f"{error:.1e}")
+        if correct:
+            steps[name] = side.step
+            rows[name].figures["extra MiB"] = extra_memory(side.step, device)
+    limit = None
+    if 16 * elements > last_level_cache(device):
+        limit = MemoryLimit(device, 0 if quick or device == "cuda" else 4)
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    streams = limit.sides if limit else {}
+    samples = interleave(steps | streams, rounds=(3, 200), seconds=seconds, synchronize=synchronize, progress=advance)
+    speeds = limit.speeds(samples) if limit else {}
+    for name in steps:
+        row = rows[name]
+        row.samples = samples[name]
+        speed = workload.bytes_moved[name] * elements / 1e9 / row.time.median
+        row.figures |= {
+            "bytes": workload.bytes_moved[name],
+            "GB/s": speed,
+            "% of limit": 100 * speed / limit.of(speeds) if limit else None,
+        }
+        if OURS in steps and not row.ours:
+            row.ratio = row.time.median / rows[OURS].time.median
+    return list(rows.values()), limit.note(speeds) if limit else ""
+
+
+def stepped(side: Side) -> list[Tensor]:
+    """The parameters after STEPS steps with the same gradients, and then these again."""
+    kept = [g.clone() for g in side.given]
+    for _ in range(STEPS):
+        side.step()
+        with torch.no_grad():
+            torch._foreach_copy_(side.given, kept)
+    return [p.detach().float().clone() for p in getattr(side, "halves", side.params)]
