@@ -77,7 +77,7 @@ class LossScaler(torch.amp.GradScaler):
     @property
     def skipped_steps(self) -> Tensor:
         """How many calls of ``step`` have changed nothing: an int64 number on the scale's device."""
-        return torch.tensor(self._init_skipped) if self._skipped is None else self._skipped
+        return torch.tensor(self._init_skipped) if self._skipped is None else self._skipped.clone()
 
     @property
     def total_norm(self) -> Tensor:
@@ -121,14 +121,24 @@ class LossScaler(torch.amp.GradScaler):
             finally:
                 optimizer.judge = None
         if max_norm is not None:
-            if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            self._total_norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+            self._clip(optimizer, max_norm, **kwargs)
         result = super().step(optimizer, **kwargs)
         if self._enabled:
             self._count(_any(self._found_by_torch(optimizer)))
         return result
+
+    def _clip(self, optimizer: torch.optim.Optimizer, max_norm: float, closure: Any = None, **kwargs: Any) -> None:
+        """What comes before the step of an optimizer that is not ours."""
+        if closure is not None:
+            raise RuntimeError("max_norm: expected None with a closure, since gradients are there only after it")
+        if self._enabled:
+            stage = self._per_optimizer_states[id(optimizer)]["stage"]
+            if stage is OptState.STEPPED:
+                raise RuntimeError("step() has already been called since the last update().")
+            if stage is OptState.READY:
+                self.unscale_(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._total_norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Torch's pass over the gradients, which step() begins with; the judge has one of its own."""
@@ -145,7 +155,7 @@ class LossScaler(torch.amp.GradScaler):
         """What the gradients of the groups are to be divided by, and whether the step is skipped."""
         found = self._found_by_torch(optimizer) if self._enabled else []
         ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        divisor = self._scale if ready else None
+        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # the scale, and the user's own
         if ready or max_norm is not None:
             if grad_stats is None:
                 total = _sum(_ops.sum_squares_of(groups))
@@ -153,7 +163,8 @@ class LossScaler(torch.amp.GradScaler):
                 total = grad_stats.sum_squares.reshape(())
                 found += [] if grad_stats.found_inf is None else [grad_stats.found_inf]
             found.append(~total.isfinite())
-            scale = 1.0 if divisor is None else divisor.to(total.device, torch.float64, non_blocking=True)
+            one = torch.ones((), dtype=torch.float64, device=total.device)
+            scale = one if divisor is None else divisor.to(one, non_blocking=True)
             norm = total.sqrt() / scale
             self._total_norm = norm.float()
             if max_norm is not None:
@@ -206,8 +217,8 @@ class LossScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         for name in ("min_scale", "max_scale", "hysteresis"):
             setattr(self, name, state_dict.get(name, getattr(self, name)))
-        self._init_skipped = state_dict.get("skipped_steps", self._init_skipped)
-        self._init_overflows = state_dict.get("_overflows", self._init_overflows)
+        counted = {**self._counted(), **state_dict}
+        self._init_skipped, self._init_overflows = counted["skipped_steps"], counted["_overflows"]
         if self._skipped is not None and self._overflows is not None:
             self._skipped.fill_(self._init_skipped)
             self._overflows.fill_(self._init_overflows)

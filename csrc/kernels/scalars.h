@@ -6,13 +6,13 @@ namespace dltrain {
 
 // Numbers of a step that lie where its tensors lie, so that no host has to wait for them; null where there are none.
 struct Scalars {
-  const float* lr = nullptr;          // in the place of the number given
-  const float* grad_scale = nullptr;  // gradients are divided by it
-  const float* found_inf = nullptr;   // if not zero, the step changes nothing
+  const float* lr = nullptr;           // in the place of the number given
+  const double* grad_scale = nullptr;  // gradients are divided by it
+  const float* found_inf = nullptr;    // if not zero, the step changes nothing
 
   DLT_HD bool skip() const { return found_inf && *found_inf != 0.0f; }
   DLT_HD double lr_or(double given) const { return lr ? static_cast<double>(*lr) : given; }
-  DLT_HD double grad_factor(bool maximize) const { return (maximize ? -1.0 : 1.0) / (grad_scale ? static_cast<double>(*grad_scale) : 1.0); }
+  DLT_HD double grad_factor(bool maximize) const { return (maximize ? -1.0 : 1.0) / (grad_scale ? *grad_scale : 1.0); }
 };
 
 // What the steps of all optimizers are given.

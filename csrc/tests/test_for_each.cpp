@@ -237,7 +237,8 @@ TEST_P(ForEachOn, TakesMoreRowsThanOneLaunch) {
 }
 
 TEST_P(ForEachOn, ReadsItsScalarsWhereTheTensorsLie) {
-  const Array<float> lr(place(), {0.25f}), grad_scale(place(), {8.0f}), found_inf(place(), {2.0f}), none(place(), {0.0f});
+  const Array<float> lr(place(), {0.25f}), found_inf(place(), {2.0f}), none(place(), {0.0f});
+  const Array<double> grad_scale(place(), {8.0});
   SGD<2> sgd{{}, {1.0, true, {lr.data(), grad_scale.data(), nullptr}}, false};
   const Array<float> p(place(), {1.0f}), g(place(), {16.0f});
   TensorList<2> list;

@@ -66,7 +66,7 @@ class AdamW(FusedStep, torch.optim.AdamW):
     def _make_fused(self) -> _ops.AdamWGroup:
         return _ops.AdamWGroup()
 
-    def _gather(self, fused: _ops.AdamWGroup, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
+    def _gather(self, fused: _ops.AdamWGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
         return fused.gather(self.state, group["params"], self._has_masters(group), group["amsgrad"])
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class AdamW(FusedStep, torch.optim.AdamW):
             "weight_decay": float(group["weight_decay"]),
         }
 
-    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         plain: dict[str, Any] = {"dtype": torch.float32, "device": params[0].device}
         # One counter each, although all are equal at first: torch's step would add to a shared one once a parameter.
         steps = torch.zeros(len(params), **plain)
@@ -86,3 +86,4 @@ class AdamW(FusedStep, torch.optim.AdamW):
             step = self.state[p].get("step")
             self.state[p]["step"] = steps[index] if step is None else torch.as_tensor(step, **plain)
         self._lay_out(params, ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"], group)
+        return params

@@ -37,24 +37,30 @@ class FusedStep(torch.optim.Optimizer):
         before = self.__dict__.get("param_groups", ())
         super().__setstate__(state)
         self._prepare()
-        # A group that was saved by torch's own optimizer does not have it.
+        # What a group that was saved by another optimizer lacks stays as it is.
         for group, old in zip(self.param_groups, before, strict=False):
-            if "master_weights" in old:
-                group.setdefault("master_weights", old["master_weights"])
+            for name, value in old.items():
+                group.setdefault(name, value)
+        if loading := self.__dict__.get("_loading"):
+            self._load_as_saved(loading)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim; only that moments and masters stay float32 whatever the parameters are."""
-        given: dict[str, Any] = {}
+        self._loading: dict[str, Any] = {}
         # Behind the user's own hooks, which may have changed it.
-        hook = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
+        hook = self.register_load_state_dict_pre_hook(lambda _, final: self._loading.update(final))
         try:
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
-        saved = [index for group in given["param_groups"] for index in group["params"]]
+            del self._loading
+
+    def _load_as_saved(self, state_dict: dict[str, Any]) -> None:
+        """Torch has cast moments and masters to the type of their parameter by now."""
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, params, strict=True):
-            for key, value in given["state"].get(index, {}).items() if p.dtype != torch.float32 else ():
+            for key, value in state_dict["state"].get(index, {}).items() if p.dtype != torch.float32 else ():
                 if isinstance(value, Tensor) and key != "step" and value.is_floating_point():
                     self.state[p][key] = value.detach().to(p.device, torch.float32, copy=True)
 
@@ -89,14 +95,14 @@ class FusedStep(torch.optim.Optimizer):
         """The compiled part of one parameter group."""
         raise NotImplementedError
 
-    def _gather(self, fused: Any, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Has ``fused`` read the group; returns the parameters whose state is incomplete. ``completed``: those whose
-        state has been made for this very step.
+    def _gather(self, fused: Any, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Has ``fused`` read the group; returns the parameters whose state is incomplete. ``starting``: those whose
+        first step this is.
         """
         raise NotImplementedError
 
-    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Gives these parameters, all on one device, what their state lacks."""
+    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
+        """Gives these parameters, all on one device, what their state lacks; returns those whose first step this is."""
         raise NotImplementedError
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -129,9 +135,10 @@ class FusedStep(torch.optim.Optimizer):
                 return loss
             for (fused, group), params in zip(groups, incomplete, strict=True):
                 if params:
+                    starting: list[Tensor] = []
                     for device in {p.device for p in params}:
-                        self._complete_state([p for p in params if p.device == device], group)
-                    self._gather(fused, group, completed=params)
+                        starting += self._complete_state([p for p in params if p.device == device], group)
+                    self._gather(fused, group, starting)
             for (fused, _), given, hyper in zip(groups, arguments, hypers, strict=True):
                 fused.step(given, **hyper)
         finally:

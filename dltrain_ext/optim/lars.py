@@ -103,7 +103,8 @@ class LARS(FusedStep):
             raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
         for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps"):
             value = group[name]
-            if not isinstance(value, Tensor) and value is not None and not 0 <= value < math.inf:
+            asked_of_a_device = isinstance(value, Tensor) and not value.is_cpu
+            if not asked_of_a_device and value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
         if group["preset"] not in PRESETS:
             raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {group['preset']!r}")
@@ -115,7 +116,7 @@ class LARS(FusedStep):
     def _make_fused(self) -> _ops.LARSGroup:
         return _ops.LARSGroup()
 
-    def _gather(self, fused: _ops.LARSGroup, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
+    def _gather(self, fused: _ops.LARSGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
         masters, momentum = self._has_masters(group), group["momentum"] != 0
         adapt_from = {"auto": 2, True: EVERY, False: NONE}[group["adapt"]]
         return fused.gather(self.state, group["params"], masters, momentum, adapt_from)
@@ -123,7 +124,7 @@ class LARS(FusedStep):
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         preset = PRESETS[group["preset"]]
         given = {name: group[name] for name in ("trust_coefficient", "eps") if group[name] is not None}
-        if group["adapt"] is False:
+        if not group["adapt"]:
             given["lr_inside"] = False
         return {
             "momentum": float(group["momentum"]),
@@ -132,5 +133,6 @@ class LARS(FusedStep):
             **preset._replace(**given)._asdict(),
         }
 
-    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         self._lay_out(params, ["momentum_buffer"] * (group["momentum"] != 0), group)
+        return params

@@ -58,9 +58,9 @@ class SGD(FusedStep, torch.optim.SGD):
     def _make_fused(self) -> _ops.SGDGroup:
         return _ops.SGDGroup()
 
-    def _gather(self, fused: _ops.SGDGroup, group: dict[str, Any], completed: Sequence[Tensor] = ()) -> list[Tensor]:
+    def _gather(self, fused: _ops.SGDGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
         masters, momentum = self._has_masters(group), group["momentum"] != 0
-        return fused.gather(self.state, group["params"], masters, momentum, list(completed))
+        return fused.gather(self.state, group["params"], masters, momentum, list(starting))
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -70,8 +70,10 @@ class SGD(FusedStep, torch.optim.SGD):
             "nesterov": bool(group["nesterov"]),
         }
 
-    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         for p in params:
             if self.state[p].get("momentum_buffer", p) is None:  # as some of torch's versions write it
                 del self.state[p]["momentum_buffer"]
+        starting = [p for p in params if "momentum_buffer" not in self.state[p]]
         self._lay_out(params, ["momentum_buffer"] * (group["momentum"] != 0), group)
+        return starting
