@@ -185,6 +185,24 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
   same(SGD<3>{{0.9, 0.0, 0.1, true}, {0.1, false, {}}, false});
 }
 
+TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
+  std::vector<uint16_t> all(65536 + 5), none(all.size());
+  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
+  const SGD<2> still{{}, {0.0, false, {}}, false};
+  for (const auto& set : cpu::instruction_sets()) {
+    for (const Dtype dtype : {fp16, bf16}) {
+      std::vector<uint16_t> values = all;
+      TensorList<2> list(Form<2>{{dtype, dtype}});
+      list.add({values.data(), none.data()}, std::ssize(values));
+      std::get<cpu::ElementLoop<SGD<2>>>(set.loops->elements).run(still.at(nullptr), list.form(), list.row(0), 0, std::ssize(values));
+      for (size_t i = 0; i < all.size(); ++i) {
+        const auto expected = dtype == fp16 ? narrow<Half>(widen(Half{all[i]})).bits : narrow<BFloat16>(widen(BFloat16{all[i]})).bits;
+        ASSERT_EQ(values[i], expected) << set.name << " " << i;
+      }
+    }
+  }
+}
+
 class ForEachOn : public OnEveryPlace {};
 DLT_ON_EVERY_PLACE(ForEachOn);
 

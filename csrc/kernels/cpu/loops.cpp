@@ -1,6 +1,7 @@
 // Compiled once for each instruction set (csrc/build.json), with its flags and its name as DLT_INSTRUCTION_SET. Nothing in here may leave
 // a function that another file could be linked with: the loops have no linkage, what they call is inlined or the C library's.
 
+#include "kernels/cpu/convert.h"
 #include "kernels/cpu/instruction_set.h"
 #include "kernels/cpu/tile.h"
 
@@ -11,6 +12,16 @@
 namespace dltrain::cpu {
 
 namespace {
+
+// What is not fp32 is widened so many elements at a time, in the first-level cache.
+constexpr int64_t piece = 512;
+
+// The elements as fp32: where they lie, or in the room.
+DLT_HD float* widened(const Elements& from, int64_t count, float* room) {
+  if (from.dtype == Dtype::fp32) return static_cast<float*>(from.data);
+  with_type(from, [&](const auto* values) DLT_HD_LAMBDA { widen_run(room, values, count); });
+  return room;
+}
 
 template <class Operation, class Streams>
 struct ElementRun;
@@ -26,8 +37,6 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
       float* const data[] = {static_cast<float*>(row.data[K])...};
       return over(element, data, begin, end);
     }
-    // What is not fp32 is widened a piece at a time, in the first-level cache.
-    constexpr int64_t piece = 512;
     alignas(line_bytes) float room[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {
       const int64_t count = end - at < piece ? end - at : piece;
@@ -46,19 +55,8 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
     for (int64_t i = begin; i < end; ++i) element(streams[K][i]...);
   }
 
-  DLT_HD static float* widened(const Elements& from, int64_t count, float* room) {
-    if (from.dtype == Dtype::fp32) return static_cast<float*>(from.data);
-    with_type(from, [&](const auto* values) DLT_HD_LAMBDA {
-      for (int64_t i = 0; i < count; ++i) room[i] = widen(values[i]);
-    });
-    return room;
-  }
-
   DLT_HD static void narrow_to(const float* values, int64_t count, const Elements& to) {
-    with_type(to, [&]<class T>(T* out) DLT_HD_LAMBDA {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(values[i]);
-    });
+    with_type(to, [&](auto* out) DLT_HD_LAMBDA { narrow_run(out, values, count); });
   }
 
   template <bool written>
@@ -86,27 +84,26 @@ void run_blocks(const Operation& given, int64_t numel, int64_t begin, int64_t en
 }
 
 // As many running values for every instruction set, so that all of them give the same bits.
-template <class Reduction, class T>
-DLT_HD typename Reduction::Value reduced(const T* values, int64_t numel) {
+template <class Reduction>
+typename Reduction::Value reduce(const Elements& given, int64_t numel) {
   constexpr int lanes = 32;
   typename Reduction::Value running[lanes];
   for (auto& value : running) value = Reduction::none();
-  int64_t i = 0;
-  for (; i + lanes <= numel; i += lanes) {
-    for (int lane = 0; lane < lanes; ++lane) running[lane] = Reduction::add(running[lane], widen(values[i + lane]));
+  alignas(line_bytes) float room[piece];
+  const int64_t step = given.dtype == Dtype::fp32 ? numel : piece;
+  for (int64_t at = 0; at < numel; at += step) {
+    const int64_t count = numel - at < step ? numel - at : step;
+    const float* const values = widened(given.from(at), count, room);
+    int64_t i = 0;
+    for (; i + lanes <= count; i += lanes) {
+      for (int lane = 0; lane < lanes; ++lane) running[lane] = Reduction::add(running[lane], values[i + lane]);
+    }
+    for (int lane = 0; i < count; ++i, ++lane) running[lane] = Reduction::add(running[lane], values[i]);
   }
-  for (int lane = 0; i < numel; ++i, ++lane) running[lane] = Reduction::add(running[lane], widen(values[i]));
   for (int half = lanes / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) running[lane] = Reduction::merge(running[lane], running[lane + half]);
   }
   return running[0];
-}
-
-template <class Reduction>
-typename Reduction::Value reduce(const Elements& values, int64_t numel) {
-  auto value = Reduction::none();
-  with_type(values, [&](const auto* typed) DLT_HD_LAMBDA { value = reduced<Reduction>(typed, numel); });
-  return value;
 }
 
 }  // namespace
