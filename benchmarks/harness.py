@@ -124,6 +124,45 @@ def interleave(
     return samples
 
 
+def time_rows(
+    rows: Mapping[str, Row],
+    steps: Mapping[str, Callable[[], object]],
+    bytes_moved: Mapping[str, int],
+    *,
+    limit: "MemoryLimit | None",
+    device: str,
+    seconds: float,
+    progress: Callable[[float], None],
+    before: Callable[[str], None] = lambda side: None,
+) -> str:
+    """Time the steps, and the streams of the limit in between, and fill the rows: GB/s, its shares, and the ratio to
+    the first of ours. Returns the line about the limit.
+    """
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    streams = limit.sides if limit else {}
+    samples = interleave(
+        {**steps, **streams},
+        rounds=(3, 200),
+        seconds=seconds,
+        before=before,
+        synchronize=synchronize,
+        progress=progress,
+    )
+    speeds = limit.speeds(samples) if limit else {}
+    for side in steps:
+        rows[side].samples = samples[side]
+    ours = next((rows[side].time for side in steps if rows[side].ours), None)
+    for side in steps:
+        row = rows[side]
+        speed = bytes_moved[side] / 1e9 / row.time.median
+        row.figures |= {"GB/s": speed, "% of limit": 100 * speed / limit.of(speeds) if limit else None}
+        if device == "cuda":
+            row.figures["% of copy"] = 100 * speed / speeds["copy"] if speeds else None
+        if ours and not row.ours:
+            row.ratio = row.time.median / ours.median
+    return limit.note(speeds) if limit else ""
+
+
 def last_level_cache(device: str = "cpu") -> int:
     """Bytes of the largest cache of CPU 0, or 32 MiB where the system does not tell; or of the GPU's L2 cache."""
     if device == "cuda":

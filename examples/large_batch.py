@@ -28,7 +28,6 @@ try:
     from torch.optim.lr_scheduler import LinearLR, PolynomialLR, SequentialLR
 
     from dltrain_ext import optim
-    from dltrain_ext.optim.lars import PRESETS
 except ModuleNotFoundError as missing:
     sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
 
@@ -247,7 +246,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sgd-lr", type=rate, default=BASE_LR["sgd"])
     parser.add_argument("--lars-lr", type=rate, help=f"default: {LARS_LR}, by preset")
     parser.add_argument("--adamw-lr", type=rate, default=BASE_LR["adamw"])
-    parser.add_argument("--preset", choices=PRESETS, default="paper", help="the form of LARS")
+    parser.add_argument("--preset", choices=LARS_LR, default="paper", help="the form of LARS")
     parser.add_argument("--validation", action="store_true", help="judge on a part of the training set, to tune")
     parser.add_argument("--out", type=Path, default=Path("large_batch.png"), help="the picture of all errors")
     parser.add_argument("--json", type=Path, help="write every run to this file, too")

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from benchmarks.harness import (
     at_least,
     choices,
     extra_memory,
-    interleave,
     last_level_cache,
+    time_rows,
 )
 from dltrain_ext import amp, optim
 
@@ -29,18 +28,22 @@ Values = list[tuple[Tensor, Tensor]]
 
 
 class Side:
-    """Parameters and gradients of its own, and a step over them. Gradients come anew each time that they are spoilt."""
+    """Parameters and gradients of its own, and a step over them; what it does to gradients, renew() takes back."""
+
+    kind: type[torch.amp.GradScaler] = amp.LossScaler
 
     def __init__(self, values: Values, dtype: torch.dtype, device: str) -> None:
         self.params = [torch.nn.Parameter(value.to(dtype, copy=True)) for value, _ in values]
         for p, (_, gradient) in zip(self.params, values, strict=True):
             p.grad = gradient.to(dtype, copy=True)
-        self.given = [p.grad for p in self.params]
-        options: dict[str, Any] = {"init_scale": SCALE, "growth_interval": 10**6}
-        self.scaler, self.plain = amp.LossScaler(device, **options), torch.amp.GradScaler(device, **options)
-        for scaler in (self.scaler, self.plain):
-            scaler.scale(torch.zeros((), device=device))
+        self.given, self.values = [p.grad for p in self.params], [gradient for _, gradient in values]
+        self.scaler = self.kind(device, init_scale=SCALE, growth_interval=10**6)
+        self.scaler.scale(torch.zeros((), device=device))
         self.prepare()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        torch._foreach_copy_(self.given, self.values)
 
     def prepare(self) -> None:
         """Makes the optimizer."""
@@ -65,20 +68,19 @@ class Told(Side):
 
 
 class Torch(Side):
-    """GradScaler.unscale_, clip_grad_norm_ and fused AdamW. The gradients that these spoil are not made anew in
-    between: the time does not depend on them.
-    """
+    """GradScaler.unscale_, clip_grad_norm_ and fused AdamW."""
 
+    kind = torch.amp.GradScaler
     options = {"fused": True}
 
     def prepare(self) -> None:
         self.optimizer = torch.optim.AdamW(self.params, **self.options)
 
     def step(self) -> None:
-        self.plain.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
-        self.plain.step(self.optimizer)
-        self.plain.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
 class TorchForeach(Torch):
@@ -169,6 +171,7 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
         "by hand also the gradients' widening and the parameters' copy",
         "told the norm: with the grad_stats that a reduction of the gradients brings along",
         f"checked after {STEPS} steps against torch's; shown is the largest error of a parameter",
+        "gradients are made anew before each step, untimed, since torch's sides rewrite them",
         "bytes: what a side moves per element; GB/s and the share of the limit count these",
         "extra MiB: what a step needs at its peak beside parameters, gradients and state",
     ]
@@ -196,33 +199,26 @@ def measure(
         rows[name] = Row("", name, name in (OURS, TOLD), correct, f"{error:.1e}")
         if correct:
             steps[name] = side.step
-            rows[name].figures["extra MiB"] = extra_memory(side.step, device)
+            rows[name].figures |= {
+                "extra MiB": extra_memory(side.step, device),
+                "bytes": workload.bytes_moved[name],
+            }
     limit = None
     if 16 * elements > last_level_cache(device):
         limit = MemoryLimit(device, 0 if quick or device == "cuda" else 4)
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    streams = limit.sides if limit else {}
-    samples = interleave(steps | streams, rounds=(3, 200), seconds=seconds, synchronize=synchronize, progress=advance)
-    speeds = limit.speeds(samples) if limit else {}
-    for name in steps:
-        row = rows[name]
-        row.samples = samples[name]
-        speed = workload.bytes_moved[name] * elements / 1e9 / row.time.median
-        row.figures |= {
-            "bytes": workload.bytes_moved[name],
-            "GB/s": speed,
-            "% of limit": 100 * speed / limit.of(speeds) if limit else None,
-        }
-        if OURS in steps and not row.ours:
-            row.ratio = row.time.median / rows[OURS].time.median
-    return list(rows.values()), limit.note(speeds) if limit else ""
+    moved = {name: workload.bytes_moved[name] * elements for name in steps}
+
+    def renew(name: str) -> None:
+        if name in steps:
+            sides[name].renew()
+
+    note = time_rows(rows, steps, moved, limit=limit, device=device, seconds=seconds, progress=advance, before=renew)
+    return list(rows.values()), note
 
 
 def stepped(side: Side) -> list[Tensor]:
-    """The parameters after STEPS steps with the same gradients, and then these again."""
-    kept = [g.clone() for g in side.given]
+    """The parameters after STEPS steps with the same gradients."""
     for _ in range(STEPS):
+        side.renew()
         side.step()
-        with torch.no_grad():
-            torch._foreach_copy_(side.given, kept)
     return [p.detach().float().clone() for p in getattr(side, "halves", side.params)]

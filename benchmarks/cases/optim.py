@@ -17,8 +17,8 @@ from benchmarks.harness import (
     at_least,
     choices,
     extra_memory,
-    interleave,
     last_level_cache,
+    time_rows,
 )
 from dltrain_ext import optim
 
@@ -256,20 +256,9 @@ def measure(
     past_cache = kind.bytes_held * elements > last_level_cache(device)
     reads = 0 if quick or device == "cuda" else 2 + len(kind.state)
     limit = MemoryLimit(device, reads) if past_cache else None
-    streams = limit.sides if limit else {}
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    samples = interleave(steps | streams, rounds=(3, 200), seconds=seconds, synchronize=synchronize, progress=advance)
-    speeds = limit.speeds(samples) if limit else {}
-    for side in steps:
-        row = rows[side]
-        row.samples = samples[side]
-        speed = kind.bytes_moved * elements / 1e9 / row.time.median
-        row.figures |= {"GB/s": speed, "% of limit": 100 * speed / limit.of(speeds) if limit else None}
-        if device == "cuda":
-            row.figures["% of copy"] = 100 * speed / speeds["copy"] if speeds else None
-        if OURS in steps and side != OURS:
-            row.ratio = row.time.median / rows[OURS].time.median
-    return list(rows.values()), limit.note(speeds) if limit else ""
+    moved = dict.fromkeys(steps, kind.bytes_moved * elements)
+    note = time_rows(rows, steps, moved, limit=limit, device=device, seconds=seconds, progress=advance)
+    return list(rows.values()), note
 
 
 def make_values(shapes: list[tuple[int, ...]], device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
