@@ -108,23 +108,39 @@ class LossScaler(torch.amp.GradScaler):
         Returns what ``optimizer.step(**kwargs)`` returns.
 
         Raises:
-            ValueError: ``max_norm`` is no number >= 0.
+            ValueError: ``max_norm`` is no number >= 0; ``grad_stats`` are no single numbers, or the sum no float64.
             RuntimeError: a second call since ``update()``, or a closure, as in torch.
         """
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm >= 0):
             raise ValueError(f"max_norm: expected a number >= 0 or None, got {max_norm!r}")
         self._total_norm = None
         if isinstance(optimizer, FusedStep):
-            optimizer.judge = partial(self._judge, optimizer, max_norm, grad_stats)
-            try:
-                return super().step(optimizer, **kwargs)
-            finally:
-                optimizer.judge = None
+            return self._fused_step(optimizer, max_norm, grad_stats, **kwargs)
         if max_norm is not None:
             self._clip(optimizer, max_norm, **kwargs)
         result = super().step(optimizer, **kwargs)
         if self._enabled:
-            self._count(_any(self._found_by_torch(optimizer)))
+            self._count(_any(_flags(self._per_optimizer_states[id(optimizer)])))
+        return result
+
+    def _fused_step(
+        self, optimizer: FusedStep, max_norm: float | None, grad_stats: GradStats | None, **kwargs: Any
+    ) -> Any:
+        """What torch's step is to other optimizers. That one costs more Python than a small model's kernels."""
+        state = None
+        if self._enabled:
+            if "closure" in kwargs:
+                raise RuntimeError("closure: expected None unless enabled=False, since gradients are judged only once")
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.STEPPED:
+                raise RuntimeError("step() has already been called since the last update().")
+        optimizer.judge = partial(self._judge, optimizer, state, max_norm, grad_stats)
+        try:
+            result = optimizer.step(**kwargs)
+        finally:
+            optimizer.judge = None
+        if state is not None:
+            state["stage"] = OptState.STEPPED
         return result
 
     def _clip(self, optimizer: torch.optim.Optimizer, max_norm: float, closure: Any = None, **kwargs: Any) -> None:
@@ -140,45 +156,41 @@ class LossScaler(torch.amp.GradScaler):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._total_norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Torch's pass over the gradients, which step() begins with; the judge has one of its own."""
-        judged = isinstance(optimizer, FusedStep) and optimizer.judge is not None
-        return {} if judged else super()._check_inf_per_device(optimizer)
-
     def _judge(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: FusedStep,
+        state: dict[str, Any] | None,
         max_norm: float | None,
         grad_stats: GradStats | None,
         groups: Sequence[_ops.FusedGroup],
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the gradients of the groups are to be divided by, and whether the step is skipped."""
-        found = self._found_by_torch(optimizer) if self._enabled else []
-        ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # the scale, and the user's own
+        flags = [] if state is None else _flags(state)
+        ready = state is not None and state["stage"] is OptState.READY
+        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # the user's own
+        if ready:
+            scale, _ = self._check_scale_growth_tracker("step")
+            divisor = scale if divisor is None else scale * divisor
         if ready or max_norm is not None:
             if grad_stats is None:
                 total = _sum(_ops.sum_squares_of(groups))
             else:
-                total = grad_stats.sum_squares.reshape(())
-                found += [] if grad_stats.found_inf is None else [grad_stats.found_inf]
-            found.append(~total.isfinite())
-            one = torch.ones((), dtype=torch.float64, device=total.device)
-            scale = one if divisor is None else divisor.to(one, non_blocking=True)
-            norm = total.sqrt() / scale
-            self._total_norm = norm.float()
-            if max_norm is not None:
-                divisor = scale / (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if not self._enabled:
+                total = grad_stats.sum_squares
+                flags += [] if grad_stats.found_inf is None else [grad_stats.found_inf]
+            judgement = _ops.judge(
+                total,
+                grad_scale=divisor,
+                found_inf=_any(flags) if len(flags) > 1 else next(iter(flags), None),
+                max_norm=math.inf if max_norm is None else max_norm,
+            )
+            divisor, self._total_norm, found_inf = judgement.divisor, judgement.norm, judgement.found_inf
+        else:
+            found_inf = _any(flags).float()
+        if state is None:
             return divisor, None
-        verdict = _any(found)
-        self._count(verdict)
-        found_inf = verdict.float()
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+        self._count(found_inf.bool())
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
         return divisor, found_inf
-
-    def _found_by_torch(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        return list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
     def _count(self, skipped: Tensor) -> None:
         assert self._skipped is not None
@@ -191,14 +203,14 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled or new_scale is not None:
             return super().update(new_scale)
         scale, _ = self._check_scale_growth_tracker("update")
-        before = scale.clone()
-        found = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
-        overflow = _any(found).to(scale.device, non_blocking=True)
-        super().update()
-        if self.hysteresis > 1:
+        if self.hysteresis == 1:
+            super().update()
+        else:
             assert self._overflows is not None
+            before = scale.clone()
+            flags = [flag for state in self._per_optimizer_states.values() for flag in _flags(state)]
+            overflow = _any(flags).to(scale.device, non_blocking=True)
+            super().update()
             self._overflows.add_(1).mul_(overflow)
             scale.copy_(torch.where(overflow & (self._overflows < self.hysteresis), before, scale))
         scale.clamp_(self.min_scale, self.max_scale)
@@ -232,6 +244,11 @@ class LossScaler(torch.amp.GradScaler):
         counted = self._counted()
         state.update(_init_skipped=counted["skipped_steps"], _init_overflows=counted["_overflows"])
         return {**state, "_skipped": None, "_overflows": None, "_total_norm": None}
+
+
+def _flags(state: dict[str, Any]) -> list[Tensor]:
+    """What was found in the gradients of an optimizer, by device, since the last update()."""
+    return list(state["found_inf_per_device"].values())
 
 
 def _sum(numbers: Sequence[Tensor]) -> Tensor:

@@ -280,7 +280,7 @@ def test_one_step_an_iteration(kind, device):
         scaler.step(optimizer, 0.1)
     assert_untouched(everything(params, optimizer) + [p.grad for p in params], before)
     scaler.update()
-    with pytest.raises(RuntimeError, match="Closure"):
+    with pytest.raises(RuntimeError, match="[Cc]losure"):
         scaler.step(optimizer, closure=lambda: None)
     with pytest.raises(AssertionError, match="No inf checks"):
         scaler.update()
@@ -318,6 +318,25 @@ def test_an_error_leaves_no_judge_behind(device):
 def test_what_does_not_fit_is_named(name, value):
     with pytest.raises(ValueError, match=name):
         LossScaler("cpu", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "stats"),
+    [
+        ("sum_squares", GradStats(torch.ones(()))),
+        ("sum_squares", GradStats(torch.ones(2, dtype=torch.float64))),
+        ("found_inf", GradStats(torch.ones((), dtype=torch.float64), torch.ones(2))),
+    ],
+)
+def test_wrong_grad_stats(name, stats):
+    params, optimizer = two_groups(optim.SGD)
+    scaler = LossScaler("cpu")
+    give_scaled(params, 0, scaler)
+    before = everything(params, optimizer)
+    with pytest.raises(ValueError, match=name):
+        scaler.step(optimizer, 1.0, stats)
+    assert_untouched(everything(params, optimizer), before)
+    assert scaler.skipped_steps == 0
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, NAN, "1", torch.ones(())], ids=str)

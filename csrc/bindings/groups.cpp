@@ -3,6 +3,8 @@
 #include "bindings/group.h"
 #include "bindings/module.h"
 #include "bindings/updates.h"
+#include "kernels/judge.h"
+#include "kernels/map_blocks.h"
 #include "kernels/statistics.h"
 
 namespace dltrain::bindings {
@@ -23,6 +25,34 @@ std::vector<at::Tensor> sum_squares_of(const std::vector<const FusedGroup*>& gro
   return sums;
 }
 
+// A number of one element, by its name in errors, as a float on the device.
+std::optional<at::Tensor> number_on(const at::Device& device, const std::optional<at::Tensor>& given, const char* name) {
+  if (!given) return std::nullopt;
+  TORCH_CHECK_VALUE(given->numel() == 1, name, ": expected a tensor of one number, got shape ", given->sizes());
+  return given->detach().to(device, at::kFloat, /*non_blocking=*/device.is_cuda());
+}
+
+struct Judgement {
+  at::Tensor divisor, norm, found_inf;
+};
+
+Judgement judge(const at::Tensor& sum_squares, const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& flag,
+                double max_norm) {
+  const at::Device device = sum_squares.device();
+  TORCH_CHECK_VALUE(is_supported(device) && sum_squares.numel() == 1 && sum_squares.scalar_type() == at::kDouble,
+                    "sum_squares: expected one float64 number on ", supported_devices(), ", got ", sum_squares.toString(), " of shape ",
+                    sum_squares.sizes());
+  const auto scale = number_on(device, grad_scale, "grad_scale"), flagged = number_on(device, flag, "found_inf");
+  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+  const auto fresh = [&](at::ScalarType type) { return at::empty({}, at::TensorOptions(device).dtype(type)); };
+  Judgement made{fresh(at::kDouble), fresh(at::kFloat), fresh(at::kFloat)};
+  map_blocks(caller_place(device), Judge::elements,
+             Judge{sum_squares.const_data_ptr<double>(), scale ? scale->const_data_ptr<float>() : nullptr,
+                   flagged ? flagged->const_data_ptr<float>() : nullptr, max_norm, made.divisor.mutable_data_ptr<double>(),
+                   made.norm.mutable_data_ptr<float>(), made.found_inf.mutable_data_ptr<float>()});
+  return made;
+}
+
 }  // namespace
 
 void bind_groups(py::module_& module) {
@@ -30,6 +60,11 @@ void bind_groups(py::module_& module) {
   py::class_<StepArguments>(module, "StepArguments")
       .def(py::init<double, bool, std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>>(), py::kw_only(),
            py::arg("lr"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"));
+  py::class_<Judgement>(module, "Judgement")
+      .def_readonly("divisor", &Judgement::divisor)
+      .def_readonly("norm", &Judgement::norm)
+      .def_readonly("found_inf", &Judgement::found_inf);
+  module.def("judge", judge, py::arg("sum_squares"), py::kw_only(), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_norm"));
   module.def("sum_squares_of", sum_squares_of, py::arg("groups"));
 }
 

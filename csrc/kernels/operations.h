@@ -11,6 +11,7 @@
 #include "kernels/codecs.h"
 #include "kernels/decode.h"
 #include "kernels/encode_sum.h"
+#include "kernels/judge.h"
 #include "kernels/lars.h"
 #include "kernels/sgd.h"
 #include "math/sum_squares.h"
@@ -20,7 +21,7 @@ namespace dltrain {
 using Elementwise = std::tuple<Advance, AdamW<4>, AdamW<5>, SGD<2>, SGD<3>, LARS<2>, LARS<3>>;
 
 template <class... C>
-std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles> blockwise_of(const std::tuple<C...>&);
+std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles, Judge> blockwise_of(const std::tuple<C...>&);
 using Blockwise = decltype(blockwise_of(std::declval<Codecs>()));
 
 using Reductions = std::tuple<math::SumSquares>;
