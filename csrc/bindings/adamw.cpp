@@ -12,34 +12,26 @@ namespace dltrain::bindings {
 namespace {
 
 // The updates of one AdamW step, with and without AMSGrad.
-class AdamWUpdates {
+class AdamWUpdates : public KindsOfUpdates<4, 5> {
  public:
-  void clear() {
-    plain_.clear();
-    amsgrad_.clear();
-  }
+  AdamWUpdates()
+      : KindsOfUpdates({"params", "grads", "exp_avgs", "exp_avg_sqs"}, {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"}) {}
 
   // max_exp_avg_sq is null without AMSGrad, master where there is none.
-  void add(int64_t index, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-           const at::Tensor* max_exp_avg_sq, const at::Tensor* master, const at::Tensor& step) {
-    if (max_exp_avg_sq) {
-      amsgrad_.add({&param, &grad, &exp_avg, &exp_avg_sq, max_exp_avg_sq}, master, &step, index);
-    } else {
-      plain_.add({&param, &grad, &exp_avg, &exp_avg_sq}, master, &step, index);
-    }
-  }
-
-  void collect(Gradients& into) const {
-    plain_.collect(into);
-    amsgrad_.collect(into);
+  bool add(int64_t index, const at::Tensor& param, const at::Tensor& grad, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+           const at::Tensor* max_exp_avg_sq, const at::Tensor* master, const at::Tensor& step, Manner manner) {
+    return max_exp_avg_sq ? of<amsgrad>().add({&param, &grad, &exp_avg, &exp_avg_sq, max_exp_avg_sq}, master, &step, index, manner)
+                          : of<plain>().add({&param, &grad, &exp_avg, &exp_avg_sq}, master, &step, index, manner);
   }
 
   void run(const math::AdamW& hyper, StepArguments& arguments) {
-    run(plain_, hyper, arguments);
-    run(amsgrad_, hyper, arguments);
+    run(of<plain>(), hyper, arguments);
+    run(of<amsgrad>(), hyper, arguments);
   }
 
  private:
+  enum Kind { plain, amsgrad };
+
   template <int K>
   static void run(Updates<K>& updates, const math::AdamW& hyper, StepArguments& arguments) {
     updates.run([&](const Place& place, const at::Device& device, const TensorList<K>& list, const TensorList<1>& steps) {
@@ -48,9 +40,6 @@ class AdamWUpdates {
       for_each(place, list, AdamW<K>{hyper, step});
     });
   }
-
-  Updates<4> plain_{{"params", "grads", "exp_avgs", "exp_avg_sqs"}};
-  Updates<5> amsgrad_{{"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"}};
 };
 
 class AdamWGroup : public GroupOf<AdamWUpdates> {
@@ -58,11 +47,11 @@ class AdamWGroup : public GroupOf<AdamWUpdates> {
   AdamWGroup() : GroupOf({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}) {}
 
   py::list gather(const py::dict& state, const py::list& params, bool masters, bool amsgrad) {
-    updates_.clear();
-    const auto take = [&](int64_t index, const auto& param, const auto& grad, const auto& values, const auto* master) {
-      updates_.add(index, param, grad, *values[1], *values[2], values[3], master, *values[0]);
-    };
-    return reader_.gather(state, params, amsgrad ? 4 : 3, masters, take);
+    return GroupOf::gather(
+        state, params, amsgrad ? 4 : 3, masters, [](auto& updates, int64_t index, const Reading& reading, Manner manner) {
+          const auto& [step, exp_avg, exp_avg_sq, max_exp_avg_sq] = reading.values;
+          return updates.add(index, *reading.param, *reading.grad, *exp_avg, *exp_avg_sq, max_exp_avg_sq, reading.master, *step, manner);
+        });
   }
 };
 
@@ -76,7 +65,7 @@ void adamw_op(at::TensorList params, at::TensorList grads, at::TensorList exp_av
   AdamWUpdates updates;
   for (size_t i = 0; i < params.size(); ++i) {
     updates.add(static_cast<int64_t>(i), params[i], grads[i], exp_avgs[i], exp_avg_sqs[i], at_or_null(max_exp_avg_sqs, i),
-                at_or_null(masters, i), steps[i]);
+                at_or_null(masters, i), steps[i], Manner::any);
   }
   StepArguments arguments(lr, maximize, tensor_lr, grad_scale, found_inf);
   updates.run({beta1, beta2, eps, weight_decay}, arguments);

@@ -1,10 +1,11 @@
 #pragma once
 
-#include <torch/csrc/autograd/python_variable.h>
-
+#include <algorithm>
+#include <array>
 #include <string>
 #include <vector>
 
+#include "bindings/members.h"
 #include "bindings/module.h"
 #include "bindings/trail.h"
 #include "bindings/updates.h"
@@ -18,59 +19,33 @@ class FusedGroup {
   virtual void collect(Gradients& into) const = 0;
 };
 
-// Reads a parameter group of an optimizer from Python's objects, anew at every step: parameters may come, go or be replaced, and state may
-// be edited by hand. Keeps what it has read alive until release().
-class GroupReader {
+// A parameter that has a gradient, and what the optimizer's state has of it.
+struct Reading {
+  const at::Tensor* param;
+  const at::Tensor* grad;
+  std::array<const at::Tensor*, Member::max_keys> values;
+  const at::Tensor* master;  // where it shall have one; else null
+  bool complete;             // nothing is missing
+
+  // Whether one is of a Python class that answers for its sizes or device.
+  bool asks_python() const {
+    const auto asks = [](const at::Tensor* tensor) { return tensor && tensor->unsafeGetTensorImpl()->is_python_dispatch(); };
+    return asks(param) || asks(grad) || std::any_of(values.begin(), values.end(), asks) || asks(master);
+  }
+};
+
+// What the groups of all optimizers do alike. Parameters may come, go or be replaced, and state may be edited by hand, so all of it is read
+// anew at every step: Python's dicts first, then the tensors, by several threads.
+//
+// Updates holds the updates of one step, and has clear(), append(others), collect(into) and run(hyper, arguments).
+template <class Updates>
+class GroupOf : public FusedGroup {
  public:
   // What a parameter's entry in the optimizer's state is made of; "step", where it stands, comes first.
-  explicit GroupReader(const std::vector<const char*>& keys) {
-    for (const char* key : keys) keys_.push_back(interned(key));
-    has_step_ = std::string("step") == keys.front();
-  }
+  explicit GroupOf(const std::vector<const char*>& keys) : members_(keys), has_step_(std::string("step") == keys.front()) {}
 
-  // Calls take(index, param, grad, values of the first `keys` keys, master) for each parameter with a gradient; master is null where there
-  // is none, as `masters` or the parameter's type has it. Those whose state is incomplete are returned instead: the caller completes it
-  // and gathers again.
-  template <class Take>
-  py::list gather(const py::dict& state, const py::list& params, size_t keys, bool masters, Take&& take) {
-    release();
-    py::list incomplete;
-    const Py_ssize_t size = PyList_GET_SIZE(params.ptr());
-    trail_.restart(static_cast<size_t>(size));
-    for (Py_ssize_t index = 0; index < size; ++index) {
-      trail_.next();
-      PyObject* object = PyList_GET_ITEM(params.ptr(), index);
-      TORCH_CHECK_TYPE(is_tensor(object), "params[", index, "]: expected a tensor, got ", Py_TYPE(object)->tp_name);
-      const at::Tensor& param = THPVariable_Unpack(object);
-      const at::Tensor& grad = param.grad();
-      if (!grad.defined()) continue;
-      const bool has_master = masters && dtype_of(param) != Dtype::fp32;
-      PyObject* const entry = keys > 0 || has_master ? state_of(state.ptr(), object) : nullptr;
-      std::array<const at::Tensor*, max_keys> values{};
-      bool complete = true;
-      for (size_t key = 0; key < keys; ++key) complete &= (values[key] = find(entry, keys_[key])) != nullptr;
-      const at::Tensor* const master = has_master ? find(entry, master_key_) : nullptr;
-      complete &= !has_master || master;
-      if (complete && has_step_) complete = values[0]->scalar_type() == at::kFloat && values[0]->device() == param.device();
-      if (complete) {
-        take(index, param, grad, values, master);
-        trail_.note(object, entry);
-        trail_.note({&param, &grad});
-        trail_.note(values.data(), std::min<size_t>(keys, 3));
-        alive_.push_back(py::reinterpret_borrow<py::object>(object));
-        alive_grads_.push_back(grad);
-      } else {
-        check_tensor(param, "params", index, param, true);
-        if (!detail::is_lazy(grad)) check_tensor(grad, "grads", index, param, true);
-        incomplete.append(py::reinterpret_borrow<py::object>(object));
-        starting_grads_.push_back(detail::is_lazy(grad) ? detail::resolved(grad) : grad.contiguous());
-      }
-    }
-    return incomplete;
-  }
-
-  // The gradients of those whose state is incomplete.
-  void collect_starting(Gradients& into) const {
+  void collect(Gradients& into) const override {
+    ranges_.front().updates.collect(into);
     for (const at::Tensor& grad : starting_grads_) {
       TensorList<1> list(Form<1>{{dtype_of(grad)}});
       list.add({const_cast<void*>(grad.const_data_ptr())}, grad.numel());
@@ -78,74 +53,117 @@ class GroupReader {
     }
   }
 
-  void release() {
-    alive_.clear();
-    alive_grads_.clear();
-    starting_grads_.clear();
-  }
-
- private:
-  static constexpr size_t max_keys = 4;
-
-  // A tensor's hash is its address, but asking for it calls Python code, which is a good part of what a small tensor costs.
-  static PyObject* state_of(PyObject* state, PyObject* param) {
-    PyObject* values = _PyDict_GetItem_KnownHash(state, param, static_cast<Py_hash_t>(reinterpret_cast<uintptr_t>(param)));
-    if (!values) values = PyDict_GetItemWithError(state, param);
-    if (!values && PyErr_Occurred()) throw py::error_already_set();
-    return values;
-  }
-
-  // THPVariable_Check asks a subclass, such as Parameter, in Python's slow way.
-  static bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)); }
-
-  // A dict finds the very object that is its key without comparing texts.
-  static py::object interned(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
-
-  const at::Tensor* find(PyObject* entry, const py::object& key) {
-    PyObject* const value = entry && PyDict_Check(entry) ? PyDict_GetItemWithError(entry, key.ptr()) : nullptr;
-    if (!value || !is_tensor(value)) return nullptr;
-    alive_.push_back(py::reinterpret_borrow<py::object>(value));
-    return &THPVariable_Unpack(value);
-  }
-
-  std::vector<py::object> keys_;
-  py::object master_key_ = interned("master_param");
-  bool has_step_;
-  // What the rows point into: another thread may drop it while the kernel runs without the GIL.
-  std::vector<py::object> alive_;
-  std::vector<at::Tensor> alive_grads_;
-  std::vector<at::Tensor> starting_grads_;
-  Trail trail_;
-};
-
-// What the groups of all optimizers do alike. Updates has clear(), collect(into) and run(hyper, arguments).
-template <class Updates>
-class GroupOf : public FusedGroup {
- public:
-  explicit GroupOf(const std::vector<const char*>& keys) : reader_(keys) {}
-
-  void collect(Gradients& into) const override {
-    updates_.collect(into);
-    reader_.collect_starting(into);
-  }
-
   template <class Hyper>
   void step(const Hyper& hyper, StepArguments arguments) {
     {
       py::gil_scoped_release no_gil;
-      updates_.run(hyper, arguments);
+      ranges_.front().updates.run(hyper, arguments);
     }
     release();
   }
 
   void release() {
-    updates_.clear();
-    reader_.release();
+    for (Range& range : ranges_) range.clear();
+    starting_grads_.clear();
+    members_.release();
   }
 
  protected:
-  Updates updates_;
-  GroupReader reader_;
+  // Calls take(updates, index, reading, manner) for each parameter with a gradient. Those whose state is incomplete are returned instead:
+  // the caller completes it and gathers again.
+  template <class Take>
+  py::list gather(const py::dict& state, const py::list& params, size_t keys, bool masters, Take&& take) {
+    release();
+    members_.look_up(state, params, keys);
+    trail_.resize(members_.size());
+    const size_t ranges = (members_.size() + per_range - 1) / per_range;
+    if (ranges_.size() < ranges) ranges_.resize(ranges);
+    // No more than reading: this thread has the GIL, and where the others would need it, all of it would hang.
+    caller_place(at::kCPU).parallel_for(static_cast<int64_t>(ranges), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const size_t first = r * per_range, last = std::min(first + per_range, members_.size());
+        for (size_t index = first; index < last; ++index) {
+          trail_.fetch(index + 2);
+          if (!take_as_it_lies(ranges_[r], index, keys, masters, take)) ranges_[r].others.push_back(index);
+        }
+      }
+    });
+    members_.hold();
+    py::list incomplete;
+    for (size_t r = 0; r < ranges; ++r) {
+      if (r > 0) ranges_.front().updates.append(ranges_[r].updates);
+      for (const size_t index : ranges_[r].others) {
+        if (!take_any(index, keys, masters, take)) incomplete.append(py::reinterpret_borrow<py::object>(members_[index].param));
+      }
+    }
+    return incomplete;
+  }
+
+ private:
+  static constexpr size_t per_range = 256;
+
+  struct Range {
+    Updates updates;
+    std::vector<size_t> others;     // that need more than reading
+    std::vector<at::Tensor> grads;  // kept alive
+
+    void clear() {
+      updates.clear();
+      others.clear();
+      grads.clear();
+    }
+  };
+
+  template <class Take>
+  bool take_as_it_lies(Range& range, size_t index, size_t keys, bool masters, Take&& take) {
+    if (!is_tensor(members_[index].param)) return false;
+    const Reading reading = read(index, keys, masters);
+    if (!reading.grad->defined()) return true;
+    if (!reading.complete || reading.asks_python() || !is_counted(reading) || !take(range.updates, index, reading, Manner::as_it_lies))
+      return false;
+    const auto& [a, b, c, d] = reading.values;
+    trail_.note(index, {reading.param, reading.grad, a, b, c, d, reading.master});
+    range.grads.push_back(*reading.grad);
+    return true;
+  }
+
+  template <class Take>
+  bool take_any(size_t index, size_t keys, bool masters, Take&& take) {
+    PyObject* const object = members_[index].param;
+    TORCH_CHECK_TYPE(is_tensor(object), "params[", index, "]: expected a tensor, got ", Py_TYPE(object)->tp_name);
+    const Reading reading = read(index, keys, masters);
+    const at::Tensor &param = *reading.param, &grad = *reading.grad;
+    if (reading.complete && is_counted(reading)) {
+      take(ranges_.front().updates, index, reading, Manner::any);
+      ranges_.front().grads.push_back(grad);
+      return true;
+    }
+    check_tensor(param, "params", index, param, true);
+    if (!detail::is_lazy(grad)) check_tensor(grad, "grads", index, param, true);
+    starting_grads_.push_back(detail::is_lazy(grad) ? detail::resolved(grad) : grad.contiguous());
+    return false;
+  }
+
+  Reading read(size_t index, size_t keys, bool masters) const {
+    const Member& member = members_[index];
+    const auto tensor = [](PyObject* object) { return object && is_tensor(object) ? &THPVariable_Unpack(object) : nullptr; };
+    const at::Tensor& param = THPVariable_Unpack(member.param);
+    Reading reading{&param, &param.unsafeGetTensorImpl()->grad(), {}, nullptr, true};
+    for (size_t k = 0; k < keys; ++k) reading.complete &= (reading.values[k] = tensor(member.values[k])) != nullptr;
+    if (masters && dtype_of(param) != Dtype::fp32) reading.complete &= (reading.master = tensor(member.master)) != nullptr;
+    return reading;
+  }
+
+  // Else its step count, as another optimizer may have saved it, is first brought where it belongs.
+  bool is_counted(const Reading& reading) const {
+    return !has_step_ || (reading.values[0]->scalar_type() == at::kFloat && reading.values[0]->device() == reading.param->device());
+  }
+
+  Members members_;
+  bool has_step_;
+  Trail trail_;
+  std::vector<Range> ranges_ = std::vector<Range>(1);  // the first one has it all in the end
+  std::vector<at::Tensor> starting_grads_;
 };
 
 }  // namespace dltrain::bindings

@@ -14,40 +14,30 @@ namespace dltrain::bindings {
 namespace {
 
 // The updates of one LARS step: with a trust ratio or without, each with and without momentum.
-class LARSUpdates {
+class LARSUpdates : public KindsOfUpdates<2, 2, 3, 3> {
  public:
-  void clear() {
-    adapted_.clear();
-    adapted_moving_.clear();
-    excluded_.clear();
-    excluded_moving_.clear();
-  }
+  LARSUpdates()
+      : KindsOfUpdates({"params", "grads"}, {"params", "grads"}, {"params", "grads", "momentum_buffers"},
+                       {"params", "grads", "momentum_buffers"}) {}
 
   // momentum_buffer is null without momentum, master where there is none.
-  void add(int64_t index, const at::Tensor& param, const at::Tensor& grad, const at::Tensor* momentum_buffer, const at::Tensor* master,
-           bool adapts) {
-    if (momentum_buffer) {
-      (adapts ? adapted_moving_ : excluded_moving_).add({&param, &grad, momentum_buffer}, master, nullptr, index);
-    } else {
-      (adapts ? adapted_ : excluded_).add({&param, &grad}, master, nullptr, index);
-    }
-  }
-
-  void collect(Gradients& into) const {
-    adapted_.collect(into);
-    adapted_moving_.collect(into);
-    excluded_.collect(into);
-    excluded_moving_.collect(into);
+  bool add(int64_t index, const at::Tensor& param, const at::Tensor& grad, const at::Tensor* momentum_buffer, const at::Tensor* master,
+           bool adapts, Manner manner) {
+    if (!momentum_buffer) return (adapts ? of<adapted>() : of<excluded>()).add({&param, &grad}, master, nullptr, index, manner);
+    auto& moving = adapts ? of<adapted_moving>() : of<excluded_moving>();
+    return moving.add({&param, &grad, momentum_buffer}, master, nullptr, index, manner);
   }
 
   void run(const math::LARS& hyper, StepArguments& arguments) {
-    run(adapted_, hyper, arguments, true);
-    run(adapted_moving_, hyper, arguments, true);
-    run(excluded_, hyper, arguments, false);
-    run(excluded_moving_, hyper, arguments, false);
+    run(of<adapted>(), hyper, arguments, true);
+    run(of<adapted_moving>(), hyper, arguments, true);
+    run(of<excluded>(), hyper, arguments, false);
+    run(of<excluded_moving>(), hyper, arguments, false);
   }
 
  private:
+  enum Kind { adapted, excluded, adapted_moving, excluded_moving };
+
   template <int K>
   static void run(Updates<K>& updates, const math::LARS& hyper, StepArguments& arguments, bool adapts) {
     updates.run([&](const Place& place, const at::Device& device, TensorList<K>& list, const TensorList<1>&) {
@@ -62,9 +52,6 @@ class LARSUpdates {
       for_each(place, list, LARS<K>{hyper, arguments.on(device), rows});
     });
   }
-
-  Updates<2> adapted_{{"params", "grads"}}, excluded_{{"params", "grads"}};
-  Updates<3> adapted_moving_{{"params", "grads", "momentum_buffers"}}, excluded_moving_{{"params", "grads", "momentum_buffers"}};
 };
 
 class LARSGroup : public GroupOf<LARSUpdates> {
@@ -73,11 +60,11 @@ class LARSGroup : public GroupOf<LARSUpdates> {
 
   // Parameters of at least so many dimensions have a trust ratio.
   py::list gather(const py::dict& state, const py::list& params, bool masters, bool momentum, int64_t adapt_from) {
-    updates_.clear();
-    const auto take = [&](int64_t index, const auto& param, const auto& grad, const auto& values, const auto* master) {
-      updates_.add(index, param, grad, values[0], master, param.dim() >= adapt_from);
+    const auto take = [&](auto& updates, int64_t index, const Reading& reading, Manner manner) {
+      const bool adapts = reading.param->dim() >= adapt_from;
+      return updates.add(index, *reading.param, *reading.grad, reading.values[0], reading.master, adapts, manner);
     };
-    return reader_.gather(state, params, momentum ? 1 : 0, masters, take);
+    return GroupOf::gather(state, params, momentum ? 1 : 0, masters, take);
   }
 };
 
@@ -91,7 +78,7 @@ void lars_op(at::TensorList params, at::TensorList grads, at::TensorList momentu
   LARSUpdates updates;
   for (size_t i = 0; i < params.size(); ++i) {
     updates.add(static_cast<int64_t>(i), params[i], grads[i], momentum != 0.0 ? &momentum_buffers[i] : nullptr, at_or_null(masters, i),
-                adapt);
+                adapt, Manner::any);
   }
   StepArguments arguments(lr, maximize, tensor_lr, grad_scale, found_inf);
   updates.run({momentum, weight_decay, trust_coefficient, eps, nesterov, lr_inside, clip, decays_excluded, decays_at_zero_norm}, arguments);

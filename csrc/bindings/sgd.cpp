@@ -14,46 +14,32 @@ namespace dltrain::bindings {
 namespace {
 
 // The updates of one SGD step: without momentum, at a parameter's first step with it, and later.
-class SGDUpdates {
+class SGDUpdates : public KindsOfUpdates<2, 3, 3> {
  public:
-  void clear() {
-    plain_.clear();
-    first_.clear();
-    later_.clear();
-  }
+  SGDUpdates() : KindsOfUpdates({"params", "grads"}, {"params", "grads", "momentum_buffers"}, {"params", "grads", "momentum_buffers"}) {}
 
   // momentum_buffer is null without momentum, master where there is none.
-  void add(int64_t index, const at::Tensor& param, const at::Tensor& grad, const at::Tensor* momentum_buffer, const at::Tensor* master,
-           bool first) {
-    if (momentum_buffer) {
-      (first ? first_ : later_).add({&param, &grad, momentum_buffer}, master, nullptr, index);
-    } else {
-      plain_.add({&param, &grad}, master, nullptr, index);
-    }
-  }
-
-  void collect(Gradients& into) const {
-    plain_.collect(into);
-    first_.collect(into);
-    later_.collect(into);
+  bool add(int64_t index, const at::Tensor& param, const at::Tensor& grad, const at::Tensor* momentum_buffer, const at::Tensor* master,
+           bool is_first, Manner manner) {
+    if (!momentum_buffer) return of<plain>().add({&param, &grad}, master, nullptr, index, manner);
+    return (is_first ? of<first>() : of<later>()).add({&param, &grad, momentum_buffer}, master, nullptr, index, manner);
   }
 
   void run(const math::SGD& hyper, StepArguments& arguments) {
-    run(plain_, hyper, arguments, false);
-    run(first_, hyper, arguments, true);
-    run(later_, hyper, arguments, false);
+    run(of<plain>(), hyper, arguments, false);
+    run(of<first>(), hyper, arguments, true);
+    run(of<later>(), hyper, arguments, false);
   }
 
  private:
+  enum Kind { plain, first, later };
+
   template <int K>
-  static void run(Updates<K>& updates, const math::SGD& hyper, StepArguments& arguments, bool first) {
+  static void run(Updates<K>& updates, const math::SGD& hyper, StepArguments& arguments, bool is_first) {
     updates.run([&](const Place& place, const at::Device& device, const TensorList<K>& list, const TensorList<1>&) {
-      for_each(place, list, SGD<K>{hyper, arguments.on(device), first});
+      for_each(place, list, SGD<K>{hyper, arguments.on(device), is_first});
     });
   }
-
-  Updates<2> plain_{{"params", "grads"}};
-  Updates<3> first_{{"params", "grads", "momentum_buffers"}}, later_{{"params", "grads", "momentum_buffers"}};
 };
 
 class SGDGroup : public GroupOf<SGDUpdates> {
@@ -64,11 +50,11 @@ class SGDGroup : public GroupOf<SGDUpdates> {
   py::list gather(const py::dict& state, const py::list& params, bool masters, bool momentum, const py::list& first) {
     std::unordered_set<const c10::TensorImpl*> starting;
     for (const py::handle param : first) starting.insert(THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl());
-    updates_.clear();
-    const auto take = [&](int64_t index, const auto& param, const auto& grad, const auto& values, const auto* master) {
-      updates_.add(index, param, grad, values[0], master, starting.count(param.unsafeGetTensorImpl()) > 0);
+    const auto take = [&](auto& updates, int64_t index, const Reading& reading, Manner manner) {
+      const bool is_first = starting.count(reading.param->unsafeGetTensorImpl()) > 0;
+      return updates.add(index, *reading.param, *reading.grad, reading.values[0], reading.master, is_first, manner);
     };
-    return reader_.gather(state, params, momentum ? 1 : 0, masters, take);
+    return GroupOf::gather(state, params, momentum ? 1 : 0, masters, take);
   }
 };
 
@@ -82,7 +68,7 @@ void sgd_op(at::TensorList params, at::TensorList grads, at::TensorList momentum
   SGDUpdates updates;
   for (size_t i = 0; i < params.size(); ++i) {
     updates.add(static_cast<int64_t>(i), params[i], grads[i], momentum != 0.0 ? &momentum_buffers[i] : nullptr, at_or_null(masters, i),
-                first);
+                first, Manner::any);
   }
   StepArguments arguments(lr, maximize, tensor_lr, grad_scale, found_inf);
   updates.run({momentum, dampening, weight_decay, nesterov}, arguments);

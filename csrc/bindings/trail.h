@@ -1,58 +1,50 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/python_headers.h>
 
 #include <array>
-#include <initializer_list>
 #include <vector>
 
 namespace dltrain::bindings {
 
-// Where the objects of each parameter of a group lay at the last step. Reading a parameter anew follows a chain of pointers, a cache miss
-// each; fetching the lines of those that come next lets the misses overlap. A line that has moved costs nothing but its fetch.
+// Where the tensors of each parameter of a group lay at the last step. Reading a parameter anew follows a chain of pointers, a cache miss
+// each; fetching what comes next lets the misses overlap. What has moved costs nothing but its fetch.
 class Trail {
  public:
-  void restart(size_t parameters) {
-    places_.resize(parameters, {});
-    at_ = 0;
-  }
+  static constexpr size_t max_tensors = 7;
 
-  // Comes to the next parameter.
-  void next() {
-    constexpr size_t ahead = 8;
-    if (at_ + ahead < places_.size()) {
-      for (const char* place : places_[at_ + ahead]) __builtin_prefetch(place);
+  void resize(size_t parameters) { places_.resize(parameters, {}); }
+
+  // Inlined: GCC takes a function that does no more than prefetch for one without effect, and drops its calls.
+  __attribute__((always_inline)) void fetch(size_t index) const {
+    if (index >= places_.size()) return;
+    for (const Place& place : places_[index]) {
+      if (!place.impl) return;
+      __builtin_prefetch(place.tensor);
+      for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) __builtin_prefetch(place.impl + at);
+      for (size_t at = 0; at < sizeof(c10::StorageImpl); at += 64) __builtin_prefetch(place.storage + at);
     }
-    note_ = places_[at_++].data();
   }
 
-  // The parameter's Python object and its entry in the optimizer's state.
-  void note(PyObject* param, PyObject* values) {
-    *note_++ = address(param);
-    *note_++ = address(values);
-    *note_++ = values ? address(reinterpret_cast<PyDictObject*>(values)->ma_keys) : nullptr;
-  }
-
-  void note(std::initializer_list<const at::Tensor*> tensors) { note(tensors.begin(), tensors.size()); }
-
-  void note(const at::Tensor* const* tensors, size_t count) {
-    for (const at::Tensor* tensor : c10::ArrayRef(tensors, count)) {
+  // Null is no tensor.
+  void note(size_t index, const std::array<const at::Tensor*, max_tensors>& tensors) {
+    size_t next = 0;
+    for (const at::Tensor* const tensor : tensors) {
+      if (!tensor) continue;
       const c10::TensorImpl* const impl = tensor->unsafeGetTensorImpl();
-      *note_++ = address(tensor);
-      *note_++ = address(impl->unsafe_storage().unsafeGetStorageImpl());
-      for (size_t line = 0; line < impl_lines; ++line) *note_++ = address(impl) + 64 * line;
+      places_[index][next++] = {address(tensor), address(impl), address(impl->unsafe_storage().unsafeGetStorageImpl())};
     }
+    if (next < max_tensors) places_[index][next] = {};
   }
 
  private:
+  struct Place {
+    const char *tensor, *impl, *storage;
+  };
+
   static const char* address(const void* object) { return static_cast<const char*>(object); }
 
-  static constexpr size_t impl_lines = (sizeof(c10::TensorImpl) + 63) / 64;
-  static constexpr size_t lines = 3 + 5 * (2 + impl_lines);
-  std::vector<std::array<const char*, lines>> places_;
-  const char** note_ = nullptr;
-  size_t at_ = 0;
+  std::vector<std::array<Place, max_tensors>> places_;
 };
 
 }  // namespace dltrain::bindings

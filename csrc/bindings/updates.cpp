@@ -16,8 +16,8 @@ void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at:
 }
 
 void check_step(const at::Tensor& step, int64_t index, const at::Tensor& param) {
-  TORCH_CHECK_TYPE(step.scalar_type() == at::kFloat && step.device() == param.device() && step.numel() == 1, "steps[", index,
-                   "]: expected one float32 number on ", param.device(), ", got ", step.toString(), " of shape ", step.sizes());
+  TORCH_CHECK_TYPE(detail::counts(step, param), "steps[", index, "]: expected one float32 number on ", param.device(), ", got ",
+                   step.toString(), " of shape ", step.sizes());
 }
 
 void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists) {

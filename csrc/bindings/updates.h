@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/COW.h>
 
 #include <algorithm>
 #include <deque>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -47,6 +49,10 @@ inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !impl.is_python_dispatch() &&
          !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param);
+}
+
+inline bool counts(const at::Tensor& step, const at::Tensor& param) {
+  return step.scalar_type() == at::kFloat && step.device() == param.device() && step.numel() == 1;
 }
 
 }  // namespace detail
@@ -104,6 +110,10 @@ class Gradients {
   std::vector<OnDevice> devices_;
 };
 
+// as_it_lies: only where that takes no more than reading the tensors, without the GIL, without any copy; any: else too, with errors for
+// what does not fit.
+enum class Manner { as_it_lies, any };
+
 // The updates of one fused step: for each parameter K tensors, itself first, its gradient second, then its state. The vectors are reused
 // from step to step; the caller keeps the tensors alive.
 template <int K>
@@ -125,15 +135,19 @@ class Updates {
   }
 
   // master: the fp32 tensor that is updated in the parameter's place, the parameter becoming a copy of it; step: the one that counts the
-  // parameter's steps. Null if there is none.
-  void add(Tensors tensors, const at::Tensor* master, const at::Tensor* step, int64_t index) {
+  // parameter's steps. Null if there is none. Returns whether the manner allowed it; else nothing is done.
+  bool add(Tensors tensors, const at::Tensor* master, const at::Tensor* step, int64_t index, Manner manner) {
     const at::Tensor& param = *tensors[0];
-    if (detail::is_lazy(*tensors[1])) tensors[1] = &dense_grads_.emplace_back(detail::resolved(*tensors[1]));
-    for (int k = 0; k < K; ++k) check_tensor(*tensors[k], names_[k], index, param, /*may_be_half=*/k < 2);
-    if (master) check_tensor(*master, "masters", index, param, /*may_be_half=*/false);
-    if (step) check_step(*step, index, param);
+    if (manner == Manner::as_it_lies) {
+      if (!fit(tensors, master, step) || !one_layout(tensors, master)) return false;
+    } else {
+      if (detail::is_lazy(*tensors[1])) tensors[1] = &dense_grads_.emplace_back(detail::resolved(*tensors[1]));
+      for (int k = 0; k < K; ++k) check_tensor(*tensors[k], names_[k], index, param, may_be_half(k));
+      if (master) check_tensor(*master, "masters", index, param, /*may_be_half=*/false);
+      if (step) check_step(*step, index, param);
+    }
 
-    const bool in_place = one_layout(tensors, master);
+    const bool in_place = manner == Manner::as_it_lies || one_layout(tensors, master);
     const auto written = [&](const at::Tensor& tensor) { return (in_place ? tensor : copy(tensor)).mutable_data_ptr(); };
     Form<K> form;
     std::array<void*, K> data{};
@@ -152,8 +166,20 @@ class Updates {
     void* const count = step ? step->mutable_data_ptr() : nullptr;
     Part& part = of(param.device(), form);
     part.list.add(data, param.numel(), count, master ? written(param) : nullptr);
-    if (count) part.steps.add({count}, 1);
+    if (count) part.steps.extend({count}, 1);
     params_.push_back(param.unsafeGetTensorImpl());
+    return true;
+  }
+
+  // Of others that have been added as they lie.
+  void append(const Updates& others) {
+    for (const Part& part : others.parts_) {
+      if (part.list.size() == 0) continue;
+      Part& ours = of(part.device, part.list.form());
+      ours.list.append(part.list);
+      ours.steps.append(part.steps);
+    }
+    params_.insert(params_.end(), others.params_.begin(), others.params_.end());
   }
 
   void collect(Gradients& into) const {
@@ -192,6 +218,21 @@ class Updates {
     return parts_.emplace_back(Part{device, TensorList<K>(form), TensorList<1>()});
   }
 
+  static bool may_be_half(int k) { return k < 2; }
+
+  // Whose memory is another's until somebody writes.
+  static bool is_lazy_copy(const at::Tensor& tensor) {
+    return c10::impl::cow::is_cow_data_ptr(tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr());
+  }
+
+  static bool fit(const Tensors& tensors, const at::Tensor* master, const at::Tensor* step) {
+    const at::Tensor& param = *tensors[0];
+    for (int k = 0; k < K; ++k) {
+      if (!detail::fits(*tensors[k], param, may_be_half(k)) || is_lazy_copy(*tensors[k])) return false;
+    }
+    return (!master || (detail::fits(*master, param, false) && !is_lazy_copy(*master))) && (!step || detail::counts(*step, param));
+  }
+
   // The same element at the same offset in all tensors, with nothing in between: then the update may walk through memory.
   static bool one_layout(const Tensors& tensors, const at::Tensor* master) {
     const auto all = [&](auto&& holds) {
@@ -212,6 +253,35 @@ class Updates {
   std::vector<c10::TensorImpl*> params_;
   std::deque<at::Tensor> dense_grads_;
   std::deque<std::pair<at::Tensor, at::Tensor>> copies_;  // written back after the step
+};
+
+// The updates of an optimizer's step, of several kinds.
+template <int... K>
+class KindsOfUpdates {
+ public:
+  explicit KindsOfUpdates(const typename Updates<K>::Names&... names) : kinds_(Updates<K>(names)...) {}
+
+  void clear() {
+    std::apply([](auto&... kind) { (kind.clear(), ...); }, kinds_);
+  }
+  void collect(Gradients& into) const {
+    std::apply([&](const auto&... kind) { (kind.collect(into), ...); }, kinds_);
+  }
+  void append(const KindsOfUpdates& others) { append(others, std::make_index_sequence<sizeof...(K)>()); }
+
+ protected:
+  template <std::size_t kind>
+  auto& of() {
+    return std::get<kind>(kinds_);
+  }
+
+ private:
+  template <std::size_t... I>
+  void append(const KindsOfUpdates& others, std::index_sequence<I...>) {
+    (std::get<I>(kinds_).append(std::get<I>(others.kinds_)), ...);
+  }
+
+  std::tuple<Updates<K>...> kinds_;
 };
 
 }  // namespace dltrain::bindings

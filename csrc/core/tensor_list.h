@@ -52,6 +52,27 @@ class TensorList {
     ends_.push_back(this->numel() + numel);
   }
 
+  // Rows without numbers and copies of their own: a row, or more of the last one where memory goes on behind it.
+  void extend(const std::array<void*, K>& data, int64_t numel) {
+    if (!rows_.empty()) {
+      Row& last = rows_.back();
+      bool follows = true;
+      for (int k = 0; k < K; ++k) follows &= data[k] == Elements{last.data[k], form_.dtypes[k]}.from(last.numel).data;
+      if (follows) {
+        last.numel += numel;
+        ends_.back() += numel;
+        return;
+      }
+    }
+    add(data, numel);
+  }
+
+  void append(const TensorList& others) {
+    const int64_t before = numel();
+    rows_.insert(rows_.end(), others.rows_.begin(), others.rows_.end());
+    for (const int64_t end : others.ends_) ends_.push_back(before + end);
+  }
+
   const Form<K>& form() const { return form_; }
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
   Row& row(int64_t index) { return rows_[index]; }

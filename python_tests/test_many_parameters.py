@@ -1,0 +1,140 @@
+"""Groups of parameters by the hundred, which several threads read: also those that take more than reading."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from optimizers import assert_same, assert_untouched, everything
+
+from dltrain_ext import amp, optim
+
+COUNT = 700  # more than two threads' share
+PAIRS = [
+    (optim.AdamW, torch.optim.AdamW, {}),
+    (optim.AdamW, torch.optim.AdamW, {"amsgrad": True}),
+    (optim.SGD, torch.optim.SGD, {}),
+    (optim.SGD, torch.optim.SGD, {"momentum": 0.9}),
+]
+IDS = ["AdamW", "AMSGrad", "SGD", "momentum"]
+
+
+def make(kind, device, dtype=torch.float32, **options):
+    """One parameter in three is of the dtype."""
+    random = torch.Generator().manual_seed(0)
+    params = []
+    for i in range(COUNT):
+        value = torch.randn([(), (7,), (3, 5), (0,), (2, 3, 4)][i % 5], generator=random)
+        params.append(torch.nn.Parameter(value.to(device, torch.float32 if i % 3 else dtype)))
+    return params, kind(params, lr=0.01, **options)
+
+
+def give(params, seed):
+    """Gradients: one in 13 is missing, one in 11 strided, one in 7 lazily negated."""
+    random = torch.Generator().manual_seed(seed)
+    for i, p in enumerate(params):
+        grad = torch.randn(p.shape, generator=random).to(p)
+        if i % 11 == 0:
+            grad = torch.stack([grad, grad], -1)[..., 0]
+        if i % 7 == 0:
+            grad = torch._neg_view(grad)
+        p.grad = None if (i + seed) % 13 == 0 else grad
+
+
+@pytest.mark.parametrize(("kind", "torchs", "options"), PAIRS, ids=IDS)
+def test_like_torch(kind, torchs, options, device):
+    (params, optimizer), (twins, twin) = make(kind, device, **options), make(torchs, device, **options)
+    for seed in range(5):
+        give(params, seed)
+        for p, q in zip(params, twins, strict=True):
+            q.grad = None if p.grad is None else p.grad.resolve_neg().clone()
+        optimizer.step()
+        twin.step()
+        assert_same(params, twins)
+        # State that came or went between the steps.
+        for state in (optimizer.state[params[seed]], twin.state[twins[seed]]):
+            state.clear()
+        if seed == 2:
+            optimizer.load_state_dict(saved(optimizer))
+    for p, q in zip(params, twins, strict=True):
+        assert_same(optimizer.state[p].values(), [twin.state[q][key] for key in optimizer.state[p]])
+
+
+def saved(optimizer):
+    """Its state as read from a file: keys equal ours without being the same objects."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.LARS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_same_bits_for_any_number_of_threads(kind, dtype):
+    results = []
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            params, optimizer = make(kind, "cpu", dtype)
+            scaler = amp.LossScaler("cpu")
+            scaler.scale(torch.ones(()))
+            for seed in range(3):
+                give(params, seed)
+                scaler.step(optimizer, max_norm=0.1)
+                scaler.update()
+            results.append([*everything(params, optimizer), scaler.total_norm])
+        finally:
+            torch.set_num_threads(before)
+    assert_untouched(results[0], results[1])
+    assert_untouched(results[0], results[2])
+
+
+@pytest.mark.parametrize("index", [0, 300, COUNT - 1])
+def test_an_error_names_the_parameter_and_changes_none(index, device):
+    params, optimizer = make(optim.AdamW, device)
+    give(params, 1)
+    params[index].grad = torch.zeros_like(params[index])
+    optimizer.step()
+    before = everything(params, optimizer)
+    optimizer.state[params[index]]["exp_avg"] = torch.zeros(99, device=device)
+    with pytest.raises(ValueError, match=rf"exp_avgs\[{index}\]: expected shape"):
+        optimizer.step()
+    optimizer.state[params[index]]["exp_avg"] = torch.zeros_like(params[index])
+    assert_untouched(params, before[:COUNT])
+
+
+ASKS_PYTHON = """
+import torch
+from dltrain_ext import optim
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, dispatch_sizes_strides_policy="sizes", dispatch_device=True
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return torch.device("cpu") if function is torch.ops.prim.device.default else NotImplemented
+
+torch.set_num_threads(2)
+params = [torch.nn.Parameter(torch.ones(4)) for _ in range(1024)]
+for p in params:
+    p.grad = torch.ones(4)
+optimizer = optim.AdamW(params)
+optimizer.step()
+optimizer.state[params[1000]]["exp_avg"] = Wrapper(torch.ones(4))
+try:
+    optimizer.step()
+except (TypeError, ValueError) as error:
+    print(error)
+"""
+
+
+def test_a_tensor_that_asks_python_for_its_size_hangs_no_thread():
+    done = subprocess.run([sys.executable, "-c", ASKS_PYTHON], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "exp_avgs[1000]: expected" in done.stdout
