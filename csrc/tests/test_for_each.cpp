@@ -290,6 +290,21 @@ TEST_P(ForEachOn, AdaptsEachTensorByItsOwnSums) {
   EXPECT_EQ(p.values(), (std::vector<float>{3.0f - 0.6f, 4.0f - 0.8f, 1.0f - 2.0f * 0.5f}));  // the ratio is 0.1 * 5 / 1
 }
 
+TEST(TensorList, ExtendsARowWhereMemoryGoesOn) {
+  Half numbers[9];
+  TensorList<1> list(Form<1>{{Dtype::fp16}}), more(Form<1>{{Dtype::fp16}});
+  list.extend({numbers}, 1);
+  list.extend({numbers + 1}, 2);
+  list.extend({numbers + 4}, 3);
+  more.extend({numbers + 7}, 2);
+  list.append(more);
+  ASSERT_EQ(list.size(), 3);
+  EXPECT_EQ(list.numel(), 8);
+  std::vector<int64_t> stretches;
+  list.visit(1, 8, [&](int64_t row, const auto&, int64_t first, int64_t last) { stretches.insert(stretches.end(), {row, first, last}); });
+  EXPECT_EQ(stretches, (std::vector<int64_t>{0, 1, 3, 1, 0, 3, 2, 0, 2}));
+}
+
 TEST_P(ForEachOn, TakesEmptyLists) {
   for_each(place(), TensorList<1>{}, Advance{});
   const Rows<1> rows(place(), {0, 0});
