@@ -5,6 +5,7 @@ import io
 import torch
 
 from dltrain_ext import optim
+from dltrain_ext.amp import LossScaler
 
 RTOL, ATOL = 2e-5, 2e-6  # of torch's own fp32 variants among each other, over tens of steps
 OPS = {
@@ -71,6 +72,30 @@ def everything(params, optimizer):
     """Copies of the parameters and of all tensors that the optimizer keeps for them."""
     kept = [value for p in params for value in optimizer.state.get(p, {}).values()]
     return [tensor.detach().clone() for tensor in (*params, *kept)]
+
+
+def assert_same_bits_for_any_number_of_threads(run):
+    """Of the tensors that run() returns."""
+    results, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            results.append(run())
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert_untouched(other, results[0])
+
+
+def scaled_steps(params, optimizer, give, max_norm):
+    """All that three loss-scaled steps make, the last norm included."""
+    scaler = LossScaler("cpu", init_scale=8.0)
+    for seed in range(3):
+        scaler.scale(torch.ones(()))
+        give(params, seed)
+        scaler.step(optimizer, max_norm)
+        scaler.update()
+    return [*everything(params, optimizer), scaler.total_norm]
 
 
 def through_file(value):

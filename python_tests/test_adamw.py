@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from optimizers import SHAPES, Pair, assert_same, give_grads, make_params
+from optimizers import SHAPES, Pair, assert_same, assert_same_bits_for_any_number_of_threads, give_grads, make_params
 from torch import library
 
 from dltrain_ext import _ops, optim, reference
@@ -177,21 +177,15 @@ def test_closure_and_hooks(device):
 
 
 def test_the_same_bits_for_any_number_of_threads():
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            params = make_params([(700_001,), (3,), (400_000,)])
-            optimizer = optim.AdamW(params)
-            for seed in range(3):
-                give_grads(params, seed)
-                optimizer.step()
-            results.append(params)
-    finally:
-        torch.set_num_threads(threads)
-    for params in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], params, strict=True))
+    def run():
+        params = make_params([(700_001,), (3,), (400_000,)])
+        optimizer = optim.AdamW(params)
+        for seed in range(3):
+            give_grads(params, seed)
+            optimizer.step()
+        return params
+
+    assert_same_bits_for_any_number_of_threads(run)
 
 
 @pytest.mark.gpu

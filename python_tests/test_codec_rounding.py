@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from optimizers import assert_same_bits_for_any_number_of_threads
 
 from dltrain_ext import _ops, codecs, reference
 
@@ -232,20 +233,15 @@ def test_the_same_bits_for_any_number_of_threads(codec, rounding):
     numel = 2_000_003
     generator = torch.Generator().manual_seed(0)
     own, kept = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for number in (1, 2, 4):
-            torch.set_num_threads(number)
-            residual, decoded = kept.clone(), torch.empty_like(own)
-            options = {"residual": residual, "decoded": decoded, "rounding": rounding, "seed": 1}
-            encoded = codecs.reduce(own, [codecs.encode(kept, codec, rounding=rounding)], **options)
-            values, stats = codecs.decode(encoded, return_stats=True)
-            results.append([encoded.wire, residual, decoded, values, *stats])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def run():
+        residual, decoded = kept.clone(), torch.empty_like(own)
+        options = {"residual": residual, "decoded": decoded, "rounding": rounding, "seed": 1}
+        encoded = codecs.reduce(own, [codecs.encode(kept, codec, rounding=rounding)], **options)
+        values, stats = codecs.decode(encoded, return_stats=True)
+        return [encoded.wire, residual, decoded, values, *stats]
+
+    assert_same_bits_for_any_number_of_threads(run)
 
 
 # Error feedback.

@@ -1,14 +1,20 @@
 """Groups of parameters by the hundred, which several threads read: also those that take more than reading."""
 
-import io
 import subprocess
 import sys
 
 import pytest
 import torch
-from optimizers import assert_same, assert_untouched, everything
+from optimizers import (
+    assert_same,
+    assert_same_bits_for_any_number_of_threads,
+    assert_untouched,
+    everything,
+    scaled_steps,
+    through_file,
+)
 
-from dltrain_ext import amp, optim
+from dltrain_ext import optim
 
 COUNT = 700  # more than two threads' share
 PAIRS = [
@@ -56,39 +62,19 @@ def test_like_torch(kind, torchs, options, device):
         for state in (optimizer.state[params[seed]], twin.state[twins[seed]]):
             state.clear()
         if seed == 2:
-            optimizer.load_state_dict(saved(optimizer))
+            # Whose keys equal ours without being the same objects.
+            optimizer.load_state_dict(through_file(optimizer.state_dict()))
     for p, q in zip(params, twins, strict=True):
         assert_same(optimizer.state[p].values(), [twin.state[q][key] for key in optimizer.state[p]])
-
-
-def saved(optimizer):
-    """Its state as read from a file: keys equal ours without being the same objects."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.LARS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_same_bits_for_any_number_of_threads(kind, dtype):
-    results = []
-    for threads in (1, 2, 3):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            params, optimizer = make(kind, "cpu", dtype)
-            scaler = amp.LossScaler("cpu")
-            scaler.scale(torch.ones(()))
-            for seed in range(3):
-                give(params, seed)
-                scaler.step(optimizer, max_norm=0.1)
-                scaler.update()
-            results.append([*everything(params, optimizer), scaler.total_norm])
-        finally:
-            torch.set_num_threads(before)
-    assert_untouched(results[0], results[1])
-    assert_untouched(results[0], results[2])
+    def run():
+        return scaled_steps(*make(kind, "cpu", dtype), give, max_norm=0.1)
+
+    assert_same_bits_for_any_number_of_threads(run)
 
 
 @pytest.mark.parametrize("index", [0, 300, COUNT - 1])
