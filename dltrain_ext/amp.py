@@ -126,11 +126,13 @@ class LossScaler(torch.amp.GradScaler):
     def _fused_step(
         self, optimizer: FusedStep, max_norm: float | None, grad_stats: GradStats | None, **kwargs: Any
     ) -> Any:
-        """What torch's step is to other optimizers. That one costs more Python than a small model's kernels."""
+        """Does for our optimizers what torch's step does for others. That one spends more time in Python than a small
+        model's kernels take.
+        """
         state = None
         if self._enabled:
             if "closure" in kwargs:
-                raise RuntimeError("closure: expected None unless enabled=False, since gradients are judged only once")
+                raise RuntimeError("closure: cannot be passed while enabled=True, since gradients are judged only once")
             state = self._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.STEPPED:
                 raise RuntimeError("step() has already been called since the last update().")
@@ -141,6 +143,9 @@ class LossScaler(torch.amp.GradScaler):
             optimizer.judge = None
         if state is not None:
             state["stage"] = OptState.STEPPED
+            # As torch does: a scale of the user's own counts once.
+            for name in ("grad_scale", "found_inf"):
+                optimizer.__dict__.pop(name, None)
         return result
 
     def _clip(self, optimizer: torch.optim.Optimizer, max_norm: float, closure: Any = None, **kwargs: Any) -> None:

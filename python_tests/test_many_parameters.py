@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -89,6 +90,50 @@ def test_an_error_names_the_parameter_and_changes_none(index, device):
         optimizer.step()
     optimizer.state[params[index]]["exp_avg"] = torch.zeros_like(params[index])
     assert_untouched(params, before[:COUNT])
+
+
+def test_copies_on_write_are_made_once():
+    """All step counts lie in one storage; asking for its memory would copy it, in two threads at once."""
+    (params, optimizer), (twins, twin) = make(optim.AdamW, "cpu"), make(optim.AdamW, "cpu")
+    for seed in range(3):
+        give(params, seed)
+        give(twins, seed)
+        lazy = [torch._lazy_clone(state[key]) for state in optimizer.state.values() for key in state]
+        kept = [copy.clone() for copy in lazy]
+        optimizer.step()
+        twin.step()
+        assert_untouched(lazy, kept)
+    assert_untouched(everything(params, optimizer), everything(twins, twin))
+
+
+class Hashed(torch.nn.Parameter):
+    """With a hash of its own, in which other code may run."""
+
+    def __hash__(self):
+        [state.clear() for state in Hashed.states]
+        return 7
+
+    __eq__ = object.__eq__
+    states: ClassVar[list[dict]] = []
+
+
+def test_a_hash_of_its_own():
+    params, _ = make(optim.SGD, "cpu")
+    params[COUNT // 2] = Hashed(torch.ones(3))
+    optimizer = optim.SGD(params, lr=1.0, momentum=0.9)
+    for seed in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        Hashed.states = list(optimizer.state.values())[:5] if seed == 2 else []
+        optimizer.step()
+    assert torch.equal(params[COUNT // 2], torch.full((3,), 1.0 - 1.0 - 1.9 - 2.71))
+
+
+def test_what_is_no_tensor_is_named():
+    _, optimizer = make(optim.SGD, "cpu")
+    optimizer.param_groups[0]["params"][1] = [1.0]
+    with pytest.raises(TypeError, match=r"params\[1\]: expected a tensor, got list"):
+        optimizer.step()
 
 
 ASKS_PYTHON = """

@@ -245,16 +245,19 @@ def test_a_scaled_step_without_any_gradient(kind, max_norm, device):
 
 @pytest.mark.parametrize("kind", OURS)
 def test_a_grad_scale_of_the_users_own_counts(kind, device):
-    """GradScaler takes the product of its scale and the optimizer's grad_scale."""
+    """GradScaler takes the product of its scale and the optimizer's grad_scale, once."""
     results = []
     for one in (LossScaler, torch.amp.GradScaler):
         params = make_params(SHAPES, device)
         optimizer = kind(params, lr=0.1, weight_decay=0.1)
         scaler = one(device, init_scale=4.0)
         scaler.scale(torch.ones((), device=device))
-        give_grads(params, 0)
         optimizer.grad_scale = torch.full((), 2.0, device=device)
-        scaler.step(optimizer)
+        for seed in range(2):
+            give_grads(params, seed)
+            scaler.step(optimizer)
+            scaler.update()
+            assert not hasattr(optimizer, "grad_scale")
         results.append(params)
     assert_same(*results)
 

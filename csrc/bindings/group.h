@@ -19,7 +19,7 @@ class FusedGroup {
   virtual void collect(Gradients& into) const = 0;
 };
 
-// A parameter that has a gradient, and what the optimizer's state has of it.
+// A parameter, its gradient, which may be undefined, and what the optimizer's state has of it.
 struct Reading {
   const at::Tensor* param;
   const at::Tensor* grad;
@@ -78,12 +78,12 @@ class GroupOf : public FusedGroup {
     trail_.resize(members_.size());
     const size_t ranges = (members_.size() + per_range - 1) / per_range;
     if (ranges_.size() < ranges) ranges_.resize(ranges);
-    // No more than reading: this thread has the GIL, and where the others would need it, all of it would hang.
+    // Only reads: this thread holds the GIL, so a worker that asked for it would wait for ever.
     caller_place(at::kCPU).parallel_for(static_cast<int64_t>(ranges), 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const size_t first = r * per_range, last = std::min(first + per_range, members_.size());
         for (size_t index = first; index < last; ++index) {
-          trail_.fetch(index + 2);
+          if (index + 2 < last) trail_.fetch(index + 2);
           if (!take_as_it_lies(ranges_[r], index, keys, masters, take)) ranges_[r].others.push_back(index);
         }
       }

@@ -25,11 +25,12 @@ std::vector<at::Tensor> sum_squares_of(const std::vector<const FusedGroup*>& gro
   return sums;
 }
 
-// A number of one element, by its name in errors, as a float on the device.
-std::optional<at::Tensor> number_on(const at::Device& device, const std::optional<at::Tensor>& given, const char* name) {
+// A number of one element, by its name in errors, on the device.
+std::optional<at::Tensor> number_on(const at::Device& device, at::ScalarType type, const std::optional<at::Tensor>& given,
+                                    const char* name) {
   if (!given) return std::nullopt;
   TORCH_CHECK_VALUE(given->numel() == 1, name, ": expected a tensor of one number, got shape ", given->sizes());
-  return given->detach().to(device, at::kFloat, /*non_blocking=*/device.is_cuda());
+  return given->detach().to(device, type, /*non_blocking=*/device.is_cuda());
 }
 
 struct Judgement {
@@ -42,12 +43,12 @@ Judgement judge(const at::Tensor& sum_squares, const std::optional<at::Tensor>& 
   TORCH_CHECK_VALUE(is_supported(device) && sum_squares.numel() == 1 && sum_squares.scalar_type() == at::kDouble,
                     "sum_squares: expected one float64 number on ", supported_devices(), ", got ", sum_squares.toString(), " of shape ",
                     sum_squares.sizes());
-  const auto scale = number_on(device, grad_scale, "grad_scale"), flagged = number_on(device, flag, "found_inf");
+  const auto scale = number_on(device, at::kDouble, grad_scale, "grad_scale"), flagged = number_on(device, at::kFloat, flag, "found_inf");
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
   const auto fresh = [&](at::ScalarType type) { return at::empty({}, at::TensorOptions(device).dtype(type)); };
   Judgement made{fresh(at::kDouble), fresh(at::kFloat), fresh(at::kFloat)};
   map_blocks(caller_place(device), Judge::elements,
-             Judge{sum_squares.const_data_ptr<double>(), scale ? scale->const_data_ptr<float>() : nullptr,
+             Judge{sum_squares.const_data_ptr<double>(), scale ? scale->const_data_ptr<double>() : nullptr,
                    flagged ? flagged->const_data_ptr<float>() : nullptr, max_norm, made.divisor.mutable_data_ptr<double>(),
                    made.norm.mutable_data_ptr<float>(), made.found_inf.mutable_data_ptr<float>()});
   return made;
@@ -64,7 +65,8 @@ void bind_groups(py::module_& module) {
       .def_readonly("divisor", &Judgement::divisor)
       .def_readonly("norm", &Judgement::norm)
       .def_readonly("found_inf", &Judgement::found_inf);
-  module.def("judge", judge, py::arg("sum_squares"), py::kw_only(), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_norm"));
+  module.def("judge", judge, py::arg("sum_squares"), py::kw_only(), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_norm"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("sum_squares_of", sum_squares_of, py::arg("groups"));
 }
 

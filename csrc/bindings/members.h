@@ -18,7 +18,7 @@ struct Member {
   PyObject* master;
 };
 
-// The parameters of a group with their entries in the optimizer's state, looked up anew at every step. All of it wants the GIL.
+// The parameters of a group with their entries in the optimizer's state, looked up anew at every step. Every call needs the GIL.
 class Members {
  public:
   // What an entry is made of, beside the master.
@@ -30,16 +30,19 @@ class Members {
   const Member& operator[](size_t index) const { return members_[index]; }
 
   // Until release() nothing of it goes away: another thread may drop it while a kernel runs without the GIL.
-  void hold();
-  void release() { held_.clear(); }
+  void hold() { hold(members_.size()); }
+  void release();
 
  private:
+  PyObject* entry_of(PyObject* state, size_t index);
   PyObject* find(PyObject* entry, const py::object& key);
+  void hold(size_t end);
 
   std::vector<py::object> keys_;
   py::object master_key_;
   std::vector<Member> members_;
   std::vector<py::object> held_;
+  size_t held_members_ = 0;
   // Where the entries lay at the last step: fetched ahead, their cache misses overlap.
   struct Place {
     PyObject* entry;

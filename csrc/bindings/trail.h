@@ -17,7 +17,6 @@ class Trail {
 
   // Inlined: GCC takes a function that does no more than prefetch for one without effect, and drops its calls.
   __attribute__((always_inline)) void fetch(size_t index) const {
-    if (index >= places_.size()) return;
     for (const Place& place : places_[index]) {
       if (!place.impl) return;
       __builtin_prefetch(place.tensor);

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/COW.h>
 
 #include <algorithm>
 #include <deque>
@@ -220,17 +219,19 @@ class Updates {
 
   static bool may_be_half(int k) { return k < 2; }
 
-  // Whose memory is another's until somebody writes.
-  static bool is_lazy_copy(const at::Tensor& tensor) {
-    return c10::impl::cow::is_cow_data_ptr(tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr());
+  // Asking for its memory changes nothing, as it would where that is another tensor's until somebody writes.
+  static bool has_memory(const at::Tensor& tensor) {
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    return impl.has_storage() && !impl.unsafe_storage().unsafeGetStorageImpl()->has_materializer();
   }
 
   static bool fit(const Tensors& tensors, const at::Tensor* master, const at::Tensor* step) {
     const at::Tensor& param = *tensors[0];
     for (int k = 0; k < K; ++k) {
-      if (!detail::fits(*tensors[k], param, may_be_half(k)) || is_lazy_copy(*tensors[k])) return false;
+      if (!detail::fits(*tensors[k], param, may_be_half(k)) || !has_memory(*tensors[k])) return false;
     }
-    return (!master || (detail::fits(*master, param, false) && !is_lazy_copy(*master))) && (!step || detail::counts(*step, param));
+    return (!master || (detail::fits(*master, param, false) && has_memory(*master))) &&
+           (!step || (detail::counts(*step, param) && has_memory(*step)));
   }
 
   // The same element at the same offset in all tensors, with nothing in between: then the update may walk through memory.

@@ -13,8 +13,8 @@ struct Judge {
   static constexpr int elements = 256;  // as many as a tile has to have
 
   const double* sum_squares;
-  const float* grad_scale;  // null: 1
-  const float* flag;        // not zero: the step is skipped anyway; null: 0
+  const double* grad_scale;  // null: 1
+  const float* flag;         // not zero: the step is skipped anyway; null: 0
   double max_norm;
   double* divisor;
   float* norm;
@@ -23,7 +23,7 @@ struct Judge {
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
     const double sum = *sum_squares;
-    const math::Clip clip = math::clip(sum, grad_scale ? static_cast<double>(*grad_scale) : 1.0, max_norm);
+    const math::Clip clip = math::clip(sum, grad_scale ? *grad_scale : 1.0, max_norm);
     tile.put(divisor, clip.divisor);
     tile.put(norm, static_cast<float>(clip.norm));
     tile.put(found_inf, (flag && *flag != 0.0f) || sum - sum != 0.0 ? 1.0f : 0.0f);
