@@ -126,16 +126,12 @@ class LossScaler(torch.amp.GradScaler):
     def _fused_step(
         self, optimizer: FusedStep, max_norm: float | None, grad_stats: GradStats | None, **kwargs: Any
     ) -> Any:
-        """Does for our optimizers what torch's step does for others. That one spends more time in Python than a small
-        model's kernels take.
+        """Does for our optimizers what torch's step does for others, with the judge in the place of its pass over the
+        gradients.
         """
-        state = None
-        if self._enabled:
-            if "closure" in kwargs:
-                raise RuntimeError("closure: cannot be passed while enabled=True, since gradients are judged only once")
-            state = self._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.STEPPED:
-                raise RuntimeError("step() has already been called since the last update().")
+        if self._enabled and "closure" in kwargs:
+            raise RuntimeError("closure: cannot be passed while enabled=True, since gradients are judged only once")
+        state = self._state_of(optimizer) if self._enabled else None
         optimizer.judge = partial(self._judge, optimizer, state, max_norm, grad_stats)
         try:
             result = optimizer.step(**kwargs)
@@ -152,14 +148,17 @@ class LossScaler(torch.amp.GradScaler):
         """What comes before the step of an optimizer that is not ours."""
         if closure is not None:
             raise RuntimeError("max_norm: expected None with a closure, since gradients are there only after it")
-        if self._enabled:
-            stage = self._per_optimizer_states[id(optimizer)]["stage"]
-            if stage is OptState.STEPPED:
-                raise RuntimeError("step() has already been called since the last update().")
-            if stage is OptState.READY:
-                self.unscale_(optimizer)
+        if self._enabled and self._state_of(optimizer)["stage"] is OptState.READY:
+            self.unscale_(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._total_norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What torch keeps of an optimizer that has not stepped yet in this iteration."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        return state
 
     def _judge(
         self,
@@ -269,4 +268,4 @@ def _any(flags: Sequence[Tensor]) -> Tensor:
     result = flags[0] != 0 if flags else torch.zeros((), dtype=torch.bool)
     for flag in flags[1:]:
         result = result | (flag.to(result.device, non_blocking=True) != 0)
-    return result.reshape(())
+    return result

@@ -78,7 +78,7 @@ def assert_same_bits_for_any_number_of_threads(run):
     """Of the tensors that run() returns."""
     results, threads = [], torch.get_num_threads()
     try:
-        for number in (1, 2, 3):
+        for number in (1, 2, 3, 4):
             torch.set_num_threads(number)
             results.append(run())
     finally:

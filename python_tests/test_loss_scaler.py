@@ -333,10 +333,12 @@ def test_wrong_grad_stats(name, stats):
     scaler = LossScaler("cpu")
     give_scaled(params, 0, scaler)
     before = everything(params, optimizer)
-    with pytest.raises(ValueError, match=name):
-        scaler.step(optimizer, 1.0, stats)
-    assert_untouched(everything(params, optimizer), before)
-    assert scaler.skipped_steps == 0
+    for prepare in (lambda optimizer: None, scaler.unscale_):
+        prepare(optimizer)
+        with pytest.raises(ValueError, match=name):
+            scaler.step(optimizer, 1.0, stats)
+        assert_untouched(everything(params, optimizer), before)
+        assert scaler.skipped_steps == 0
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, NAN, "1", torch.ones(())], ids=str)

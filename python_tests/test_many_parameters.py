@@ -110,7 +110,8 @@ class Hashed(torch.nn.Parameter):
     """With a hash of its own, in which other code may run."""
 
     def __hash__(self):
-        [state.clear() for state in Hashed.states]
+        for state in Hashed.states:
+            state.clear()
         return 7
 
     __eq__ = object.__eq__

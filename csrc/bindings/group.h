@@ -119,8 +119,7 @@ class GroupOf : public FusedGroup {
     if (!is_tensor(members_[index].param)) return false;
     const Reading reading = read(index, keys, masters);
     if (!reading.grad->defined()) return true;
-    if (!reading.complete || reading.asks_python() || !is_counted(reading) || !take(range.updates, index, reading, Manner::as_it_lies))
-      return false;
+    if (!reading.complete || reading.asks_python() || !take(range.updates, index, reading, Manner::as_it_lies)) return false;
     const auto& [a, b, c, d] = reading.values;
     trail_.note(index, {reading.param, reading.grad, a, b, c, d, reading.master});
     range.grads.push_back(*reading.grad);

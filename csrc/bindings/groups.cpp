@@ -25,31 +25,22 @@ std::vector<at::Tensor> sum_squares_of(const std::vector<const FusedGroup*>& gro
   return sums;
 }
 
-// A number of one element, by its name in errors, on the device.
-std::optional<at::Tensor> number_on(const at::Device& device, at::ScalarType type, const std::optional<at::Tensor>& given,
-                                    const char* name) {
-  if (!given) return std::nullopt;
-  TORCH_CHECK_VALUE(given->numel() == 1, name, ": expected a tensor of one number, got shape ", given->sizes());
-  return given->detach().to(device, type, /*non_blocking=*/device.is_cuda());
-}
-
 struct Judgement {
   at::Tensor divisor, norm, found_inf;
 };
 
-Judgement judge(const at::Tensor& sum_squares, const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& flag,
+Judgement judge(const at::Tensor& sum_squares, const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
                 double max_norm) {
   const at::Device device = sum_squares.device();
   TORCH_CHECK_VALUE(is_supported(device) && sum_squares.numel() == 1 && sum_squares.scalar_type() == at::kDouble,
                     "sum_squares: expected one float64 number on ", supported_devices(), ", got ", sum_squares.toString(), " of shape ",
                     sum_squares.sizes());
-  const auto scale = number_on(device, at::kDouble, grad_scale, "grad_scale"), flagged = number_on(device, at::kFloat, flag, "found_inf");
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+  StepArguments arguments(/*lr=*/0.0, /*maximize=*/false, /*tensor_lr=*/std::nullopt, grad_scale, found_inf);
   const auto fresh = [&](at::ScalarType type) { return at::empty({}, at::TensorOptions(device).dtype(type)); };
   Judgement made{fresh(at::kDouble), fresh(at::kFloat), fresh(at::kFloat)};
   map_blocks(caller_place(device), Judge::elements,
-             Judge{sum_squares.const_data_ptr<double>(), scale ? scale->const_data_ptr<double>() : nullptr,
-                   flagged ? flagged->const_data_ptr<float>() : nullptr, max_norm, made.divisor.mutable_data_ptr<double>(),
+             Judge{sum_squares.const_data_ptr<double>(), arguments.on(device).scalars, max_norm, made.divisor.mutable_data_ptr<double>(),
                    made.norm.mutable_data_ptr<float>(), made.found_inf.mutable_data_ptr<float>()});
   return made;
 }

@@ -4,6 +4,7 @@
 
 #include "core/dtype.h"
 #include "kernels/message.h"
+#include "math/sum_squares.h"
 
 namespace dltrain {
 
@@ -54,7 +55,7 @@ struct SumTiles {
     const double sum =
         tile.template sum<double>([numbers = from, end = count](int64_t i, float) DLT_HD_LAMBDA { return i < end ? numbers[i] : 0.0; });
     tile.put(to + tile.index(), sum);
-    if (found_inf) tile.put(found_inf, sum - sum == 0.0 ? 0.0f : 1.0f);
+    if (found_inf) tile.put(found_inf, math::SumSquares::all_finite(sum) ? 0.0f : 1.0f);
   }
 };
 

@@ -12,7 +12,8 @@ struct Scalars {
 
   DLT_HD bool skip() const { return found_inf && *found_inf != 0.0f; }
   DLT_HD double lr_or(double given) const { return lr ? static_cast<double>(*lr) : given; }
-  DLT_HD double grad_factor(bool maximize) const { return (maximize ? -1.0 : 1.0) / (grad_scale ? *grad_scale : 1.0); }
+  DLT_HD double scale() const { return grad_scale ? *grad_scale : 1.0; }
+  DLT_HD double grad_factor(bool maximize) const { return (maximize ? -1.0 : 1.0) / scale(); }
 };
 
 // What the steps of all optimizers are given.

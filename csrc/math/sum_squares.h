@@ -13,6 +13,7 @@ struct SumSquares {
   DLT_HD static Value none() { return 0.0; }
   DLT_HD static Value add(Value sum, float x) { return sum + static_cast<double>(x) * static_cast<double>(x); }
   DLT_HD static Value merge(Value a, Value b) { return a + b; }
+  DLT_HD static bool all_finite(Value sum) { return sum - sum == 0.0; }
 };
 
 }  // namespace dltrain::math
