@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Backend
 from torch.futures import Future
 
 built_with_cuda: bool
@@ -118,8 +120,19 @@ class Plan:
         """The plan as JSON text."""
     def __eq__(self, other: object, /) -> bool: ...
 
+class Level:
+    """Ranks that are connected."""
+
+    @staticmethod
+    def over_backend(backend: Backend, device: torch.device, global_ranks: Sequence[int]) -> Level: ...
+    @staticmethod
+    def over_nccl(
+        unique_id: bytes, rank: int, device: torch.device, global_ranks: Sequence[int], timeout: float
+    ) -> Level:
+        """Collective."""
+
 class Communicator:
-    def __init__(self, backend: ProcessGroupGloo, global_ranks: Sequence[int], timeout: float) -> None: ...
+    def __init__(self, across: Level, inside: Level | None, device: torch.device, timeout: float) -> None: ...
     def all_reduce(
         self,
         tensor: Tensor,
@@ -148,12 +161,17 @@ class Communicator:
         step: int | None = None,
     ) -> Future[Tensor]: ...
     def close(self) -> None: ...
+    def drain(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
 
 def algorithms() -> list[str]: ...
 def check_names(algorithm: str, codec: str, /) -> None: ...
 def codecs() -> list[Codec]: ...
 def find_codec(name: str, /) -> Codec: ...
+def nccl_unique_id() -> bytes: ...
+def nccl_version() -> str:
+    """Raises RuntimeError, saying why there is none."""
+
 def make_plan(algorithm: str, rank: int, world_size: int, /) -> Plan: ...
 def timeout_of(group: ProcessGroup, /) -> float:
     """The seconds that a group's own collectives wait."""

@@ -6,6 +6,8 @@
 #include <thread>
 #include <utility>
 
+#include "bindings/place.h"
+
 namespace dltrain::bindings {
 
 namespace {
@@ -46,18 +48,125 @@ class C10dRequest : public comm::Request {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-std::vector<at::Tensor> bytes_at(const void* data, int64_t bytes) { return {at::from_blob(const_cast<void*>(data), {bytes}, at::kByte)}; }
+// Of a group on a CUDA device: waiting without a timeout is the stream's alone.
+class EnqueuedRequest : public comm::Request {
+ public:
+  EnqueuedRequest(const Place& place, c10::intrusive_ptr<c10d::Work> work) : place_(place), work_(std::move(work)) {}
+
+  void wait(comm::Deadline) override {
+    const OnStream current(place_);
+    guarded([&] { work_->wait(); });
+  }
+  void abort() override {}  // the transport's does it
+
+ private:
+  const Place place_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+at::ScalarType type_of(comm::Number number) {
+  switch (number) {
+    case comm::Number::int8: return at::kChar;
+    case comm::Number::uint8: return at::kByte;
+    case comm::Number::int32: return at::kInt;
+    case comm::Number::int64: return at::kLong;
+    case comm::Number::fp16: return at::kHalf;
+    case comm::Number::bf16: return at::kBFloat16;
+    case comm::Number::fp64: return at::kDouble;
+    case comm::Number::fp32: break;
+  }
+  return at::kFloat;
+}
+
+c10d::ReduceOp op_of(bool average) { return average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM; }
+
+bool are_equal(const std::vector<comm::Span>& shares) {
+  return std::all_of(shares.begin(), shares.end(), [&](const comm::Span& share) { return share.count == shares.front().count; });
+}
 
 }  // namespace
 
-std::unique_ptr<comm::Request> C10dTransport::send(const Place&, int peer, const void* data, int64_t bytes, int tag) {
+std::unique_ptr<comm::Request> C10dTransport::send(const Place& place, int peer, const void* data, int64_t bytes, int tag) {
+  if (in_groups()) return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
   auto tensors = bytes_at(data, bytes);
   return guarded([&] { return std::make_unique<C10dRequest>(backend().send(tensors, peer, tag)); });
 }
 
-std::unique_ptr<comm::Request> C10dTransport::recv(const Place&, int peer, void* data, int64_t bytes, int tag) {
+std::unique_ptr<comm::Request> C10dTransport::recv(const Place& place, int peer, void* data, int64_t bytes, int tag) {
+  if (in_groups()) return exchange(place, {{false, peer, data, bytes}});
   auto tensors = bytes_at(data, bytes);
   return guarded([&] { return std::make_unique<C10dRequest>(backend().recv(tensors, peer, tag)); });
+}
+
+std::unique_ptr<comm::Request> C10dTransport::exchange(const Place& place, const std::vector<comm::Posting>& postings) {
+  if (!in_groups()) return Transport::exchange(place, postings);
+  const OnStream current(place);
+  return guarded([&] {
+    backend().startCoalescing();
+    std::exception_ptr error;  // a group that was begun has to be ended
+    try {
+      for (const comm::Posting& each : postings) {
+        auto tensors = bytes_at(each.data, each.bytes);
+        each.sent ? backend().send(tensors, each.peer, 0) : backend().recv(tensors, each.peer, 0);
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    auto work = backend().endCoalescing();
+    if (error) std::rethrow_exception(error);
+    return std::make_unique<EnqueuedRequest>(place, std::move(work));
+  });
+}
+
+void C10dTransport::all_reduce(const Place& place, void* values, int64_t numel, comm::Number number, bool average) {
+  const OnStream current(place);
+  guarded([&] {
+    std::vector<at::Tensor> tensors = {tensor_at(values, numel, type_of(number))};
+    c10d::AllreduceOptions options;
+    options.reduceOp = op_of(average);
+    backend().allreduce(tensors, options)->wait();
+  });
+}
+
+void C10dTransport::reduce_scatter(const Place& place, float* values, const std::vector<comm::Span>& shares, bool average) {
+  const OnStream current(place);
+  guarded([&] {
+    const auto tensor_of = [&](const comm::Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
+    if (are_equal(shares)) {
+      auto all = tensor_at(values, shares.back().first + shares.back().count, at::kFloat), mine = tensor_of(shares[rank_]);
+      c10d::ReduceScatterOptions options;
+      options.reduceOp = op_of(average);
+      backend()._reduce_scatter_base(mine, all, options)->wait();
+      return;
+    }
+    for (int root = 0; root < world_size_; ++root) {
+      std::vector<at::Tensor> tensors = {tensor_of(shares[root])};
+      if (tensors[0].numel() == 0) continue;
+      c10d::ReduceOptions options;
+      options.reduceOp = op_of(average);
+      options.rootRank = root;
+      backend().reduce(tensors, options)->wait();
+    }
+  });
+}
+
+void C10dTransport::all_gather(const Place& place, float* values, const std::vector<comm::Span>& shares) {
+  const OnStream current(place);
+  guarded([&] {
+    const auto tensor_of = [&](const comm::Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
+    if (are_equal(shares)) {
+      auto all = tensor_at(values, shares.back().first + shares.back().count, at::kFloat), mine = tensor_of(shares[rank_]);
+      backend()._allgather_base(all, mine)->wait();
+      return;
+    }
+    for (int root = 0; root < world_size_; ++root) {
+      std::vector<at::Tensor> tensors = {tensor_of(shares[root])};
+      if (tensors[0].numel() == 0) continue;
+      c10d::BroadcastOptions options;
+      options.rootRank = root;
+      backend().broadcast(tensors, options)->wait();
+    }
+  });
 }
 
 void C10dTransport::all_reduce(at::Tensor tensor, comm::Deadline deadline, const std::function<bool()>& given_up) {
@@ -80,7 +189,28 @@ void C10dTransport::all_reduce(at::Tensor tensor, comm::Deadline deadline, const
   });
 }
 
+std::string C10dTransport::error() {
+  return guarded([&]() -> std::string {
+    switch (backend().getError()) {
+      case c10d::ErrorType::SUCCESS: return {};
+      case c10d::ErrorType::TIMEOUT: return "the backend has timed out";
+      case c10d::ErrorType::REMOTE_ERROR: return "a peer's connections have failed";
+      default: return "the backend's connections have failed";
+    }
+  });
+}
+
+void C10dTransport::abort() noexcept {
+  if (!in_groups() || !backend_) return;
+  try {
+    backend_->abort();
+  } catch (const std::exception&) {
+    return;  // it has ended already
+  }
+}
+
 void C10dTransport::close() noexcept {
+  abort();
   // The backend goes when its work has ended, which Gloo cannot break off.
   if (native_ && !native_->isCompleted()) {
     std::thread([backend = std::move(backend_)]() mutable { backend.reset(); }).detach();
@@ -91,6 +221,10 @@ void C10dTransport::close() noexcept {
 c10d::Backend& C10dTransport::backend() const {
   if (!backend_) throw comm::TransportError("the connections were closed");
   return *backend_;
+}
+
+at::Tensor C10dTransport::tensor_at(const void* data, int64_t numel, at::ScalarType type) const {
+  return at::from_blob(const_cast<void*>(data), {numel}, at::TensorOptions(type).device(device_));
 }
 
 }  // namespace dltrain::bindings

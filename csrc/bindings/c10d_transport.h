@@ -5,30 +5,45 @@
 #include <functional>
 #include <utility>
 
+#include "comm/collectives.h"
 #include "comm/transport.h"
 
 namespace dltrain::bindings {
 
-// Point-to-point messages of a torch.distributed backend, e.g. Gloo. The backend must serve nobody else: a failure closes its connections.
-class C10dTransport : public comm::Transport {
+// Point-to-point messages of a torch.distributed backend: Gloo's between CPUs, or NCCL's, a group at a time, between CUDA devices. The
+// backend must serve nobody else: a failure closes its connections.
+class C10dTransport : public comm::Transport, public comm::Collectives {
  public:
-  explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend)
-      : backend_(std::move(backend)), rank_(backend_->getRank()), world_size_(backend_->getSize()) {}
+  C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device)
+      : backend_(std::move(backend)), device_(device), rank_(backend_->getRank()), world_size_(backend_->getSize()) {}
 
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
-  std::unique_ptr<comm::Request> send(const Place&, int peer, const void* data, int64_t bytes, int tag = 0) override;
-  std::unique_ptr<comm::Request> recv(const Place&, int peer, void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<comm::Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<comm::Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<comm::Request> exchange(const Place& place, const std::vector<comm::Posting>& postings) override;
+  bool in_groups() const override { return device_.is_cuda(); }
+  Collectives* collectives() override { return device_.is_cuda() ? this : nullptr; }
+
+  void all_reduce(const Place& place, void* values, int64_t numel, comm::Number number, bool average) override;
+  void reduce_scatter(const Place& place, float* values, const std::vector<comm::Span>& shares, bool average) override;
+  void all_gather(const Place& place, float* values, const std::vector<comm::Span>& shares) override;
+
+  std::string error() override;
+  void abort() noexcept override;
   void close() noexcept override;
 
-  // The backend's own all-reduce, in place. Throws TransportError, and when given_up() says so.
+  // On the CPU: the backend's own all-reduce, in place. Throws TransportError, and when given_up() says so.
   void all_reduce(at::Tensor tensor, comm::Deadline deadline, const std::function<bool()>& given_up);
 
  private:
   c10d::Backend& backend() const;
+  at::Tensor tensor_at(const void* data, int64_t numel, at::ScalarType type) const;
+  std::vector<at::Tensor> bytes_at(const void* data, int64_t bytes) const { return {tensor_at(data, bytes, at::kByte)}; }
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10::intrusive_ptr<c10d::Work> native_;  // the latest
+  const c10::Device device_;
   const int rank_, world_size_;
 };
 

@@ -10,11 +10,7 @@
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "bindings/c10d_transport.h"
 #include "bindings/module.h"
-#include "bindings/place.h"
-#include "comm/envelopes.h"
-#include "core/check.h"
 
 namespace dltrain::bindings {
 
@@ -30,9 +26,10 @@ bool fits_backend(at::ScalarType type) {
   return fits_plans(type) || is_one_of(type, {at::kDouble, at::kByte, at::kChar, at::kInt, at::kLong});
 }
 
-void check_values(const at::Tensor& tensor, const AllReduceOptions& options) {
+void check_values(const at::Tensor& tensor, const c10::Device& device, const AllReduceOptions& options) {
   check_plain(tensor, "tensor");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "tensor: expected a tensor on the CPU, got one on ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.device() == device, "tensor: expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(), ", got one on ",
+                    tensor.device());
   const at::ScalarType type = tensor.scalar_type();
   if (options.is_native(type)) {
     TORCH_CHECK_TYPE(fits_backend(type), "tensor: expected dtype float32, float16, bfloat16, float64, uint8, int8, int32 or int64, got ",
@@ -87,69 +84,89 @@ bool AllReduceOptions::is_native(at::ScalarType type) const {
   return call.algorithm == "native" || (call.algorithm == "auto" && call.codec == "raw" && !fits_plans(type));
 }
 
-Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
-    : work_(std::make_shared<Work>(std::make_unique<C10dTransport>(std::move(backend)), std::move(global_ranks), timeout)) {}
-
-Communicator::Work::Work(std::unique_ptr<C10dTransport> transport, std::vector<int> global_ranks, std::chrono::milliseconds timeout)
-    : connections(*transport),
-      executor(std::make_unique<comm::Envelopes>(std::move(transport)), std::move(global_ranks)),
-      timeout(timeout) {}
+Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const c10::Device& device,
+                           std::chrono::milliseconds timeout)
+    : device_(device), work_(std::make_shared<Work>(Work{std::move(across), std::move(inside), timeout})) {
+  if constexpr (built_with_cuda) {
+    if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
+  }
+}
 
 Communicator::~Communicator() {
   // The worker and the backend's threads may need the GIL to let go of a tensor.
   py::gil_scoped_release no_gil;
   close();
   work_.reset();
+  stream_queue_.reset();
 }
 
 void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& options) const {
-  if (const std::string reason = work_->executor.failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
+  if (const std::string reason = work_->failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
   TORCH_CHECK(
       !queue_.in_worker(),
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
   comm::check_names(options.call.algorithm, options.call.codec);
-  check_values(tensor, options);
+  check_values(tensor, device_, options);
 }
 
-// Errors of the peers reach Python as torch.distributed.DistBackendError.
+// Errors of the peers reach Python as torch.distributed.DistBackendError. They end all levels: peers of one may wait in the other.
 void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor dense = tensor.contiguous();
   try {
     if (options.is_native(tensor.scalar_type())) {
-      all_reduce_natively(dense, options.call.average);
+      all_reduce_natively(place, dense, options.call.average);
     } else {
       comm::AllReduce call = options.call;
       call.timeout = timeout;
       if (options.residual) call.residual = {options.residual->mutable_data_ptr(), dtype_of(*options.residual)};
-      executor.all_reduce(place, {dense.mutable_data_ptr(), dtype_of(dense)}, dense.numel(), call);
+      if (inside) {
+        all_reduce_in_two_levels(place, dense, call);
+      } else {
+        across->executor().all_reduce(place, {dense.mutable_data_ptr(), dtype_of(dense)}, dense.numel(), call);
+      }
     }
   } catch (const comm::AllReduceError& error) {
+    abort(error.what());
+    close();
     C10_THROW_ERROR(DistBackendError, error.what());
   }
   if (!dense.is_same(tensor)) tensor.copy_(dense);
 }
 
-// Gloo ends the process if ranks disagree, so that is found out first.
-void Communicator::Work::all_reduce_natively(at::Tensor tensor, bool average) {
-  comm::Call call;
-  call.algorithm = comm::Call::native;
-  call.numel = tensor.numel();
-  call.average = average;
-  const std::string type = c10::toString(tensor.scalar_type());
-  type.copy(call.type.data(), call.type.size() - 1);
-  const comm::Deadline deadline = comm::Clock::now() + timeout;
-  executor.meet(call, timeout);
-  if (tensor.numel() == 0) return;
-  if (average) tensor.div_(executor.world_size());
-  try {
-    connections.all_reduce(std::move(tensor), deadline, [this] { return !executor.failure().empty(); });
-  } catch (const comm::TransportError& error) {
-    executor.abort(text("all_reduce with native on rank ", executor.global_rank(), " in a group of ", executor.world_size(), " (deadline ",
-                        std::chrono::duration<double>(timeout).count(), " s): ", error.what()));
-    executor.close();
-    throw comm::AllReduceError(executor.failure());
+void Communicator::Work::all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average) {
+  if (inside) inside->all_reduce_natively(place, tensor, average, timeout);
+  across->all_reduce_natively(place, tensor, average, timeout);
+}
+
+void Communicator::Work::all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, comm::AllReduce call) {
+  comm::Executor& host = inside->executor();
+  const at::Tensor sums = tensor.to(at::kFloat);  // the tensor itself, if it is that
+  float* const values = sums.mutable_data_ptr<float>();
+  const comm::Span mine = comm::share(sums.numel(), host.world_size(), host.rank());
+  host.reduce_scatter(place, values, sums.numel(), call.average, timeout);
+  call.residual = call.residual.from(mine.first);
+  call.first = mine.first;
+  across->executor().all_reduce(place, {values + mine.first}, mine.count, call);
+  host.all_gather(place, values, sums.numel(), timeout);
+  if (!sums.is_same(tensor)) tensor.copy_(sums);
+}
+
+std::string Communicator::Work::failure() const {
+  std::string reason = across->executor().failure();
+  return reason.empty() && inside ? inside->executor().failure() : reason;
+}
+
+void Communicator::Work::abort(const std::string& reason) {
+  for (const auto& level : {across, inside}) {
+    if (level) level->executor().abort(reason);
+  }
+}
+
+void Communicator::Work::close() {
+  for (const auto& level : {across, inside}) {
+    if (level) level->executor().close();
   }
 }
 
@@ -157,20 +174,28 @@ void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& 
   check(tensor, options);
   changed(tensor, options);
   py::gil_scoped_release no_gil;
-  queue_.run([&] { work_->all_reduce(caller_place(tensor.device()), tensor, options); });
+  const Place caller = caller_place(device_);
+  if constexpr (built_with_cuda) {
+    if (stream_queue_) {
+      return stream_queue_->run(caller, [&](const Place& side) {
+        const OnStream current(side);
+        work_->all_reduce(side, tensor, options);
+      });
+    }
+  }
+  queue_.run([&] { work_->all_reduce(caller, tensor, options); });
 }
 
 std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const AllReduceOptions& options) {
   const auto tensor = object.cast<at::Tensor>();
   check(tensor, options);
   changed(tensor, options);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get());
+  const std::vector<c10::Device> devices(device_.is_cuda() ? 1 : 0, device_);
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get(), devices);
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(c10::make_intrusive<TensorHolder>(std::move(object))));
-  py::gil_scoped_release no_gil;
-  queue_.submit([work = work_, tensor, options, future, value = std::move(value)] {
+  const auto task = [work = work_, tensor, options, future, value = std::move(value)](const Place& place) {
     try {
-      // Backward has the other cores busy: a team of threads would gain nothing here.
-      work->all_reduce(Place{serial_for}, tensor, options);
+      work->all_reduce(place, tensor, options);
     } catch (...) {
       future->setErrorIfNeeded(std::current_exception());
       return;
@@ -180,14 +205,35 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
     } catch (const c10::Error&) {
       // The user has completed it.
     }
-  });
-  return std::make_shared<torch::jit::PythonFutureWrapper>(future);
+  };
+  auto out = std::make_shared<torch::jit::PythonFutureWrapper>(future);
+  py::gil_scoped_release no_gil;
+  if constexpr (built_with_cuda) {
+    if (stream_queue_) {
+      stream_queue_->submit(caller_place(device_), [&](const Place& side) {
+        const OnStream current(side);  // the future's events are recorded there
+        task(side);
+        cuda_keep_for(side, tensor);
+        if (options.residual) cuda_keep_for(side, *options.residual);
+      });
+      return out;
+    }
+  }
+  // Backward has the other cores busy: a team of threads would gain nothing here.
+  queue_.submit([task] { task(Place{serial_for}); });
+  return out;
 }
 
 void Communicator::close() {
-  work_->executor.abort("the communicator was closed");
+  work_->abort("the communicator was closed");
   queue_.close();
-  work_->executor.close();
+  work_->close();
+}
+
+void Communicator::drain() {
+  for (const auto& level : {work_->inside, work_->across}) {
+    if (level) level->executor().drain();
+  }
 }
 
 namespace {
@@ -229,17 +275,18 @@ void bind_communicator(py::module_& module) {
       "The seconds that a group's own collectives wait.");
   py::class_<Communicator> communicator(module, "Communicator");
   communicator
-      .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend, std::vector<int> global_ranks, double timeout) {
+      .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const c10::Device& device, double timeout) {
              const std::chrono::milliseconds milliseconds(static_cast<int64_t>(timeout * 1e3));
-             return std::make_unique<Communicator>(std::move(backend), std::move(global_ranks), milliseconds);
+             return std::make_unique<Communicator>(std::move(across), std::move(inside), device, milliseconds);
            }),
-           py::arg("backend"), py::arg("global_ranks"), py::arg("timeout"))
+           py::arg("across"), py::arg("inside"), py::arg("device"), py::arg("timeout"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
       .def("stats", [](const Communicator& self) {
-        const auto stats = self.stats();
         py::dict out;
-        out["calls"] = stats.calls;
-        out["wire_bytes"] = stats.wire_bytes;
+        out["calls"] = self.across().calls;
+        out["wire_bytes"] = self.across().wire_bytes;
+        out["inside_bytes"] = self.inside().wire_bytes;
         return out;
       });
   def_with_options(communicator, "all_reduce", [](Communicator& self, const py::object& tensor, const AllReduceOptions& options) {

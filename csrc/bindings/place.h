@@ -1,6 +1,9 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+
+#include <memory>
 
 #include "core/place.h"
 
@@ -13,7 +16,20 @@ inline const char* supported_devices() { return built_with_cuda ? "the CPU or a 
 // with memory from torch's allocator.
 Place caller_place(const c10::Device& device);
 
-// Of a CUDA device; in bindings/cuda/.
+// Makes a place's stream torch's current one for as long as this lives.
+class OnStream {
+ public:
+  explicit OnStream(const Place& place);
+
+ private:
+  std::shared_ptr<void> guard_;
+};
+
+// Of CUDA devices; in bindings/cuda/.
 Place cuda_place(const c10::Device& device);
+Place cuda_side_place(const c10::Device& device);  // on a stream apart from the callers'
+std::shared_ptr<void> cuda_make_current(const Place& place);
+// Its memory is not handed out again before what the place has been given until then is done.
+void cuda_keep_for(const Place& place, const at::Tensor& tensor);
 
 }  // namespace dltrain::bindings

@@ -11,7 +11,7 @@ std::string describe(const Call& call) {
     return place >= 0 && place < std::ssize(names) ? names[place] : text("number ", place);
   };
   const std::string how = call.algorithm == Call::native ? text("native, ", call.type.data())
-                                                         : text(at(codec_names(), call.codec), " by ", at(algorithms(), call.algorithm));
+                                                         : text(at(codec_names(), call.codec), " by ", at(plan_names(), call.algorithm));
   return text("call ", call.number, ": ", how, " over ", call.numel, call.numel == 1 ? " element in " : " elements in ", call.segments,
               call.segments == 1 ? " segment" : " segments", call.average ? ", averaged" : ", summed");
 }

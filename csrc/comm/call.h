@@ -10,7 +10,7 @@ namespace dltrain::comm {
 struct Call {
   int64_t number = 0;  // of the group's calls
   int64_t numel = 0;
-  int32_t algorithm = 0, codec = 0;  // places in algorithms() and codecs(); native: the backend's own all-reduce
+  int32_t algorithm = 0, codec = 0;  // places in plan_names() and codecs(); native: the backend's own all-reduce
   int32_t segments = 1;
   int32_t average = 0;
   std::array<char, 16> type{};  // of the elements, where it matters

@@ -13,6 +13,7 @@ struct Entry {
   std::string name;
   Plan (*build)(int rank, int world_size);
   bool pipelined = false;
+  bool whole = true;  // an all-reduce
 };
 
 const std::vector<Entry>& registry() {
@@ -24,6 +25,8 @@ const std::vector<Entry>& registry() {
       {"halving_doubling", halving_doubling},
       {"direct", direct},
       {"oneshot", oneshot},
+      {"reduce_scatter", reduce_scatter, false, false},
+      {"all_gather", all_gather, false, false},
   };
   return entries;
 }
@@ -41,10 +44,21 @@ const char* name(Op op) {
   return "?";
 }
 
-const std::vector<std::string>& algorithms() {
+const std::vector<std::string>& plan_names() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> all;
     for (const Entry& entry : registry()) all.push_back(entry.name);
+    return all;
+  }();
+  return names;
+}
+
+const std::vector<std::string>& algorithms() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const Entry& entry : registry()) {
+      if (entry.whole) all.push_back(entry.name);
+    }
     return all;
   }();
   return names;
@@ -64,7 +78,7 @@ const std::vector<std::string>& other_algorithms() {
   return names;
 }
 
-bool is_pipelined(int algorithm) { return registry()[algorithm].pipelined; }
+bool is_pipelined(int index) { return registry()[index].pipelined; }
 
 int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
   constexpr int64_t small = 64 << 10, ring_from = 8 << 20;
@@ -77,9 +91,9 @@ int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool l
     if (nbytes <= small && !lossy) name = "recursive_doubling";
     if (nbytes <= small && world_size == 2) name = "oneshot";
   }
-  const auto found = std::find(algorithms().begin(), algorithms().end(), name);
-  if (found == algorithms().end()) unknown_name("algorithm", algorithms(), algorithm);
-  return static_cast<int>(found - algorithms().begin());
+  const auto found = std::find(plan_names().begin(), plan_names().end(), name);
+  if (found == plan_names().end()) unknown_name("algorithm", algorithms(), algorithm);
+  return static_cast<int>(found - plan_names().begin());
 }
 
 }  // namespace dltrain::comm

@@ -48,7 +48,8 @@ struct Plan {
   bool operator==(const Plan&) const = default;
 };
 
-// The names of all algorithms that are plans.
+// The names of all plans, and of those that are whole all-reduces.
+const std::vector<std::string>& plan_names();
 const std::vector<std::string>& algorithms();
 // Names that are no plans: "auto" and "butterfly" resolve to one by size; "native" is the all-reduce of the backend below.
 const std::vector<std::string>& other_algorithms();
@@ -56,11 +57,11 @@ const std::vector<std::string>& other_algorithms();
 // Throws std::invalid_argument for an unknown algorithm or a rank outside the world.
 Plan make_plan(const std::string& algorithm, int rank, int world_size);
 
-// Which of algorithms() a name stands for, where a tensor of nbytes in fp32 is to be reduced.
+// The plan that a name stands for, where a tensor of nbytes in fp32 is to be reduced: a place in plan_names().
 int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy);
 
-// Whether a rank has nothing to do in most rounds of the index-th of algorithms(), so that many segments are what keeps all busy.
-bool is_pipelined(int algorithm);
+// Whether a rank has nothing to do in most rounds, so that many segments are what keeps all busy.
+bool is_pipelined(int index);
 
 // A picture of the plan: a line for each round, a column for each chunk.
 std::string draw(const Plan& plan);
@@ -74,5 +75,9 @@ Plan recursive_doubling(int rank, int world_size);
 Plan halving_doubling(int rank, int world_size);
 Plan direct(int rank, int world_size);
 Plan oneshot(int rank, int world_size);
+
+// The halves of direct, which are no all-reduces: afterwards rank r holds the sum of chunk r; where it does, all hold all.
+Plan reduce_scatter(int rank, int world_size);
+Plan all_gather(int rank, int world_size);
 
 }  // namespace dltrain::comm

@@ -84,7 +84,7 @@ class Lowering {
  public:
   Lowering(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place)
       : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
-    program_.algorithm = static_cast<int>(std::find(algorithms().begin(), algorithms().end(), plan.algorithm) - algorithms().begin());
+    program_.algorithm = resolve(plan.algorithm, plan.world_size, 0, false);
     program_.in_place = in_place;
     program_.rounds = rounds_;
     program_.segments = segments;
@@ -146,7 +146,8 @@ class Lowering {
     take_arrived(segment, part);
     if (round == rounds_) {
       for (Chunk& chunk : segment.chunks) {
-        if (!chunk.final) sum(chunk, false, true, part);
+        const bool given_away = chunk.encoded_in >= 0 && chunk.received.empty();  // by half an all-reduce, which leaves it to its owner
+        if (!chunk.final && !given_away) sum(chunk, false, true, part);
       }
       return part;
     }
@@ -225,6 +226,8 @@ Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments,
   const int64_t blocks = std::max<int64_t>(blocks_of(numel, codec.alignment), 1);
   return Lowering(plan, codec, numel, static_cast<int>(std::min<int64_t>(segments, blocks)), in_place).run();
 }
+
+Span share(int64_t numel, int parts, int part) { return cut({0, numel}, find_codec("raw").alignment, parts, part); }
 
 Program meeting(int rank, int world_size) {
   Program program;

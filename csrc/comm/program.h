@@ -62,7 +62,7 @@ struct Part {
 };
 
 struct Program {
-  int algorithm = 0;      // among algorithms()
+  int algorithm = 0;      // a place in plan_names()
   bool in_place = false;  // the slots are the tensor itself
   int rounds = 0;
   int segments = 0;
@@ -75,6 +75,9 @@ struct Program {
 // Lowers a verified plan onto numel elements cut into `segments`, or into as many as there are blocks. In place: for a codec whose messages
 // are the very bytes of the tensor.
 Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place);
+
+// The part-th of `parts` shares of numel elements: the chunks of a tensor of raw fp32 in one segment.
+Span share(int64_t numel, int parts, int part);
 
 // Where there is nothing to reduce: the ranks only say which call they are in, each to the next.
 Program meeting(int rank, int world_size);

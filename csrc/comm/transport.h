@@ -5,11 +5,14 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "comm/call.h"
 #include "core/place.h"
 
 namespace dltrain::comm {
+
+class Collectives;
 
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
@@ -35,6 +38,14 @@ class Request {
   virtual void abort() = 0;  // from any thread: wait throws
 };
 
+// One of several that are posted together.
+struct Posting {
+  bool sent;  // else received
+  int peer;
+  void* data;
+  int64_t bytes;
+};
+
 // Carries bytes between the ranks of one group. Between two ranks messages of one tag arrive in the order in which they were posted. The
 // data lies at the place, and a message takes its turn in the order of the place's work.
 class Transport {
@@ -46,10 +57,22 @@ class Transport {
   // The message may be shorter than `bytes`, never longer.
   virtual std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) = 0;
 
+  // Posts all of them; the request is for all. They make progress together, so a rank's receives may be what others' sends wait for.
+  virtual std::unique_ptr<Request> exchange(const Place& place, const std::vector<Posting>& postings);
+  // Whether messages that wait for each other must be posted together, each receive with the send that it is to match.
+  virtual bool in_groups() const { return false; }
+
+  // What the backend does by itself; null where it is to be left to plans.
+  virtual Collectives* collectives() { return nullptr; }
+
   // What is posted from now on belongs to this call.
   virtual void begin(const Call&) {}
   // Nothing is sent or received from now on. Tells the peers, where they can be told, and ends their waits for this rank.
   virtual void close() noexcept {}
+  // Where messages are only enqueued, both from any thread: what has become of the connections, empty while they are well; and the end of
+  // all that is under way.
+  virtual std::string error() { return {}; }
+  virtual void abort() noexcept {}
   // What a peer said when it closed; empty where it has not, or cannot be heard.
   virtual std::string last_words(int /*peer*/) { return {}; }
 };

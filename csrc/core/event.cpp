@@ -25,4 +25,9 @@ void Event::synchronize() const {
   }
 }
 
+bool Event::passed() const {
+  if constexpr (built_with_cuda) return !event_ || cuda::event_passed(event_.get());
+  return true;
+}
+
 }  // namespace dltrain

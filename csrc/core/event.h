@@ -20,6 +20,8 @@ class Event {
   // Returns when the event has been passed.
   void synchronize() const;
 
+  bool passed() const;
+
  private:
   std::shared_ptr<CUevent_st> event_;
 };

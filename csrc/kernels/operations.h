@@ -14,11 +14,12 @@
 #include "kernels/judge.h"
 #include "kernels/lars.h"
 #include "kernels/sgd.h"
+#include "kernels/spoil.h"
 #include "math/sum_squares.h"
 
 namespace dltrain {
 
-using Elementwise = std::tuple<Advance, AdamW<4>, AdamW<5>, SGD<2>, SGD<3>, LARS<2>, LARS<3>>;
+using Elementwise = std::tuple<Advance, Spoil, AdamW<4>, AdamW<5>, SGD<2>, SGD<3>, LARS<2>, LARS<3>>;
 
 template <class... C>
 std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles, Judge> blockwise_of(const std::tuple<C...>&);

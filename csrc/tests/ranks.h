@@ -9,6 +9,7 @@
 #include "comm/envelopes.h"
 #include "comm/executor.h"
 #include "comm/in_process.h"
+#include "core/cuda/runtime.h"
 #include "core/cuda/stream_queue.h"
 #include "core/place.h"
 
@@ -19,7 +20,9 @@ class Runner {
  public:
   explicit Runner(const Place& place) : place_(place) {
     if constexpr (built_with_cuda) {
-      if (place.on_cuda()) queue_ = std::make_shared<cuda::StreamQueue>(place.device);
+      if (!place.on_cuda()) return;
+      stream_ = std::make_shared<cuda::Stream>(place.device);
+      queue_ = std::make_shared<cuda::StreamQueue>(stream_->place());
     }
   }
   void all_reduce(Executor& executor, const Elements& values, int64_t numel, const AllReduce& call) {
@@ -32,7 +35,8 @@ class Runner {
 
  private:
   Place place_;
-  std::shared_ptr<cuda::StreamQueue> queue_;  // shared: a build without CUDA has no destructor of it
+  std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of them
+  std::shared_ptr<cuda::StreamQueue> queue_;
 };
 
 // Runs body(executor, runner) on world_size ranks, each a thread.

@@ -47,7 +47,8 @@ class StreamQueueTest : public testing::Test {
 TEST_F(StreamQueueTest, OrdersItsWorkWithTheCallers) {
   if constexpr (built_with_cuda) {
     constexpr int64_t size = 1 << 16, bytes = size * sizeof(int);
-    cuda::StreamQueue queue(0);
+    const cuda::Stream stream(0);
+    cuda::StreamQueue queue(stream.place());
     const Place caller = cuda_place();
     const Memory a(caller, bytes), b(caller, bytes);
     const Memory staging = Memory::pinned(bytes), back = Memory::pinned(bytes);

@@ -1,7 +1,8 @@
 """All-reduce over a torch.distributed group, on connections of its own."""
 
+import collections
 import itertools
-import time
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from dltrain_ext import _ops
 from dltrain_ext.codecs.arguments import check_number, is_stochastic
+from dltrain_ext.comm.connections import TRANSPORTS, Connections
 
 
 def _averages(op: "str | dist.ReduceOp") -> bool:
@@ -41,37 +43,69 @@ class Work:
 
 
 class Communicator:
-    """Runs all-reduces of one group, in the order of the calls, on Gloo connections that nobody else uses.
+    """Runs all-reduces of one group, in the order of the calls, on connections that nobody else uses.
+
+    CPU tensors go over Gloo. CUDA tensors go over NCCL: their calls enqueue, no host waits, and the result is there in
+    the order of the current stream; connections for a device are made by the first call with a tensor on it.
+
+    Where each of several hosts has the same number of ranks, more than one, all-reduces go in two levels: the ranks of
+    a host add up their parts, and each takes one share of the sum across the hosts, by the algorithm and the codec of
+    the call. So a host's link carries what one rank would send.
 
     Making one is a collective call: every rank of the group makes its communicators in the same order.
 
     Args:
         group: the ranks; the default group where None. Its own backend may be any.
         timeout: how long one all-reduce, and the making itself, may wait for the peers; the group's own where None.
+        transport: what carries messages of CUDA tensors: ``"nccl"``, a communicator of NCCL's own, whose messages are
+            grouped launches on a stream of this object, also in CUDA graphs; ``"c10d"``, torch.distributed's
+            connections; ``"auto"``: the first where all ranks have it, else the second, with a warning.
+        ranks_per_host: so many neighbouring ranks of the group share a host: 1 for all-reduces in one level. Where
+            None, hosts are told apart by the machine and its network namespace.
 
     Raises:
-        torch.distributed.DistBackendError: a rank did not come; names it.
+        TypeError, ValueError: naming the argument, what was expected and what came.
+        torch.distributed.DistBackendError: a rank did not come, or the transport cannot be had on a rank; names it.
     """
 
     _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+        transport: str = "auto",
+        ranks_per_host: int | None = None,
+    ):
         group = _group(group)
         timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
         if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
             raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got {timeout!r}")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
+            raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
         ranks = dist.get_process_group_ranks(group)
-        _meet(store, ranks, timeout)
-        try:
-            backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
-        except RuntimeError as error:
-            raise dist.DistBackendError(
-                f"communicator of ranks {ranks}: could not connect in {timeout}: {error}"
-            ) from error
-        self._impl = _ops.Communicator(backend, ranks, timeout.total_seconds())
-        self._close = weakref.finalize(self, self._impl.close)
+        self._connections = Connections(store, ranks, timeout, transport, ranks_per_host)
+        self._by_device: dict[torch.device, _ops.Communicator] = {}
+        self._lock = threading.Lock()
+        self._close = weakref.finalize(self, _close, self._by_device)
+        self._on(_device_of(group))
+
+    def __del__(self) -> None:
+        for communicator in getattr(self, "_by_device", {}).values():
+            communicator.drain()  # what is enqueued is somebody's result
+
+    def _on(self, device: torch.device) -> "_ops.Communicator":
+        with self._lock:
+            if not self._close.alive:
+                raise dist.DistBackendError("the communicator was closed")
+            if device not in self._by_device:
+                self._by_device[device] = self._connections.connect(device)
+            return self._by_device[device]
 
     def all_reduce(
         self,
@@ -97,6 +131,7 @@ class Communicator:
         for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**31)):
             if number is not None:
                 check_number(number, name, bound)
+        communicator = self._on(_place_of(tensor))
         given: dict[str, Any] = {
             "average": _averages(op),
             "algorithm": algorithm,
@@ -108,19 +143,24 @@ class Communicator:
             "segments": segments or 0,
         }
         if async_op:
-            return Work(self._impl.submit(tensor, **given), self)
-        self._impl.all_reduce(tensor, **given)
+            return Work(communicator.submit(tensor, **given), self)
+        communicator.all_reduce(tensor, **given)
         return None
 
     def submit(
         self, tensor: torch.Tensor, *, average: bool, algorithm: str, codec: str
     ) -> torch.futures.Future[torch.Tensor]:
-        """Hands the tensor to the worker; the future's value is the tensor. What the DDP hook calls."""
-        return self._impl.submit(tensor, average=average, algorithm=algorithm, codec=codec)
+        """Hands the tensor to the worker, or enqueues; the future's value is the tensor. What the DDP hook calls."""
+        communicator = self._on(_place_of(tensor))
+        return communicator.submit(tensor, average=average, algorithm=algorithm, codec=codec)
 
     def stats(self) -> dict[str, int]:
-        """``calls`` completed and ``wire_bytes`` sent by this rank, headers and the backend's own all-reduces apart."""
-        return self._impl.stats()
+        """``calls`` completed (on CUDA: enqueued) and ``wire_bytes`` sent by this rank, in two levels across the hosts;
+        ``inside_bytes`` are those inside its host. Headers, and what a backend sends by itself, are not counted."""
+        total = collections.Counter(calls=0, wire_bytes=0, inside_bytes=0)
+        for communicator in self._by_device.values():
+            total.update(communicator.stats())
+        return dict(total)
 
     def close(self) -> None:
         """Fails what is under way and every later call, at once. Leaving the process does the same."""
@@ -151,9 +191,9 @@ def all_reduce(
     communicator.
 
     Args:
-        tensor: float32, float16 or bfloat16 on the CPU, any shape (also empty), the same on all ranks. With the codec
-            ``"raw"`` and the algorithms ``"native"`` or ``"auto"`` also float64, uint8, int8, int32 or int64: what
-            fp32 cannot hold is left to the backend.
+        tensor: float32, float16 or bfloat16 on the CPU or a CUDA device, any shape (also empty), the same on all
+            ranks. With the codec ``"raw"`` and the algorithms ``"native"`` or ``"auto"`` also float64, uint8, int8,
+            int32 or int64: what fp32 cannot hold is left to the backend.
         op: ``"sum"``, ``"avg"`` or the ``ReduceOp`` of that name. For an average each contribution is scaled before
             it is encoded.
         group: the default group where None.
@@ -195,20 +235,6 @@ def all_reduce(
     )
 
 
-def _meet(store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
-    """Waits until every rank has come, so that one that does not can be named."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    store.set(f"here/{dist.get_rank()}", "")
-    for rank in ranks:
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            store.wait([f"here/{rank}"], timedelta(seconds=left))
-        except RuntimeError as error:
-            raise dist.DistBackendError(
-                f"communicator of ranks {ranks}: rank {rank} did not come in {timeout}"
-            ) from error
-
-
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ValueError(
@@ -218,3 +244,23 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup that this rank belongs to, got {group!r}")
     return group
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the tensors of a group's users are, as a rule."""
+    if _ops.built_with_cuda and dist.get_backend(group) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _place_of(tensor: torch.Tensor) -> torch.device:
+    supported = ("cpu", "cuda") if _ops.built_with_cuda else ("cpu",)
+    if tensor.device.type not in supported:
+        places = "the CPU or a CUDA device" if _ops.built_with_cuda else "the CPU"
+        raise ValueError(f"tensor: expected a tensor on {places}, got one on {tensor.device}")
+    return tensor.device
+
+
+def _close(communicators: "dict[torch.device, _ops.Communicator]") -> None:
+    for communicator in communicators.values():
+        communicator.close()

@@ -10,21 +10,43 @@
 
 namespace dltrain::comm {
 
-Plan direct(int rank, int p) {
-  const auto chunk = [](int i) { return Chunks{i, i + 1}; };
+namespace {
 
-  Round scatter, gather = {{Op::finalize, -1, chunk(rank)}};
-  for (int distance = 1; distance < p; ++distance) {
-    // Each rank starts with its own successor, so that no rank is everybody's first target.
-    const int to = (rank + distance) % p, from = (rank + p - distance) % p;
+Chunks chunk(int i) { return {i, i + 1}; }
+
+// Calls visit(to, from) for each distance: each rank starts with its own successor, so that no rank is everybody's first target.
+template <class Visit>
+void around(int rank, int p, Visit visit) {
+  for (int distance = 1; distance < p; ++distance) visit((rank + distance) % p, (rank + p - distance) % p);
+}
+
+}  // namespace
+
+Plan reduce_scatter(int rank, int p) {
+  Plan plan{"reduce_scatter", rank, p, p, {}};
+  Round scatter;
+  around(rank, p, [&](int to, int from) {
     scatter.push_back({Op::send_partial, to, chunk(to)});
     scatter.push_back({Op::recv_reduce, from, chunk(rank)});
-    gather.push_back({Op::send_final, to, chunk(rank)});
-    gather.push_back({Op::recv_final, from, chunk(from)});
-  }
-  Plan plan{"direct", rank, p, p, {}};
+  });
   if (p > 1) plan.rounds.push_back(scatter);
-  plan.rounds.push_back(gather);
+  plan.rounds.push_back({{Op::finalize, -1, chunk(rank)}});
+  return plan;
+}
+
+Plan all_gather(int rank, int p) {
+  Plan plan{"all_gather", rank, p, p, {{{Op::finalize, -1, chunk(rank)}}}};
+  around(rank, p, [&](int to, int from) {
+    plan.rounds[0].push_back({Op::send_final, to, chunk(rank)});
+    plan.rounds[0].push_back({Op::recv_final, from, chunk(from)});
+  });
+  return plan;
+}
+
+Plan direct(int rank, int p) {
+  Plan plan = reduce_scatter(rank, p);
+  plan.algorithm = "direct";
+  plan.rounds.back() = all_gather(rank, p).rounds[0];
   return plan;
 }
 

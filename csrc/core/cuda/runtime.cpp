@@ -60,6 +60,34 @@ void wait_event(const Place& place, CUevent_st* event) {
 
 void synchronize_event(CUevent_st* event) { check(cudaEventSynchronize(event), "waiting for an event"); }
 
+bool event_passed(CUevent_st* event) {
+  const cudaError_t answer = cudaEventQuery(event);
+  if (answer != cudaErrorNotReady) check(answer, "asking for an event");
+  return answer == cudaSuccess;
+}
+
+bool is_capturing(const Place& place) {
+  const DeviceGuard guard(place.device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(place.stream, &status), "asking a stream whether it is captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void stay_out_of_captures() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode of a thread");
+}
+
+Stream::Stream(int device) : device_(device) {
+  const DeviceGuard guard(device);
+  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
+}
+
+Stream::~Stream() {
+  cudaStreamSynchronize(stream_);
+  cudaStreamDestroy(stream_);
+}
+
 int device_count() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

@@ -20,6 +20,28 @@ void copy(const Place& place, void* to, const void* from, int64_t bytes);
 std::shared_ptr<CUevent_st> record_event(const Place& place);
 void wait_event(const Place& place, CUevent_st* event);
 void synchronize_event(CUevent_st* event);
+bool event_passed(CUevent_st* event);
+
+// Whether what the place is given now becomes part of a graph, to run when that is replayed.
+bool is_capturing(const Place& place);
+
+// Lets the calling thread ask for events while another one captures.
+void stay_out_of_captures();
+
+// A stream of one's own.
+class Stream {
+ public:
+  explicit Stream(int device);
+  ~Stream();  // returns when the work given is done
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  Place place(const Allocator* allocator = nullptr) const { return Place::cuda(device_, stream_, allocator); }
+
+ private:
+  int device_;
+  CUstream_st* stream_ = nullptr;
+};
 
 // Makes a device the calling thread's current one for as long as this lives.
 class DeviceGuard {

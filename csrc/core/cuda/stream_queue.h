@@ -8,14 +8,11 @@
 
 namespace dltrain::cuda {
 
-// The Queue on a CUDA device: tasks enqueue their work on a stream of the queue's own, in the order in which they are given. Events order
-// it with the callers' streams, and no host thread waits.
+// The Queue on a CUDA device: tasks enqueue their work on a stream that is the queue's alone, in the order in which they are given. Events
+// order it with the callers' streams, and no host thread waits.
 class StreamQueue {
  public:
-  explicit StreamQueue(int device, const Allocator* allocator = nullptr);
-  ~StreamQueue();  // returns when the work given is done
-  StreamQueue(const StreamQueue&) = delete;
-  StreamQueue& operator=(const StreamQueue&) = delete;
+  explicit StreamQueue(const Place& place) : place_(place) {}
 
   using Task = std::function<void(const Place& place)>;
 
@@ -25,8 +22,10 @@ class StreamQueue {
   // The same, but the caller's stream goes on at once: who needs the result waits for the event.
   Event submit(const Place& caller, const Task& task);
 
+  const Place& place() const { return place_; }
+
  private:
-  Place place_;
+  const Place place_;
   std::mutex mutex_;
 };
 

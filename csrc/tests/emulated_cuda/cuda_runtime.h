@@ -50,13 +50,26 @@ struct CUevent_st {
       std::unique_lock lock(mutex);
       changed.wait(lock, [&] { return passed >= record; });
     }
+    bool has_passed(int record) {
+      const std::lock_guard lock(mutex);
+      return passed >= record;
+    }
   };
   std::shared_ptr<State> state = std::make_shared<State>();  // streams may outlive the event
 };
 using cudaStream_t = CUstream_st*;
 using cudaEvent_t = CUevent_st*;
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration, cudaErrorNoDevice, cudaErrorInsufficientDriver };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorInvalidConfiguration,
+  cudaErrorNoDevice,
+  cudaErrorInsufficientDriver,
+  cudaErrorNotReady
+};
 enum cudaMemcpyKind { cudaMemcpyDefault };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostAllocDefault = 0;
 
 namespace emulated_cuda {
@@ -184,6 +197,15 @@ inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   event->state->wait_for(event->state->recorded);
   return cudaSuccess;
 }
+
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return event->state->has_passed(event->state->recorded) ? cudaSuccess : cudaErrorNotReady;
+}
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 
 template <class Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters), dim3 grid, dim3 threads, void** arguments, size_t, cudaStream_t stream) {

@@ -1,0 +1,94 @@
+#include "bindings/level.h"
+
+#include <utility>
+
+#include "bindings/module.h"
+#include "comm/envelopes.h"
+#include "comm/nccl/transport.h"
+#include "core/check.h"
+
+namespace dltrain::bindings {
+
+namespace {
+
+comm::Number number_of(at::ScalarType type) {
+  switch (type) {
+    case at::kChar: return comm::Number::int8;
+    case at::kByte: return comm::Number::uint8;
+    case at::kInt: return comm::Number::int32;
+    case at::kLong: return comm::Number::int64;
+    case at::kHalf: return comm::Number::fp16;
+    case at::kBFloat16: return comm::Number::bf16;
+    case at::kDouble: return comm::Number::fp64;
+    default: return comm::Number::fp32;
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Level> Level::over_backend(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device,
+                                           std::vector<int> global_ranks) {
+  auto transport = std::make_unique<C10dTransport>(std::move(backend), device);
+  if (device.is_cuda()) return std::shared_ptr<Level>(new Level(std::move(transport), std::move(global_ranks)));
+  C10dTransport* const gloo = transport.get();
+  return std::shared_ptr<Level>(new Level(std::make_unique<comm::Envelopes>(std::move(transport)), std::move(global_ranks), gloo));
+}
+
+std::shared_ptr<Level> Level::over_nccl(const std::string& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks,
+                                        std::chrono::milliseconds timeout) {
+  comm::nccl::UniqueId id;
+  dltrain::check(unique_id.size() == sizeof id.bytes, "unique_id: expected ", sizeof id.bytes, " bytes, got ", unique_id.size());
+  unique_id.copy(id.bytes, sizeof id.bytes);
+  const int world_size = static_cast<int>(global_ranks.size());
+  auto transport = std::make_unique<comm::nccl::Transport>(comm::nccl::Library::get(), id, rank, world_size,
+                                                           device.is_cuda() ? device.index() : -1, timeout);
+  return std::shared_ptr<Level>(new Level(std::move(transport), std::move(global_ranks)));
+}
+
+void Level::all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average, std::chrono::milliseconds timeout) {
+  if (gloo_) return all_reduce_by_gloo(tensor, average, timeout);
+  executor_.all_reduce_natively(place, tensor.mutable_data_ptr(), tensor.numel(), number_of(tensor.scalar_type()), average, timeout);
+}
+
+// Gloo ends the process if ranks disagree, so that is found out first.
+void Level::all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::milliseconds timeout) {
+  comm::Call call;
+  call.algorithm = comm::Call::native;
+  call.numel = tensor.numel();
+  call.average = average;
+  const std::string type = c10::toString(tensor.scalar_type());
+  type.copy(call.type.data(), call.type.size() - 1);
+  const comm::Deadline deadline = comm::Clock::now() + timeout;
+  executor_.meet(call, timeout);
+  if (tensor.numel() == 0) return;
+  if (average) tensor.div_(executor_.world_size());
+  try {
+    gloo_->all_reduce(std::move(tensor), deadline, [this] { return !executor_.failure().empty(); });
+  } catch (const comm::TransportError& error) {
+    executor_.abort(text("all_reduce with native on rank ", executor_.global_rank(), " in a group of ", executor_.world_size(),
+                         " (deadline ", std::chrono::duration<double>(timeout).count(), " s): ", error.what()));
+    executor_.close();
+    throw comm::AllReduceError(executor_.failure());
+  }
+}
+
+void bind_levels(py::module_& module) {
+  const auto milliseconds = [](double seconds) { return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)); };
+  module.def("nccl_version", [] { return comm::nccl::Library::get().version_text(); }, "Raises RuntimeError, saying why there is none.");
+  module.def("nccl_unique_id", [] {
+    const auto id = comm::nccl::make_unique_id(comm::nccl::Library::get());
+    return py::bytes(id.bytes, sizeof id.bytes);
+  });
+  py::class_<Level, std::shared_ptr<Level>>(module, "Level")
+      .def_static("over_backend", &Level::over_backend, py::arg("backend"), py::arg("device"), py::arg("global_ranks"))
+      .def_static(
+          "over_nccl",
+          [milliseconds](const py::bytes& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks, double timeout) {
+            const std::string id = unique_id;
+            py::gil_scoped_release no_gil;
+            return Level::over_nccl(id, rank, device, std::move(global_ranks), milliseconds(timeout));
+          },
+          py::arg("unique_id"), py::arg("rank"), py::arg("device"), py::arg("global_ranks"), py::arg("timeout"));
+}
+
+}  // namespace dltrain::bindings

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/c10d_transport.h"
+#include "comm/executor.h"
+
+namespace dltrain::bindings {
+
+// Ranks that are connected: all of a group or, in two levels, those of this host, or those that stand for a share of each host.
+class Level {
+ public:
+  // Over a torch.distributed backend that serves nobody else: Gloo's on the CPU, NCCL's on a CUDA device.
+  static std::shared_ptr<Level> over_backend(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device,
+                                             std::vector<int> global_ranks);
+  // Over a communicator of NCCL's own. Collective: all ranks come with the same id.
+  static std::shared_ptr<Level> over_nccl(const std::string& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks,
+                                          std::chrono::milliseconds timeout);
+
+  comm::Executor& executor() { return executor_; }
+
+  // By the backend itself, in place.
+  void all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average, std::chrono::milliseconds timeout);
+
+ private:
+  Level(std::unique_ptr<comm::Transport> transport, std::vector<int> global_ranks, C10dTransport* gloo = nullptr)
+      : gloo_(gloo), executor_(std::move(transport), std::move(global_ranks)) {}
+  void all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::milliseconds timeout);
+
+  C10dTransport* const gloo_;  // the executor's
+  comm::Executor executor_;
+};
+
+}  // namespace dltrain::bindings

@@ -1,0 +1,63 @@
+#include "comm/watch.h"
+
+#include <utility>
+
+#include "core/cuda/runtime.h"
+
+namespace dltrain::comm {
+
+Watch::~Watch() {
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void Watch::add(Call call) {
+  if (call.stages.empty()) return;
+  std::lock_guard lock(mutex_);
+  calls_.push_back(std::move(call));
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_all();
+}
+
+void Watch::drain() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return closed_ || calls_.empty(); });
+}
+
+void Watch::run() {
+  constexpr auto interval = std::chrono::milliseconds(1);
+  if constexpr (built_with_cuda) cuda::stay_out_of_captures();
+  std::unique_lock lock(mutex_);
+  while (!closed_) {
+    if (calls_.empty()) {
+      changed_.wait(lock, [this] { return closed_ || !calls_.empty(); });
+      continue;
+    }
+    Call& call = calls_.front();  // adding others does not move it
+    lock.unlock();
+    size_t done = 0;
+    std::string why;
+    try {
+      while (done < call.stages.size() && call.stages[done].passed.passed()) ++done;
+      if (done < call.stages.size()) why = error_();
+    } catch (const std::exception& error) {
+      why = error.what();  // the device's own
+    }
+    if (why.empty() && Clock::now() > call.deadline) why = "nothing came";
+    const bool over = done == call.stages.size();
+    if (!over && !why.empty()) call.give_up(call.stages[done], why);
+    lock.lock();
+    if (over || !why.empty()) {
+      calls_.pop_front();
+      changed_.notify_all();
+    } else {
+      changed_.wait_for(lock, interval, [this] { return closed_; });
+    }
+  }
+}
+
+}  // namespace dltrain::comm

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/transport.h"
+#include "core/event.h"
+
+namespace dltrain::comm {
+
+// Looks after calls whose work has only been enqueued: gives up on the one that is not done at its deadline, or when the connections fail.
+class Watch {
+ public:
+  struct Stage {
+    Event passed;
+    int round;
+    std::vector<int> peers;  // one of them is waited for until then
+  };
+  struct Call {
+    std::vector<Stage> stages;  // in the order of the place's work
+    Deadline deadline;
+    std::function<void(const Stage& stage, const std::string& why)> give_up;
+  };
+
+  // error: what has become of the connections, asked from the watch's thread; empty while they are well.
+  explicit Watch(std::function<std::string()> error) : error_(std::move(error)) {}
+  ~Watch();
+
+  void add(Call call);
+  void drain();  // returns when all calls are done or given up
+
+ private:
+  void run();
+
+  const std::function<std::string()> error_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Call> calls_;
+  bool closed_ = false;
+  std::thread thread_;  // started by the first call
+};
+
+}  // namespace dltrain::comm
