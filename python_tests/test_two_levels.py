@@ -1,0 +1,265 @@
+"""All-reduces in two levels, inside and across the hosts: over real Gloo, and on emulated hosts behind a slow link."""
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_benchmark_hosts import REASON, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import codecs, comm, ddp
+from dltrain_ext.comm.connections import layout
+
+LOSSY = [codec for codec in codecs.CODECS if codecs.error_bound(codec).max > 0]
+
+
+def fitting(codec: str) -> list[str]:
+    return [name for name in comm.ALGORITHMS if codec not in LOSSY or not comm.plan(name, 0, 1).exact]
+
+
+def given(rank: int, numel: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def whole(rank: int, numel: int) -> torch.Tensor:
+    """Small integers: any order of summation is exact."""
+    return ((torch.arange(numel) * 7 + rank * 13) % 31 - 15).float()
+
+
+def same_everywhere(tensor: torch.Tensor) -> bool:
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(first.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "per_host", "expected"),
+    [
+        ("aabb", 0, None, ([0, 1], [0, 2])),
+        ("aabb", 3, None, ([2, 3], [1, 3])),
+        ("abab", 2, None, ([0, 2], [2, 3])),  # ranks need not be neighbours
+        ("abcabc", 4, None, ([1, 4], [3, 4, 5])),
+        ("aaaa", 1, None, None),  # one host
+        ("abcd", 1, None, None),  # one rank on each
+        ("aab", 0, None, None),  # not as many on each
+        ("aaaa", 1, 1, None),
+        ("aaaa", 1, 4, None),
+        ("aaaa", 1, 2, ([0, 1], [1, 3])),  # what one says counts
+        ("abcdef", 4, 3, ([3, 4, 5], [1, 4])),
+    ],
+)
+def test_layouts(hosts, rank, per_host, expected):
+    assert layout(hosts, rank, per_host) == expected
+
+
+def check_sums(rank, world_size, per_host):
+    communicator = comm.Communicator(ranks_per_host=per_host)
+    flat = comm.Communicator(ranks_per_host=1)
+    for algorithm in (*comm.ALGORITHMS, "auto", "butterfly"):
+        for numel in (0, 1, world_size - 1, 15, 16 * per_host, 16 * per_host + 1, 1000, 70_001):
+            total = sum(whole(r, numel) for r in range(world_size))
+            tensor = whole(rank, numel)
+            communicator.all_reduce(tensor, algorithm=algorithm)
+            assert torch.equal(tensor, total), (algorithm, numel)
+    for dtype in (torch.float16, torch.bfloat16):
+        tensor = whole(rank, 1001).to(dtype)
+        communicator.all_reduce(tensor)
+        assert torch.equal(tensor.float(), sum(whole(r, 1001) for r in range(world_size)))
+    # In fp32: 256 + 1 + 1 is 258, which halves that are added one after another miss.
+    halves = torch.full((100,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    communicator.all_reduce(halves)
+    assert torch.equal(halves, torch.full((100,), 255.0 + world_size).bfloat16())
+    strided = torch.zeros(10, 20)[:, ::2]
+    strided += rank
+    communicator.all_reduce(strided, async_op=True).wait()
+    assert torch.equal(strided, torch.full((10, 10), sum(range(world_size)) * 1.0))
+    for dtype in (torch.int64, torch.float64, torch.uint8):
+        tensor = torch.arange(5).to(dtype) + rank
+        communicator.all_reduce(tensor)
+        assert torch.equal(tensor, sum(torch.arange(5).to(dtype) + r for r in range(world_size)))
+    large = torch.full((33,), torch.finfo(torch.float32).max)
+    communicator.all_reduce(large, "avg")
+    torch.testing.assert_close(large, torch.full((33,), torch.finfo(torch.float32).max))
+    mean, other = given(rank, 5000), given(rank, 5000)
+    communicator.all_reduce(mean, "avg")
+    flat.all_reduce(other, "avg")
+    torch.testing.assert_close(mean, other, rtol=1e-5, atol=1e-6)
+    assert flat.stats()["inside_bytes"] == 0 < communicator.stats()["inside_bytes"]
+
+
+def check_codecs(rank, world_size, per_host):
+    communicator = comm.Communicator(ranks_per_host=per_host)
+    for codec in codecs.CODECS:
+        block = max(codecs.block_size(codec), 16)
+        for algorithm in fitting(codec):
+            for numel in (1, world_size * block + 1, 20_011):
+                for rounding in ("nearest", "stochastic"):
+                    parts = [given(r, numel) for r in range(world_size)]
+                    tensor = parts[rank].clone()
+                    communicator.all_reduce(tensor, algorithm=algorithm, codec=codec, rounding=rounding)
+                    assert same_everywhere(tensor), (codec, algorithm, numel)
+                    largest = sum(part.abs().max() for part in parts)
+                    bound = codecs.error_bound(codec, rounding).max * (world_size + 1) + 1e-5
+                    assert (tensor - sum(parts)).abs().max() <= bound * largest, (codec, algorithm, numel)
+            tensor = torch.ones(4000)
+            if rank == world_size - 1:
+                tensor[1234] = torch.nan
+            communicator.all_reduce(tensor, algorithm=algorithm, codec=codec)
+            assert same_everywhere(tensor.nan_to_num(7.0))
+            assert not tensor[1234].isfinite() and tensor[1234 - 256].isfinite() and tensor[1234 + 256].isfinite()
+
+
+@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize("check", [check_sums, check_codecs])
+def test_results(check, world_size, per_host):
+    run_ranks(world_size, check, per_host, timeout=240)
+
+
+def check_feedback(rank, world_size):
+    """Over the steps, what came out and what is left on all ranks make up what was given."""
+    communicator = comm.Communicator(ranks_per_host=2)
+    numel, steps = 3001, 30
+    for codec, algorithm in (("int8", "direct"), ("int4", "ring"), ("sign", "tree")):
+        residual = codecs.zero_residual(torch.empty(numel))
+        exact, received = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+        for step in range(steps):
+            exact += sum(given(r, numel, step).double() for r in range(world_size)) / world_size
+            tensor = given(rank, numel, step)
+            communicator.all_reduce(tensor, "avg", algorithm=algorithm, codec=codec, residual=residual)
+            received += tensor
+        left = residual.double()
+        dist.all_reduce(left)
+        torch.testing.assert_close(received + left, exact, rtol=0, atol=1e-4)
+
+
+def test_feedback_loses_nothing():
+    run_ranks(4, check_feedback)
+
+
+def check_bytes(rank, world_size, per_host):
+    """Of a plan that sends everything to its owner, what crosses between hosts falls by the ranks of a host."""
+    communicator, flat = comm.Communicator(ranks_per_host=per_host), comm.Communicator(ranks_per_host=1)
+    numel = 16 * world_size * 1000
+    for each in (communicator, flat):
+        each.all_reduce(torch.ones(numel), algorithm="direct")
+    hosts = world_size // per_host
+    assert communicator.stats()["wire_bytes"] == 4 * 2 * (numel // per_host) * (hosts - 1) / hosts
+    across = (world_size - per_host) / (world_size - 1)  # the share of messages that leave the host
+    assert communicator.stats()["wire_bytes"] == pytest.approx(flat.stats()["wire_bytes"] * across / per_host)
+
+
+@pytest.mark.parametrize("per_host", [2, 3])
+def test_bytes_across_hosts_fall_by_the_ranks_of_a_host(per_host):
+    run_ranks(2 * per_host, check_bytes, per_host)
+
+
+def check_ddp(rank, world_size):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=16 / 1024)
+    state = ddp.register(model, codec="bf16", ranks_per_host=2)
+    torch.manual_seed(rank)
+    model(torch.randn(3, 64)).square().mean().backward()
+    for parameter in model.parameters():
+        assert same_everywhere(parameter.grad)
+    assert state.stats()["inside_bytes"] > 0
+
+
+def test_the_hook_goes_in_two_levels():
+    run_ranks(4, check_ddp)
+
+
+def lose(rank, world_size, how, when):
+    """Rank 2 dies: between two calls, or with its own messages under way."""
+    communicator = comm.Communicator(timeout=timedelta(seconds=3), ranks_per_host=2)
+    tensor = torch.ones(300_000)
+    communicator.all_reduce(tensor, "avg", codec="int8")
+    if rank == 2:
+        if when == "under way":
+            communicator.all_reduce(tensor, async_op=True)
+        os.kill(os.getpid(), how)
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match=f"on rank {rank} in a group of 2: waiting for rank"):
+        for _ in range(3):
+            communicator.all_reduce(tensor)
+    took = time.monotonic() - start
+    with pytest.raises(dist.DistBackendError):
+        communicator.all_reduce(tensor)
+    return took
+
+
+@pytest.mark.parametrize("when", ["between", "under way"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_rank_is_an_error_on_all_others(how, when):
+    took = run_ranks(4, lose, how, when, dying=(2,))
+    assert max(took[rank] for rank in (0, 1, 3)) < 2 * 3 + 1
+
+
+def check_disagreement(rank, world_size):
+    communicator = comm.Communicator(timeout=timedelta(seconds=20), ranks_per_host=2)
+    with pytest.raises(dist.DistBackendError, match="this rank is in|closed"):
+        communicator.all_reduce(torch.ones(1000 if rank else 999))
+
+
+def test_ranks_that_disagree_are_told():
+    run_ranks(4, check_disagreement)
+
+
+def check_arguments(rank, world_size):
+    for wrong in (0, -1, 1.5, "2", True):
+        with pytest.raises(ValueError, match=f"ranks_per_host: expected an int of at least 1, or None, got {wrong!r}"):
+            comm.Communicator(ranks_per_host=wrong)
+    with pytest.raises(ValueError, match="transport: expected one of auto, nccl, c10d, got 'gloo'"):
+        comm.Communicator(transport="gloo")
+    with pytest.raises(ValueError, match="ranks_per_host: expected a divisor of the group's size, 3, got 2"):
+        comm.Communicator(ranks_per_host=2)
+
+
+def test_arguments():
+    run_ranks(3, check_arguments)
+
+
+SCRIPT = """
+import json, os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from dltrain_ext import comm
+
+dist.init_process_group("gloo")
+rank, local = dist.get_rank(), int(os.environ["LOCAL_RANK"])
+link = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics", "tx_bytes")
+numel = 12 * 16 * 10_000
+sent = {}
+for name, communicator in (("two", comm.Communicator()), ("one", comm.Communicator(ranks_per_host=1))):
+    tensor = torch.ones(numel)
+    communicator.all_reduce(tensor, algorithm="direct")
+    dist.barrier()
+    before = int(link.read_text())
+    tensor.fill_(1)
+    communicator.all_reduce(tensor, algorithm="direct")
+    dist.barrier()
+    sent[name] = int(link.read_text()) - before
+    assert torch.equal(tensor, torch.full((numel,), float(dist.get_world_size())))
+    sent[f"{name} inside"] = communicator.stats()["inside_bytes"]
+if rank == 0:
+    print(json.dumps(sent))
+dist.barrier()
+"""
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
+@pytest.mark.parametrize("per_host", [2, 3])
+def test_hosts_are_found_and_their_links_carry_less(per_host):
+    done = run("--hosts", 2, "--per-host", per_host, "--rate", "none", script=SCRIPT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sent = json.loads(done.stdout.splitlines()[-1])
+    assert sent["one inside"] == 0 < sent["two inside"]
+    # Besides the messages there are envelopes, the barriers' own and TCP's headers.
+    assert sent["one"] / sent["two"] == pytest.approx(per_host, rel=0.1)
