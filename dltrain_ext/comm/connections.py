@@ -16,6 +16,8 @@ import torch.distributed as dist
 from dltrain_ext import _ops
 
 TRANSPORTS = ("auto", "nccl", "c10d")
+_CONNECTING = timedelta(minutes=5)  # is enough for NCCL
+Make = Callable[[dist.Store, torch.device, list[int], int], "_ops.Level"]
 
 
 class Connections:
@@ -33,91 +35,87 @@ class Connections:
         self, store: dist.Store, ranks: list[int], timeout: timedelta, transport: str, ranks_per_host: int | None
     ):
         self._store, self._ranks, self._timeout, self._transport = store, ranks, timeout, transport
+        self._patience = min(timeout, _CONNECTING)
         self._rank = ranks.index(dist.get_rank())
         self._layout = layout(self._meet("host", host_id()), self._rank, ranks_per_host)
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device. In two levels where several ranks stand on each of several hosts."""
-        carrier = self._carrier(device)
-        if self._layout is None:
-            across, inside = self._level(device, carrier, "all", range(len(self._ranks))), None
-        else:
-            neighbours, counterparts = self._layout
-            inside = self._level(device, carrier, f"inside/{neighbours[0]}", neighbours)
-            across = self._level(device, carrier, f"across/{counterparts[0]}", counterparts)
-        return _ops.Communicator(across, inside, device, self._timeout.total_seconds())
-
-    def _carrier(self, device: torch.device) -> str:
-        """gloo, nccl or c10d; all ranks come to the same."""
+        levels = None
         if device.type == "cpu":
-            return "gloo"
-        if self._transport == "c10d":
-            return "c10d"
-        try:
-            mine = f"version {_ops.nccl_version()}"
-        except RuntimeError as error:
-            mine = str(error)
-        missing = {
-            rank: answer
-            for rank, answer in zip(self._ranks, self._meet(f"nccl/{device}", mine), strict=True)
-            if not answer.startswith("version ")
-        }
-        if not missing:
-            return "nccl"
-        rank, reason = next(iter(missing.items()))
-        self._fall_back(f"rank {rank}: {reason}")
-        return "c10d"
+            levels = self._levels(device, self._over_gloo)
+        elif self._all_have_nccl(device):
+            levels = self._over_nccl_if_all_can(device)
+        if levels is None:
+            levels = self._levels(device, self._over_torch)
+        return _ops.Communicator(*levels, device, self._timeout.total_seconds())
 
-    def _fall_back(self, reason: str) -> None:
-        if self._transport == "nccl":
-            raise dist.DistBackendError(f"transport: nccl cannot be had: {reason}")
-        tell_once(f"messages of CUDA tensors go by torch.distributed, not by NCCL itself: {reason}")
+    def _levels(self, device: torch.device, make: "Make") -> tuple["_ops.Level", "_ops.Level | None"]:
+        """Across the hosts and inside this one; of all ranks, and none, where there is one level."""
 
-    def _level(self, device: torch.device, carrier: str, name: str, members: Sequence[int]) -> "_ops.Level":
-        """Connects some of the group's ranks."""
-        store = dist.PrefixStore(f"{device}/{carrier}/{name}", self._store)
-        ranks = [self._ranks[member] for member in members]
-        index = members.index(self._rank)
-        if carrier == "nccl":
-            level = self._nccl_level(store, device, ranks, index)
-            if level is not None:
-                return level
-            return self._level(device, "c10d", name, members)
+        def level(name: str, members: Sequence[int]) -> "_ops.Level":
+            store = dist.PrefixStore(f"{device}/{make.__name__}/{name}", self._store)
+            return make(store, device, [self._ranks[member] for member in members], members.index(self._rank))
+
+        if self._layout is None:
+            return level("all", range(len(self._ranks))), None
+        neighbours, counterparts = self._layout
+        inside = level(f"inside/{neighbours[0]}", neighbours)
+        return level(f"across/{counterparts[0]}", counterparts), inside
+
+    def _over_gloo(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
         try:
-            backend = self._backend(carrier, store, index, len(ranks))
+            backend: Any = dist.ProcessGroupGloo(store, rank, len(ranks), self._timeout)
         except RuntimeError as error:
             raise dist.DistBackendError(
                 f"communicator of ranks {ranks}: could not connect in {self._timeout}: {error}"
             ) from error
         return _ops.Level.over_backend(backend, device, ranks)
 
-    def _backend(self, carrier: str, store: dist.Store, rank: int, size: int) -> Any:
-        if carrier == "gloo":
-            return dist.ProcessGroupGloo(store, rank, size, self._timeout)
-        # Its own watchdog ends the process, so that comes last.
+    def _over_torch(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
+        # The backend's watchdog ends the process, so that comes last.
         timeout: Any = self._timeout + timedelta(minutes=5)
-        return dist.ProcessGroupNCCL(store, rank, size, timeout)
+        backend: Any = dist.ProcessGroupNCCL(store, rank, len(ranks), timeout)
+        return _ops.Level.over_backend(backend, device, ranks)
 
-    def _nccl_level(self, store: dist.Store, device: torch.device, ranks: list[int], index: int) -> "_ops.Level | None":
-        """None where it failed on one of the ranks, and so on all."""
-        level, answer = None, "connected"
+    def _over_nccl(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
+        if rank == 0:
+            store.set("id", _ops.nccl_unique_id().hex())
+        store.wait(["id"], self._patience)
+        unique_id = bytes.fromhex(store.get("id").decode())
+        return _ops.Level.over_nccl(unique_id, rank, device, ranks, self._patience.total_seconds())
+
+    def _all_have_nccl(self, device: torch.device) -> bool:
+        if self._transport == "c10d":
+            return False
         try:
-            if index == 0:
-                store.set("id", _ops.nccl_unique_id().hex())
-            store.wait(["id"], self._timeout)
-            seconds = self._timeout.total_seconds()
-            unique_id = bytes.fromhex(store.get("id").decode())
-            level = _ops.Level.over_nccl(unique_id, index, device, ranks, seconds)
+            answer = f"version {_ops.nccl_version()}"
         except RuntimeError as error:
             answer = str(error)
-        for rank, what in zip(ranks, meet(store, "connected", ranks, index, answer, 2 * self._timeout), strict=True):
-            if what != "connected":
-                self._fall_back(f"rank {rank}: {what}")
-                return None
-        return level
+        return self._all_say(lambda said: said.startswith("version "), f"nccl/{device}", answer)
 
-    def _meet(self, about: str, answer: str) -> list[str]:
-        return meet(self._store, about, self._ranks, self._rank, answer, self._timeout)
+    def _over_nccl_if_all_can(self, device: torch.device) -> tuple["_ops.Level", "_ops.Level | None"] | None:
+        levels, answer = None, "connected"
+        try:
+            levels = self._levels(device, self._over_nccl)
+        except RuntimeError as error:
+            answer = str(error)
+        return levels if self._all_say(lambda said: said == "connected", f"connected/{device}", answer) else None
+
+    def _all_say(self, yes: Callable[[str], bool], about: str, answer: str) -> bool:
+        """Whether all ranks say yes; where not, whoever does not is why NCCL itself is done without."""
+        answers = self._meet(about, answer, 2 * self._patience)  # one at each level
+        no = [f"rank {rank}: {said}" for rank, said in zip(self._ranks, answers, strict=True) if not yes(said)]
+        if not no:
+            return True
+        reasons = "; ".join(no[:4])  # some are but consequences of others
+        if self._transport == "nccl":
+            raise dist.DistBackendError(f"transport: nccl cannot be had: {reasons}")
+        tell_once(f"messages of CUDA tensors go by torch.distributed, not by NCCL itself: {reasons}")
+        return False
+
+    def _meet(self, about: str, answer: str, patience: timedelta = timedelta()) -> list[str]:
+        return meet(self._store, about, self._ranks, self._rank, answer, self._timeout + patience)
 
 
 def meet(store: dist.Store, about: str, ranks: list[int], index: int, answer: str, timeout: timedelta) -> list[str]:

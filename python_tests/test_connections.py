@@ -1,0 +1,191 @@
+"""How ranks come to the same transport, and NCCL as it is found at run time."""
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from dltrain_ext import _ops
+from dltrain_ext.comm import connections
+from dltrain_ext.comm.connections import Connections
+
+ROOT = Path(__file__).parents[1]
+CUDA = torch.device("cuda", 0)
+NUMBERS = itertools.count()
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def made(monkey, rank, *, version=lambda rank: "2.28.9", connects=lambda rank: True, transport="auto"):
+    """Connections on which NCCL answers as told, and Gloo stands for both kinds of connections that need a GPU."""
+
+    def nccl_version():
+        if isinstance(answer := version(rank), Exception):
+            raise answer
+        return answer
+
+    class Level:
+        @staticmethod
+        def over_nccl(unique_id, index, device, ranks, timeout):
+            assert unique_id == bytes(range(128)) and ranks[index] == rank
+            if not connects(rank):
+                raise Broken("ncclCommInitRankConfig: unhandled system error")
+            return "nccl"
+
+        @staticmethod
+        def over_backend(backend, device, ranks):
+            return "c10d"
+
+    monkey.setattr(connections, "_CONNECTING", timedelta(seconds=1))
+    monkey.setattr(_ops, "nccl_version", nccl_version)
+    monkey.setattr(_ops, "nccl_unique_id", lambda: bytes(range(128)))
+    monkey.setattr(_ops, "Level", Level)
+    monkey.setattr(_ops, "Communicator", lambda across, inside, device, timeout: (across, inside))
+    monkey.setattr(dist, "ProcessGroupNCCL", lambda store, rank, size, timeout: "a backend", raising=False)
+    store = dist.PrefixStore(f"test {next(NUMBERS)}", dist.group.WORLD.get_group_store())
+    ranks = list(range(dist.get_world_size()))
+    return Connections(store, ranks, timedelta(seconds=20), transport, 2).connect(CUDA)
+
+
+def check_agreement(rank, world_size, case):
+    given, expected, reason = {
+        "all have it": ({}, "nccl", None),
+        "one has none": (
+            dict(version=lambda rank: Broken("NCCL cannot be loaded: no such file") if rank == 2 else "2.28.9"),
+            "c10d",
+            "rank 2: NCCL cannot be loaded: no such file",
+        ),
+        "one is too old": (
+            dict(version=lambda rank: Broken("expected version 2.14 or later, got 2.8.3") if rank == 0 else "2.28.9"),
+            "c10d",
+            "rank 0: expected version 2.14 or later, got 2.8.3",
+        ),
+        "one fails": (
+            dict(connects=lambda rank: rank != 1),
+            "c10d",
+            "rank 1: ncclCommInitRankConfig: unhandled system error",
+        ),
+        "not wanted": (dict(transport="c10d", version=lambda rank: Broken("never asked")), "c10d", None),
+    }[case]
+    with pytest.MonkeyPatch.context() as monkey, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        connections.tell_once.cache_clear()
+        for _ in range(2):
+            assert made(monkey, rank, **given) == (expected, expected)
+    told = [str(warning.message) for warning in caught if "dltrain_ext" in str(warning.message)]
+    assert len(told) == (reason is not None) and all(reason in text for text in told)
+    if reason:
+        wanted = pytest.raises(dist.DistBackendError, match=f"transport: nccl cannot be had: .*{reason}")
+        with pytest.MonkeyPatch.context() as monkey, wanted:
+            made(monkey, rank, **given, transport="nccl")
+
+
+@pytest.mark.parametrize("case", ["all have it", "one has none", "one is too old", "one fails", "not wanted"])
+def test_ranks_come_to_the_same_transport(case):
+    run_ranks(4, check_agreement, case)
+
+
+def load(library, **variables):
+    """What a fresh process says of the NCCL that it is pointed to."""
+    script = "from dltrain_ext import _ops\nprint(_ops.nccl_version(), len(_ops.nccl_unique_id()))"
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "DLTRAIN_NCCL": str(library), **variables},
+    )
+
+
+def test_a_library_that_cannot_be_loaded_says_why(tmp_path):
+    done = load(tmp_path / "libnccl.so.2")
+    assert f"NCCL cannot be loaded: {tmp_path}/libnccl.so.2: cannot open shared object file" in done.stderr
+    (tmp_path / "empty.c").write_text("int nothing;")
+    subprocess.run(["cc", "-shared", "-o", tmp_path / "libnccl.so.2", tmp_path / "empty.c"], check=True)
+    done = load(tmp_path / "libnccl.so.2")
+    assert f"NCCL ({tmp_path}/libnccl.so.2) has no ncclGetVersion: expected version 2.14 or later" in done.stderr
+
+
+def nccl_folder() -> Path | None:
+    """Of the package that torch's builds for CUDA require."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder, "nccl") for folder in (spec.submodule_search_locations or [] if spec else [])]
+    return next((folder for folder in folders if (folder / "include" / "nccl.h").is_file()), None)
+
+
+NCCL = nccl_folder()
+needs_nccl = pytest.mark.skipif(NCCL is None, reason="needs NCCL: pip install --no-deps nvidia-nccl-cu13")
+
+
+@needs_nccl
+def test_the_real_library_loads():
+    done = load(NCCL / "lib" / "libnccl.so.2")
+    version, length = done.stdout.split()
+    assert version.startswith("2.") and length == "128", done.stderr
+
+
+CHECK = """
+#include <nccl.h>
+#include <type_traits>
+#include "comm/nccl/api.h"
+
+namespace ours = dltrain::comm::nccl;
+
+// Theirs may be an enum where ours is a number, or a struct of the same meaning; all else is the same type.
+template <class A, class B>
+constexpr bool same() {
+  if constexpr (std::is_pointer_v<A> && std::is_pointer_v<B>) {
+    using T = std::remove_cv_t<std::remove_pointer_t<A>>;
+    using U = std::remove_cv_t<std::remove_pointer_t<B>>;
+    if constexpr (std::is_same_v<T, ncclConfig_t>) return std::is_same_v<U, ours::Config>;
+    if constexpr (std::is_same_v<T, ncclUniqueId>) return std::is_same_v<U, ours::UniqueId>;
+    if constexpr (std::is_enum_v<T>) return std::is_same_v<U, int> && sizeof(T) == sizeof(U);
+    return std::is_same_v<A, B>;
+  } else {
+    return sizeof(A) == sizeof(B) && std::is_class_v<A> == std::is_class_v<B>;
+  }
+}
+template <class R, class... A, class S, class... B>
+constexpr bool fits(R (*)(A...), S (*)(B...)) {
+  static_assert(sizeof...(A) == sizeof...(B));
+  return same<R, S>() && (same<A, B>() && ...);
+}
+
+#define DLT_NCCL(theirs, name, result, parameters) static_assert(fits(&theirs, decltype(ours::Api::name){}), #theirs);
+DLT_NCCL_FUNCTIONS(DLT_NCCL)
+
+static_assert(sizeof(ours::UniqueId) == sizeof(ncclUniqueId));
+static_assert(offsetof(ours::Config, magic) == offsetof(ncclConfig_t, magic));
+static_assert(offsetof(ours::Config, version) == offsetof(ncclConfig_t, version));
+static_assert(offsetof(ours::Config, blocking) == offsetof(ncclConfig_t, blocking));
+static_assert(ours::success == ncclSuccess && ours::in_progress == ncclInProgress);
+static_assert(ours::int8 == ncclInt8 && ours::uint8 == ncclUint8 && ours::int32 == ncclInt32);
+static_assert(ours::int64 == ncclInt64 && ours::fp16 == ncclFloat16 && ours::bf16 == ncclBfloat16);
+static_assert(ours::fp32 == ncclFloat32 && ours::fp64 == ncclFloat64);
+static_assert(ours::sum == ncclSum && ours::avg == ncclAvg);
+constexpr ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
+static_assert(ours::Config{}.magic == theirs.magic);
+"""
+# What the header takes of CUDA's.
+CUDA_RUNTIME = "#pragma once\n#include <stddef.h>\n#include <stdint.h>\ntypedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_st* cudaEvent_t;\n"
+
+
+@needs_nccl
+def test_the_declarations_are_those_of_nccls_header(tmp_path):
+    (tmp_path / "check.cpp").write_text(CHECK)
+    for name in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):
+        (tmp_path / name).write_text(CUDA_RUNTIME)
+    include = [f"-I{folder}" for folder in (tmp_path, NCCL / "include", ROOT / "csrc")]
+    command = ["c++", "-std=c++20", "-fsyntax-only", *include, str(tmp_path / "check.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
