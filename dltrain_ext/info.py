@@ -27,9 +27,17 @@ def collect() -> dict[str, str]:
         f"(torch runs {torch.backends.cpu.get_cpu_capability()})",
         "CUDA": _build_info.CUDA,
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "NCCL": _nccl(),
         "algorithms": ", ".join(comm.ALGORITHMS),
         "codecs": ", ".join(codecs.CODECS),
     }
+
+
+def _nccl() -> str:
+    try:
+        return _ops.nccl_version()
+    except RuntimeError as error:
+        return f"none: {error}"
 
 
 def _cpu() -> str:

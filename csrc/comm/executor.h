@@ -12,9 +12,10 @@
 #include <vector>
 
 #include "comm/collectives.h"
-#include "comm/program.h"
-#include "comm/transport.h"
+#include "comm/failure.h"
+#include "comm/traffic.h"
 #include "comm/watch.h"
+#include "comm/work.h"
 #include "core/memory.h"
 #include "core/place.h"
 
@@ -29,20 +30,6 @@ class AllReduceError : public std::runtime_error {
 // Throws std::invalid_argument naming what there is, and what fits what.
 void check_names(const std::string& algorithm, const std::string& codec);
 
-struct AllReduce {
-  std::string algorithm = "auto";
-  std::string codec = "raw";
-  bool average = false;
-  int segments = 0;  // 0: chosen by size
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);
-
-  Elements residual;        // as many as there are values; what encoding loses stays there, and is added the next time
-  bool stochastic = false;  // rounding
-  uint64_t seed = 0;
-  int64_t first = 0;             // the number of the first element: each draws its own random numbers
-  std::optional<uint32_t> step;  // of the stream of random numbers; the number of the call where there is none
-};
-
 struct Stats {
   int64_t calls = 0;
   int64_t wire_bytes = 0;  // sent by this rank
@@ -52,8 +39,7 @@ struct Stats {
 class Executor {
  public:
   // global_ranks: what the ranks of the group are called in errors; by their place in the group where empty.
-  explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {})
-      : transport_(std::move(transport)), global_ranks_(std::move(global_ranks)), meeting_(meeting(rank(), world_size())) {}
+  explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {});
 
   // Sums (or averages) values over the ranks, in place: on the CPU before it returns, on a CUDA device in the order of the stream. After an
   // error the messages of the group are out of step, so every later call fails. On a device errors come after the call: its values are NaN
@@ -80,7 +66,7 @@ class Executor {
   // When nothing is under way any more: lets the peers know.
   void close() noexcept;
 
-  std::string failure() const;  // why calls fail now; empty while they do not
+  std::string failure() const { return failure_.reason(); }  // why calls fail now; empty while they do not
 
   int rank() const { return transport_->rank(); }
   int global_rank() const { return global(rank()); }
@@ -88,79 +74,30 @@ class Executor {
   Stats stats() const { return {calls_, wire_bytes_}; }
 
  private:
-  struct Posted {
-    Transfer transfer;
-    std::unique_ptr<Request> request;
-  };
-  struct InFlight {                  // of one segment
-    std::vector<Posted> now, ahead;  // of the round under way; the next round's receives
-  };
-  struct Waiting {
-    std::vector<int> peers;  // for one of them
-    int round = 0;
-  };
-  struct Group {  // of messages under way
-    std::unique_ptr<Request> request;
-    Waiting waiting;
-  };
-  static constexpr int halves = 2;
-
-  // One call, and where its bytes lie.
-  struct Work {
-    const Program& program;
-    const std::string& algorithm;
-    const AllReduce& call;
-    const Codec& codec;
-    Place place;
-    Elements values;
-    int64_t numel = 0;
-    char *slots = nullptr, *inbox = nullptr;
-    uint32_t step = 0;
-
-    char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : inbox) + location.offset; }
-  };
-
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
   const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place);
+  Work work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place, const Elements& values,
+               int64_t numel);
+  void check_open() const;
   void run(const Work& work);
-  void run_one_by_one(const Work& work, Deadline deadline);
-  void run_in_groups(const Work& work, Clock::time_point start);
-  void enqueue(const char* name, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
+  void enqueue(const std::string& name, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
                const std::function<void()>& collective);
+  void watch_over(const Work& work, std::vector<Stage> stages, Clock::time_point start);
+  [[noreturn]] void fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
   std::vector<Span> shares(int64_t numel) const;
-  std::vector<int> everybody_else() const;
-  void watch_over(const Work& work, std::vector<Watch::Stage> stages, Clock::time_point start);
-  void spoil_if_failed(const Work& work);
-  [[noreturn]] void fail(const Work& work, const std::exception& error, Clock::duration after);
-  std::string failure_of(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
-                         const std::string& what) const;
-  void set_failure(const std::string& reason);
-  void post(const Work& work, const Transfer& transfer, bool send);
-  void post_group(const Work& work, Group& group);
-  void wait_for(const Transfer& transfer);
-  void complete(InFlight& segment, Deadline deadline);
-  void complete(Group& group, Deadline deadline);
-  void sum(const Work& work, const SumStep& step);
-  void decode(const Work& work, const DecodeStep& step);
+  std::string describe(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
+                       const std::string& what) const;
 
   std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Traffic> traffic_;
   std::vector<int> global_ranks_;
   Buffer slots_, inbox_;
   std::vector<const uint8_t*> received_;
   const Program meeting_;
   std::map<std::tuple<int, int, int64_t, int, bool>, Program> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
-
-  Waiting waiting_;                         // for what was posted or waited for last
-  std::vector<std::vector<Transfer>> due_;  // in groups, by segment: the receives of its next round
-  std::vector<Transfer> sends_, receives_;  // of the next group
-
-  mutable std::mutex mutex_;  // guards what follows
-  std::vector<InFlight> in_flight_;
-  Group groups_[halves];
-  std::string failure_;
-  Memory failed_;  // an int that devices read: whether there is a failure
-
+  std::mutex closing_;
+  Failure failure_;
   Watch watch_{[this] { return transport_->error(); }};  // the last: its thread uses the others
 };
 

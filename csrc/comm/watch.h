@@ -8,19 +8,13 @@
 #include <thread>
 #include <vector>
 
-#include "comm/transport.h"
-#include "core/event.h"
+#include "comm/traffic.h"
 
 namespace dltrain::comm {
 
 // Looks after calls whose work has only been enqueued: gives up on the one that is not done at its deadline, or when the connections fail.
 class Watch {
  public:
-  struct Stage {
-    Event passed;
-    int round;
-    std::vector<int> peers;  // one of them is waited for until then
-  };
   struct Call {
     std::vector<Stage> stages;  // in the order of the place's work
     Deadline deadline;

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <mutex>
+#include <string>
+
+#include "core/dtype.h"
+#include "core/memory.h"
+#include "core/place.h"
+
+namespace dltrain::comm {
+
+// Why the calls of a group fail from some moment on: the first reason that it is given, by any thread.
+class Failure {
+ public:
+  // Of calls that will only be enqueued on a device: see spoil.
+  void prepare_for_device();
+
+  void set(const std::string& reason);
+  std::string reason() const;  // empty where there is none
+
+  // Enqueues: if there is a reason when the device comes to it, the values become NaN, so that nobody takes them for a result.
+  void spoil(const Place& place, const Elements& values, int64_t numel) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::string reason_;
+  Memory flag_;  // an int that devices read
+};
+
+}  // namespace dltrain::comm

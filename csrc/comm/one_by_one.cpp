@@ -1,0 +1,98 @@
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "comm/traffic.h"
+
+namespace dltrain::comm {
+
+namespace {
+
+struct Posted {
+  Transfer transfer;
+  std::unique_ptr<Request> request;
+};
+
+struct Segment {                   // what it has under way
+  std::vector<Posted> now, ahead;  // of its round; the next round's receives
+};
+
+class OneByOne : public Traffic {
+ public:
+  explicit OneByOne(Transport& transport) : transport_(transport) {}
+
+  std::vector<Stage> run(const Work& work, Deadline deadline) override {
+    const Program& program = work.program;
+    {
+      std::lock_guard lock(mutex_);
+      segments_.resize(std::max(segments_.size(), static_cast<size_t>(program.segments)));
+    }
+    for (const Transfer& transfer : program.first) post(work, transfer, false);
+    for (const auto& tick : program.ticks) {
+      for (const Part& part : tick) {
+        complete(segments_[part.segment], deadline);
+        for (const SumStep& step : part.sums) work.sum(step);
+        for (const Transfer& transfer : part.sends) post(work, transfer, true);
+        for (const Transfer& transfer : part.ahead) post(work, transfer, false);
+        for (const DecodeStep& step : part.decodes) work.decode(step);
+      }
+    }
+    return {};
+  }
+
+  void abort() override {
+    std::lock_guard lock(mutex_);
+    aborted_ = true;
+    for (Segment& segment : segments_) {
+      for (auto* posted : {&segment.now, &segment.ahead}) {
+        for (Posted& each : *posted) each.request->abort();
+      }
+    }
+  }
+
+  void forget() override {
+    std::lock_guard lock(mutex_);
+    segments_.clear();
+  }
+
+ private:
+  void post(const Work& work, const Transfer& transfer, bool send) {
+    std::lock_guard lock(mutex_);
+    if (aborted_) throw TransportError("aborted");
+    wait_for(transfer);
+    Segment& segment = segments_[transfer.segment];
+    char* const data = work.at(transfer.location);
+    if (send) {
+      segment.now.push_back({transfer, transport_.send(work.place, transfer.peer, data, transfer.bytes)});
+    } else {
+      segment.ahead.push_back({transfer, transport_.recv(work.place, transfer.peer, data, transfer.bytes)});
+    }
+  }
+
+  // Waits for what the segment has under way; the receives posted ahead are under way from now on.
+  void complete(Segment& segment, Deadline deadline) {
+    for (Posted& posted : segment.now) {
+      wait_for(posted.transfer);
+      posted.request->wait(deadline);
+    }
+    std::lock_guard lock(mutex_);
+    segment.now.clear();
+    segment.now.swap(segment.ahead);
+  }
+
+  void wait_for(const Transfer& transfer) {
+    waiting_.peers.assign(1, transfer.peer);
+    waiting_.round = transfer.round;
+  }
+
+  Transport& transport_;
+  std::mutex mutex_;  // guards what follows
+  std::vector<Segment> segments_;
+  bool aborted_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Traffic> one_by_one(Transport& transport) { return std::make_unique<OneByOne>(transport); }
+
+}  // namespace dltrain::comm

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm/transport.h"
+#include "comm/work.h"
+#include "core/event.h"
+
+namespace dltrain::comm {
+
+// What a call cannot go on without.
+struct Waiting {
+  std::vector<int> peers;  // one of them
+  int round = 0;
+};
+
+// Of a call that has only been enqueued: passed when what was waited for has come.
+struct Stage {
+  Event passed;
+  Waiting waiting;
+};
+
+// How the messages of a call go out over a transport, and what is done between them; one call at a time.
+class Traffic {
+ public:
+  virtual ~Traffic() = default;
+
+  // Returns when all is done or, on a CUDA device, enqueued: then the stages, in the order of the place's work. Throws TransportError.
+  virtual std::vector<Stage> run(const Work& work, Deadline deadline) = 0;
+
+  virtual void abort() = 0;   // from any thread: what is under way fails, and what is posted from then on
+  virtual void forget() = 0;  // what was under way, after a failure
+
+  // For what was posted or waited for last.
+  const Waiting& waiting() const { return waiting_; }
+
+ protected:
+  Waiting waiting_;
+};
+
+// Each message by itself, as soon as it can go, and receives a round ahead, so that a sender finds them.
+std::unique_ptr<Traffic> one_by_one(Transport& transport);
+
+// All messages of a tick together, each receive beside its round's sends.
+std::unique_ptr<Traffic> in_groups(Transport& transport);
+
+}  // namespace dltrain::comm

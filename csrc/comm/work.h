@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/program.h"
+#include "comm/transport.h"
+#include "core/place.h"
+#include "kernels/codec.h"
+
+namespace dltrain::comm {
+
+struct AllReduce {
+  std::string algorithm = "auto";
+  std::string codec = "raw";
+  bool average = false;
+  int segments = 0;  // 0: chosen by size
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+
+  Elements residual;        // as many as there are values; what encoding loses stays there, and is added the next time
+  bool stochastic = false;  // rounding
+  uint64_t seed = 0;
+  int64_t first = 0;             // the number of the first element: each draws its own random numbers
+  std::optional<uint32_t> step;  // of the stream of random numbers; the number of the call where there is none
+};
+
+// One call: its program, where its bytes lie, and what is done with them between the messages.
+struct Work {
+  const Program& program;
+  const std::string& algorithm;
+  const AllReduce& call;
+  const Codec& codec;
+  int rank, world_size;
+  Place place;
+  Elements values;
+  int64_t numel = 0;
+  char *slots = nullptr, *inbox = nullptr;
+  uint32_t step = 0;
+  std::vector<const uint8_t*>* received = nullptr;  // room for a sum's operands
+
+  char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : inbox) + location.offset; }
+  void sum(const SumStep& step) const;
+  void decode(const DecodeStep& step) const;
+};
+
+}  // namespace dltrain::comm
