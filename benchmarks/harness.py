@@ -90,16 +90,17 @@ def interleave(
     seconds: float = float("inf"),
     before: Callable[[str], None] = lambda side: None,
     after: Callable[[str], None] = lambda side: None,
-    synchronize: Callable[[], object] = lambda: None,
+    device: str = "cpu",
     progress: Callable[[float], None] = lambda done: None,
 ) -> dict[str, list[float]]:
     """Time one call of every side per round, so that a drift of the machine hits all sides alike; seconds, by side.
 
     At least rounds[0] rounds and at most rounds[1] are timed, and no new one is begun once `seconds` have passed.
     The order is shuffled with a fixed seed (the same in every process of a group) and no side runs twice in a row.
-    `before` and `after` surround each call, untimed. `synchronize` waits for a device whose work calls only enqueue:
-    for what came before a call, and for the call itself, before the clock is read.
+    `before` and `after` surround each call, untimed. On CUDA calls only enqueue: what came before a call, and the call
+    itself, are waited for before the clock is read.
     """
+    synchronize: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
     samples: dict[str, list[float]] = {side: [] for side in sides}
     order, shuffle, start = list(sides), random.Random(0).shuffle, time.perf_counter()
     for turn in range(-warmup, rounds[1]):
@@ -138,14 +139,13 @@ def time_rows(
     """Time the steps, and the streams of the limit in between, and fill the rows: GB/s, its shares, and the ratio to
     the first of ours. Returns the line about the limit.
     """
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     streams = limit.sides if limit else {}
     samples = interleave(
         {**steps, **streams},
         rounds=(3, 200),
         seconds=seconds,
         before=before,
-        synchronize=synchronize,
+        device=device,
         progress=progress,
     )
     speeds = limit.speeds(samples) if limit else {}

@@ -141,7 +141,7 @@ def launch(command: list[str], hosts: list[str], per_host: int, heard: list[int]
 
 
 def variables(rank: int, hosts: int, per_host: int) -> dict[str, str]:
-    """Those that torchrun sets, and the interface for Gloo: it would look for the host's name, which all share."""
+    """Those that torchrun sets, and the interface: Gloo would look for the host's name, which all share."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(hosts * per_host),
@@ -151,6 +151,7 @@ def variables(rank: int, hosts: int, per_host: int) -> dict[str, str]:
         "MASTER_ADDR": address(0),
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": LINK,
+        "NCCL_SOCKET_IFNAME": LINK,
     }
 
 

@@ -85,7 +85,7 @@ def _listen(context: mp.ProcessContext, receiver: Connection, progress: Progress
             if context.join(timeout=0, grace_period=1):
                 return result
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            last_line = str(error).strip().splitlines()[-1]
+            last_line = str(error).strip().splitlines()[-1].removeprefix(f"{Failure.__module__}.{Failure.__name__}: ")
             raise Failure(f"rank {error.error_index} failed, all ranks were ended: {last_line}") from None
         if time.monotonic() - heard > deadline:
             raise Failure(f"rank 0 reported nothing for {deadline:.0f} s, all ranks were ended")

@@ -1,28 +1,42 @@
-"""The benchmark of all-reduce, small: the sides of codecs, how wrong results are counted, and torchrun's ranks."""
+"""The benchmark of all-reduce, small: its sides, in two levels too, how wrong results are counted, torchrun's ranks."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from test_benchmark_hosts import REASON
 
-from dltrain_ext import codecs
+from dltrain_ext import codecs, comm
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # behind what is installed
 
-from benchmarks.allreduce_ranks import Data, count_wrong, first_if_unlike, normal, tolerance, whole_numbers  # noqa: E402
+from benchmarks.__main__ import parse  # noqa: E402
+from benchmarks.allreduce_ranks import (  # noqa: E402
+    Data,
+    Result,
+    Side,
+    count_wrong,
+    first_if_unlike,
+    nccl_variables,
+    normal,
+    tolerance,
+    whole_numbers,
+)
+from benchmarks.cases.allreduce import DEFAULT, make_row, make_sides  # noqa: E402
 
 SMALL = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0")
 
 
-def run(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, launcher: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, "-m", "benchmarks", "allreduce", *SMALL, *map(str, arguments)]
     variables = os.environ | {"COLUMNS": "200"} | environment
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
@@ -30,6 +44,11 @@ def run(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["cases"]["allreduce"]["rows"]
+
+
+def names_of_sides(*arguments: str) -> list[str]:
+    options, _ = parse(["allreduce", *arguments])
+    return [side.name for side in make_sides(options, options.algorithms or DEFAULT[options.device])]
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -58,6 +77,111 @@ def test_a_codec_that_no_algorithm_takes_is_answered() -> None:
     done = run("--codecs", "int8", "--algorithms", "native")
     assert done.returncode == 1
     assert "no codec but raw: native" in done.stdout
+
+
+def test_levels_are_sides() -> None:
+    chosen = ("--algorithms", "ring,native", "--codecs", "raw,int8")
+    both = ["ring", "ring, 2 levels", "native", "native, 2 levels", "ring int8", "ring int8, 2 levels"]
+    assert names_of_sides(*chosen) == ["gloo", "gloo fp16", *both]
+    assert names_of_sides(*chosen, "--levels", "1,2") == ["gloo", "gloo fp16", *both]
+    assert names_of_sides(*chosen, "--levels", "2") == ["gloo", "gloo fp16", *both[1::2]]
+    assert names_of_sides(*chosen, "--levels", "1") == ["gloo", "gloo fp16", *both[::2]]
+
+
+def test_on_cuda_the_peer_is_nccl_and_transports_are_sides() -> None:
+    chosen = ("--device", "cuda", "--levels", "1")
+    assert names_of_sides(*chosen) == ["nccl", *comm.ALGORITHMS, "auto", "native"]
+    ring = (*chosen, "--algorithms", "ring", "--codecs", "int8")
+    assert names_of_sides(*ring) == ["nccl", "nccl fp16", "nccl bf16", "ring int8"]
+    transports = ["ring int8", "ring int8 over nccl", "ring int8 over c10d"]
+    assert names_of_sides(*ring, "--transport", "auto,nccl,c10d")[3:] == transports
+    two = names_of_sides(*ring[:2], *ring[4:], "--levels", "2", "--transport", "c10d")
+    assert two[3:] == ["ring int8 over c10d, 2 levels"]
+
+
+def test_both_levels_over_loopback(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    chosen = ("--algorithms", "ring,direct", "--codecs", "raw,int8")
+    done = run(*chosen, "--ranks", 4, "--ranks-per-host", 2, "--levels", "1,2", "--json", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["side"]: row for row in rows_of(out)}
+    flat = ["ring", "direct", "ring int8", "direct int8"]
+    assert list(rows) == ["gloo", "gloo fp16", *(side for name in flat for side in (name, f"{name}, 2 levels"))]
+    assert all(row["check"] == "0" and len(row["samples"]) == 2 for row in rows.values())
+    for name in flat:  # 2 * 3/4 of the message are sent in all, and across two hosts 2 * 1/2 of each half
+        sent, across = (rows[side]["figures"]["wire bytes"] for side in (name, f"{name}, 2 levels"))
+        assert sent == 3 * across
+    assert "wire bytes are then those across alone" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--levels", "2"), ("--ranks-per-host", "2")])
+def test_two_levels_that_there_are_not_are_answered(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments, "--ranks", 2, "--algorithms", "ring")
+    assert done.returncode == 1
+    assert "there are no two levels: they need several hosts" in done.stdout
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
+def test_hosts_are_found_and_make_two_levels(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    hosts = ("-m", "benchmarks", "hosts", "--hosts", "2", "--per-host", "2", "--rate", "none", "--", sys.executable)
+    done = run("--algorithms", "ring", "--json", out, launcher=hosts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["side"], row["check"]) for row in rows_of(out)] == [
+        ("gloo", "0"),
+        ("ring", "0"),
+        ("ring, 2 levels", "0"),
+    ]
+
+
+def test_a_transport_is_for_cuda() -> None:
+    done = run("--transport", "nccl")
+    assert done.returncode == 1
+    assert "--transport is for --device cuda" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_cuda_is_answered() -> None:
+    done = run("--device", "cuda")
+    assert done.returncode == 2
+    assert re.search(
+        "--device cuda: (this build of dltrain_ext is without CUDA|torch sees no CUDA device)", done.stderr
+    )
+
+
+def test_ranks_on_one_gpu_are_hosts_to_nccl() -> None:
+    assert nccl_variables(1, ["a", "b", "c"]) == {}
+    variables = {"NCCL_HOSTID": "rank1", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    assert nccl_variables(1, ["a", "b", "a"]) == variables
+
+
+@pytest.mark.parametrize(
+    ("side", "nbytes", "device", "ticks"),
+    [
+        (Side("ring", "int8"), 4096, "cuda", 6),
+        (Side("direct"), 4096, "cuda", 2),
+        (Side("ring"), 16 << 20, "cuda", None),
+        (Side("ring"), 4096, "cpu", None),
+        (Side("ring", levels=2), 4096, "cuda", None),
+        (Side("auto"), 4096, "cuda", None),
+        (Side("nccl"), 4096, "cuda", None),
+    ],
+)
+def test_time_of_a_tick(side: Side, nbytes: int, device: str, ticks: int | None) -> None:
+    row = make_row(Result(nbytes, side, 0, None, None, [3e-6]), [], 4, device)
+    assert row.figures.get("us/tick") == (ticks and pytest.approx(3 / ticks))
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    chosen = ("--algorithms", "ring,native", "--codecs", "raw,int8", "--transport", "nccl,c10d", "--levels", "1,2")
+    done = run("--device", "cuda", *chosen, "--ranks", 4, "--ranks-per-host", 2, "--json", out)
+    if done.returncode and torch.cuda.device_count() < 4:
+        pytest.skip(f"NCCL may not connect ranks that share a GPU: {done.stdout}{done.stderr}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["side"] for row in rows_of(out)][:3] == ["nccl", "nccl fp16", "nccl bf16"]
+    assert all(row["check"] == "0" for row in rows_of(out))
 
 
 def test_wrong_elements_are_counted() -> None:

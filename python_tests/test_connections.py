@@ -177,7 +177,12 @@ constexpr ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
 static_assert(ours::Config{}.magic == theirs.magic);
 """
 # What the header takes of CUDA's.
-CUDA_RUNTIME = "#pragma once\n#include <stddef.h>\n#include <stdint.h>\ntypedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_st* cudaEvent_t;\n"
+CUDA_RUNTIME = """#pragma once
+#include <stddef.h>
+#include <stdint.h>
+typedef struct CUstream_st* cudaStream_t;
+typedef struct CUevent_st* cudaEvent_t;
+"""
 
 
 @needs_nccl

@@ -123,7 +123,7 @@ def check_streams(rank, world_size, transport):
 
 def check_two_levels(rank, world_size, transport):
     communicator = comm.Communicator(transport=transport, ranks_per_host=2)
-    for numel in (1, 32, 1000, 70_001):
+    for numel in (1, 32, 1000, 70_001, 2_100_001):
         tensor = whole(rank, numel)
         communicator.all_reduce(tensor)
         assert torch.equal(tensor, sum(whole(r, numel) for r in range(world_size)))

@@ -63,7 +63,7 @@ def check_sums(rank, world_size, per_host):
     communicator = comm.Communicator(ranks_per_host=per_host)
     flat = comm.Communicator(ranks_per_host=1)
     for algorithm in (*comm.ALGORITHMS, "auto", "butterfly"):
-        for numel in (0, 1, world_size - 1, 15, 16 * per_host, 16 * per_host + 1, 1000, 70_001):
+        for numel in (0, 1, world_size - 1, 15, 16 * per_host, 16 * per_host + 1, 1000, 70_001, 2_100_001):
             total = sum(whole(r, numel) for r in range(world_size))
             tensor = whole(rank, numel)
             communicator.all_reduce(tensor, algorithm=algorithm)
@@ -125,7 +125,7 @@ def test_results(check, world_size, per_host):
 def check_feedback(rank, world_size):
     """Over the steps, what came out and what is left on all ranks make up what was given."""
     communicator = comm.Communicator(ranks_per_host=2)
-    numel, steps = 3001, 30
+    numel, steps = 2_100_001, 6
     for codec, algorithm in (("int8", "direct"), ("int4", "ring"), ("sign", "tree")):
         residual = codecs.zero_residual(torch.empty(numel))
         exact, received = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
@@ -178,7 +178,7 @@ def test_the_hook_goes_in_two_levels():
 def lose(rank, world_size, how, when):
     """Rank 2 dies: between two calls, or with its own messages under way."""
     communicator = comm.Communicator(timeout=timedelta(seconds=3), ranks_per_host=2)
-    tensor = torch.ones(300_000)
+    tensor = torch.ones(3_000_000)  # goes in pieces
     communicator.all_reduce(tensor, "avg", codec="int8")
     if rank == 2:
         if when == "under way":

@@ -1,16 +1,19 @@
-"""comm.all_reduce, by any algorithm and codec, against Gloo's dist.all_reduce: over loopback, or torchrun's ranks."""
+"""comm.all_reduce, by any algorithm and codec, against Gloo's or NCCL's own: over loopback, or torchrun's ranks."""
 
 import argparse
+from collections.abc import Sequence
 
-from benchmarks.allreduce_ranks import BURST, DEADLINE, GLOO, SMALL, Job, Result, Side, work
+import torch
+
+from benchmarks.allreduce_ranks import BURST, DEADLINE, PEERS, SMALL, Job, Result, Side, work
 from benchmarks.harness import Failure, Progress, Row, Spread, Table, at_least, choices
 from benchmarks.ranks import given_rank, join_ranks, run_ranks
 from dltrain_ext import codecs, comm
 
-DEVICES = ("cpu",)
-NO_DEVICE = "it runs over Gloo on the CPU, and NCCL comes later"
-DEFAULT = [*comm.ALGORITHMS, "auto"]
-ALGORITHMS = [*DEFAULT, "butterfly", "native"]
+DEVICES = ("cpu", "cuda")
+DEFAULT = {"cpu": [*comm.ALGORITHMS, "auto"], "cuda": [*comm.ALGORITHMS, "auto", "native"]}
+ALGORITHMS = [*comm.ALGORITHMS, "auto", "butterfly", "native"]
+NARROW_PEERS = {"cpu": ["fp16"], "cuda": ["fp16", "bf16"]}
 RAW_ALONE = [*(name for name in comm.ALGORITHMS if comm.plan(name, 0, 1).exact), "native"]
 
 
@@ -36,13 +39,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithms",
         type=choices(ALGORITHMS),
-        default=DEFAULT,
-        help=f"out of {', '.join(ALGORITHMS)}; default all plans and auto",
+        help=f"out of {', '.join(ALGORITHMS)}; default all plans and auto; on CUDA also native",
     )
     parser.add_argument(
         "--codecs",
         type=choices(codecs.CODECS),
         help=f"out of {', '.join(codecs.CODECS)}; default raw (--quick: and int8 by ring)",
+    )
+    parser.add_argument(
+        "--levels", type=choices(["1", "2"]), help="1, 2 or both: default 1, and 2 where hosts have several ranks each"
+    )
+    parser.add_argument(
+        "--ranks-per-host", type=at_least(1), help="neighbouring ranks that make a host (default: hosts are found)"
+    )
+    parser.add_argument(
+        "--transport",
+        type=choices(["auto", "nccl", "c10d"]),
+        help="what carries our messages on CUDA: auto, nccl, c10d, or several of them (default auto)",
     )
     parser.add_argument("--segments", type=at_least(1), help="pieces of a message (default: chosen by its size)")
     parser.add_argument("--op", choices=["sum", "avg"], default="sum", help="default %(default)s")
@@ -58,60 +71,88 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
     if given and options.ranks not in (None, given.ranks):
         raise Failure(f"--ranks {options.ranks} contradicts WORLD_SIZE={given.ranks}")
     ranks = given.ranks if given else options.ranks or 4
-    for algorithm in set(options.algorithms) & set(comm.ALGORITHMS):
+    algorithms = options.algorithms or DEFAULT[options.device]
+    for algorithm in set(algorithms) & set(comm.ALGORITHMS):
         try:
             comm.verify(algorithm, ranks)
         except Exception as error:
             raise Failure(f"the plan {algorithm} for {ranks} ranks is wrong: {error}") from error
-    iters = options.iters or (8 if options.quick else 40)
-    warmup = options.warmup if options.warmup is not None else (2 if options.quick else 5)
-    job = Job(sizes, make_sides(options), options.op, iters, warmup, options.segments)
+    job = Job(
+        sizes,
+        make_sides(options, algorithms),
+        options.op,
+        rounds=options.iters or (8 if options.quick else 40),
+        warmup=options.warmup if options.warmup is not None else (2 if options.quick else 5),
+        segments=options.segments,
+        device=options.device,
+        ranks_per_host=options.ranks_per_host,
+        needs_hosts=bool(options.levels) or (options.ranks_per_host or 1) > 1,
+    )
     if given:
         results = join_ranks(work, given, job, progress=progress, deadline=DEADLINE)
     else:
         results = run_ranks(work, ranks, job, progress=progress, deadline=DEADLINE)
-    gloo = {result.nbytes: result.samples for result in results if result.side == Side(GLOO)}
-    title = f"all_reduce {options.op}, {ranks} ranks {'under torchrun' if given else 'over loopback'}, fp32"
-    rows = [make_row(result, gloo[result.nbytes], ranks) for result in results]
-    return Table(title, rows, make_notes(options, job.sides), check_heading="#wrong", x_label="message, bytes")
+    peer = Side(PEERS[options.device])
+    peers = {result.nbytes: result.samples for result in results if result.side == peer}
+    place = "over loopback" if options.device == "cpu" else f"on {min(ranks, torch.cuda.device_count())} GPU(s)"
+    title = f"all_reduce {options.op}, {ranks} ranks {'under torchrun' if given else place}, fp32"
+    rows = [make_row(result, peers[result.nbytes], ranks, options.device) for result in results]
+    notes = make_notes(options, algorithms, list(dict.fromkeys(result.side for result in results)))
+    return Table(title, rows, notes, check_heading="#wrong", x_label="message, bytes")
 
 
-def make_sides(options: argparse.Namespace) -> list[Side]:
-    """Gloo, and those combinations of algorithm and codec that there are."""
+def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[Side]:
+    """The peer, and those combinations of algorithm and codec that there are, in one level and in two side by side."""
+    if options.transport and options.device == "cpu":
+        raise Failure("--transport is for --device cuda: on the CPU messages go over Gloo")
     names = options.codecs or ["raw"]
-    sides = [Side(GLOO), Side(GLOO, "fp16")] if any(codec != "raw" for codec in names) else [Side(GLOO)]
-    for codec in names:
-        sides += [Side(name, codec) for name in options.algorithms if codec == "raw" or name not in RAW_ALONE]
-    if options.quick and not options.codecs and "ring" in options.algorithms:
-        sides.append(Side("ring", "int8"))
-    if not any(side.ours for side in sides):
-        raise Failure(f"no codec but raw: {', '.join(options.algorithms)}")
-    return sides
+    pairs = [(name, codec) for codec in names for name in algorithms if codec == "raw" or name not in RAW_ALONE]
+    if options.quick and not options.codecs and "ring" in algorithms:
+        pairs.append(("ring", "int8"))
+    if not pairs:
+        raise Failure(f"no codec but raw: {', '.join(algorithms)}")
+    narrow = NARROW_PEERS[options.device] if any(codec != "raw" for codec in names) else []
+    return [Side(PEERS[options.device], codec) for codec in ("raw", *narrow)] + [
+        Side(*pair, transport, int(levels))
+        for pair in pairs
+        for transport in options.transport or ["auto"]
+        for levels in options.levels or ["1", "2"]
+    ]
 
 
-def make_notes(options: argparse.Namespace, sides: list[Side]) -> list[str]:
+def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Sequence[Side]) -> list[str]:
+    peer = PEERS[options.device]
     notes = [
         f"a barrier, then one call (up to {SMALL >> 10} KiB: {BURST}, back to back); the slowest rank counts",
         "algbw = S / t, busbw = algbw * 2(p - 1) / p, as nccl-tests defines them (its doc/PERFORMANCE.md); S in fp32",
         "#wrong: elements that differ (!=) from a sum that is exact in any order, or in a bit from rank 0's; over all "
         "ranks, in the check before the timing and after every sample",
-        "wire bytes: sent by one rank in one call, the largest over the ranks; Gloo does not tell",
+        f"wire bytes: sent by one rank in one call, the largest over the ranks; {peer} does not tell",
         "every call finds its message freshly written, as a gradient bucket is",
     ]
+    if any(side.levels == 2 for side in sides):
+        notes.append("2 levels: summed inside each host, then across hosts; wire bytes are then those across alone")
+    if options.device == "cuda":
+        notes += [
+            f"us/tick: up to {SMALL >> 10} KiB, the time of a call in one level over the rounds of its plan",
+            "ranks that share a GPU are hosts of their own to NCCL: it goes over sockets",
+        ]
     if any(side.codec != "raw" for side in sides):
         notes += [
             "#wrong with a codec: beyond (p + 1) times codecs.error_bound's max, plus 1e-5, of the sum of the ranks' "
             "largest magnitudes",
             "codec error: its rms over that of the exact sum, of normally distributed contributions",
         ]
-    if Side(GLOO, "fp16") in sides:
-        notes.append("gloo fp16: converted, all-reduced in fp16, converted back, as torch's fp16_compress_hook does")
-        if left_out := [name for name in options.algorithms if name in RAW_ALONE]:
+    if narrow := [side.name for side in sides if not side.ours and side.codec != "raw"]:
+        notes.append(
+            f"{', '.join(narrow)}: converted, all-reduced so, converted back, as torch's fp16_compress_hook does"
+        )
+        if left_out := [name for name in algorithms if name in RAW_ALONE]:
             notes.append(f"no codec but raw: {', '.join(left_out)}")
     return notes
 
 
-def make_row(result: Result, gloo: list[float], ranks: int) -> Row:
+def make_row(result: Result, peer: list[float], ranks: int, device: str) -> Row:
     exponent = min(3, (result.nbytes.bit_length() - 1) // 10)
     label = f"{result.nbytes / 1024**exponent:.4g} {['B', 'KiB', 'MiB', 'GiB'][exponent]}"
     side, right = result.side, result.wrong == 0
@@ -119,9 +160,18 @@ def make_row(result: Result, gloo: list[float], ranks: int) -> Row:
     if row.time:
         algbw = result.nbytes / 1e9 / row.time.median
         row.figures = {"algbw GB/s": algbw, "busbw GB/s": algbw * 2 * (ranks - 1) / ranks}
-        if side.ours and gloo:
-            row.ratio = Spread.of(gloo).median / row.time.median
+        if side.ours and peer:
+            row.ratio = Spread.of(peer).median / row.time.median
+        if device == "cuda" and result.nbytes <= SMALL and (rounds := rounds_of(side, ranks)):
+            row.figures["us/tick"] = 1e6 * row.time.median / rounds
     row.figures["wire bytes"] = result.wire_bytes
     if result.error is not None:
         row.figures["codec error"] = result.error
     return row
+
+
+def rounds_of(side: Side, ranks: int) -> int:
+    """Of the plan that a side runs in one level; 0 where it is not one plan that runs."""
+    if side.levels != 1 or side.algorithm not in comm.ALGORITHMS:
+        return 0
+    return len(comm.plan(side.algorithm, 0, ranks).rounds)

@@ -223,7 +223,7 @@ def measure(
         rounds=(3, 200),
         seconds=seconds,
         before=lambda side: turns.reverse(),
-        synchronize=torch.cuda.synchronize if device == "cuda" else lambda: None,
+        device=device,
         progress=advance,
     )
     speeds = limit.speeds(samples) if limit else {}

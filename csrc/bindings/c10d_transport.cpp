@@ -80,8 +80,11 @@ at::ScalarType type_of(comm::Number number) {
 
 c10d::ReduceOp op_of(bool average) { return average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM; }
 
+// As the backends want them: side by side, and as long as each other.
 bool are_equal(const std::vector<comm::Span>& shares) {
-  return std::all_of(shares.begin(), shares.end(), [&](const comm::Span& share) { return share.count == shares.front().count; });
+  return std::all_of(shares.begin(), shares.end(), [&](const comm::Span& share) {
+    return share.count == shares[0].count && share.first == (&share - shares.data()) * share.count;
+  });
 }
 
 }  // namespace

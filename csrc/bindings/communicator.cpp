@@ -86,10 +86,15 @@ bool AllReduceOptions::is_native(at::ScalarType type) const {
 
 Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const c10::Device& device,
                            std::chrono::milliseconds timeout)
-    : device_(device), work_(std::make_shared<Work>(Work{std::move(across), std::move(inside), timeout})) {
+    : device_(device), work_(std::make_shared<Work>(std::move(across), std::move(inside), timeout)) {
   if constexpr (built_with_cuda) {
     if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
   }
+}
+
+Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, std::chrono::milliseconds timeout)
+    : across(std::move(across)), inside(std::move(inside)), timeout(timeout) {
+  if (this->inside) two_levels.emplace(this->inside->executor(), this->across->executor());
 }
 
 Communicator::~Communicator() {
@@ -133,6 +138,7 @@ void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor
     C10_THROW_ERROR(DistBackendError, error.what());
   }
   if (!dense.is_same(tensor)) tensor.copy_(dense);
+  ++calls;
 }
 
 void Communicator::Work::all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average) {
@@ -140,16 +146,10 @@ void Communicator::Work::all_reduce_natively(const Place& place, const at::Tenso
   across->all_reduce_natively(place, tensor, average, timeout);
 }
 
-void Communicator::Work::all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, comm::AllReduce call) {
-  comm::Executor& host = inside->executor();
+// Over fp32, in which halves are added up.
+void Communicator::Work::all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::AllReduce& call) {
   const at::Tensor sums = tensor.to(at::kFloat);  // the tensor itself, if it is that
-  float* const values = sums.mutable_data_ptr<float>();
-  const comm::Span mine = comm::share(sums.numel(), host.world_size(), host.rank());
-  host.reduce_scatter(place, values, sums.numel(), call.average, timeout);
-  call.residual = call.residual.from(mine.first);
-  call.first = mine.first;
-  across->executor().all_reduce(place, {values + mine.first}, mine.count, call);
-  host.all_gather(place, values, sums.numel(), timeout);
+  two_levels->all_reduce(place, sums.mutable_data_ptr<float>(), sums.numel(), call);
   if (!sums.is_same(tensor)) tensor.copy_(sums);
 }
 
@@ -230,6 +230,11 @@ void Communicator::close() {
   work_->close();
 }
 
+Communicator::Stats Communicator::stats() const {
+  const int64_t inside_bytes = work_->inside ? work_->inside->executor().wire_bytes() : 0;
+  return {work_->calls, work_->across->executor().wire_bytes(), inside_bytes};
+}
+
 void Communicator::drain() {
   for (const auto& level : {work_->inside, work_->across}) {
     if (level) level->executor().drain();
@@ -284,9 +289,10 @@ void bind_communicator(py::module_& module) {
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
       .def("stats", [](const Communicator& self) {
         py::dict out;
-        out["calls"] = self.across().calls;
-        out["wire_bytes"] = self.across().wire_bytes;
-        out["inside_bytes"] = self.inside().wire_bytes;
+        const auto stats = self.stats();
+        out["calls"] = stats.calls;
+        out["wire_bytes"] = stats.wire_bytes;
+        out["inside_bytes"] = stats.inside_bytes;
         return out;
       });
   def_with_options(communicator, "all_reduce", [](Communicator& self, const py::object& tensor, const AllReduceOptions& options) {

@@ -2,11 +2,13 @@
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 
 #include "bindings/level.h"
 #include "bindings/place.h"
+#include "comm/two_levels.h"
 #include "core/cuda/stream_queue.h"
 #include "core/queue.h"
 
@@ -21,11 +23,7 @@ struct AllReduceOptions {
 };
 
 // All-reduces of tensors on one device, one after another in the order of the calls: over all ranks at once or, with levels inside and
-// across the hosts, in two. Inside, the ranks of a host add up and share out; across, each host's part of a share goes by a plan and a
-// codec; and inside again all get all shares. So a link carries what one rank of a host would send, and not what all of them would.
-//
-//   host 0   rank 0  a a b b            aa .. --- across ---> AA ..            AA BB
-//            rank 1  a a b b  --inside-> .. bb --- across ---> .. BB  --inside-> AA BB
+// across the hosts, in two.
 class Communicator {
  public:
   Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const c10::Device& device, std::chrono::milliseconds timeout);
@@ -43,20 +41,25 @@ class Communicator {
   // Returns when what was enqueued on a CUDA device is done, or has failed.
   void drain();
 
-  comm::Stats across() const { return work_->across->executor().stats(); }
-  comm::Stats inside() const { return work_->inside ? work_->inside->executor().stats() : comm::Stats{}; }
+  struct Stats {
+    int64_t calls, wire_bytes, inside_bytes;  // sent by this rank
+  };
+  Stats stats() const;
 
  private:
   struct Work {
+    Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, std::chrono::milliseconds timeout);
     void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
     void all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average);
-    void all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, comm::AllReduce call);
+    void all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::AllReduce& call);
     std::string failure() const;
     void abort(const std::string& reason);
     void close();
 
     std::shared_ptr<Level> across, inside;  // inside: null where there is one level
+    std::optional<comm::TwoLevels> two_levels;
     std::chrono::milliseconds timeout;
+    std::atomic<int64_t> calls = 0;
   };
 
   void check(const at::Tensor& tensor, const AllReduceOptions& options) const;

@@ -30,16 +30,12 @@ class AllReduceError : public std::runtime_error {
 // Throws std::invalid_argument naming what there is, and what fits what.
 void check_names(const std::string& algorithm, const std::string& codec);
 
-struct Stats {
-  int64_t calls = 0;
-  int64_t wire_bytes = 0;  // sent by this rank
-};
-
 // Runs plans over a transport, one at a time: whoever calls brings the order (a Queue).
 class Executor {
  public:
   // global_ranks: what the ranks of the group are called in errors; by their place in the group where empty.
   explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {});
+  ~Executor();  // what is enqueued and not done is aborted
 
   // Sums (or averages) values over the ranks, in place: on the CPU before it returns, on a CUDA device in the order of the stream. After an
   // error the messages of the group are out of step, so every later call fails. On a device errors come after the call: its values are NaN
@@ -71,7 +67,7 @@ class Executor {
   int rank() const { return transport_->rank(); }
   int global_rank() const { return global(rank()); }
   int world_size() const { return transport_->world_size(); }
-  Stats stats() const { return {calls_, wire_bytes_}; }
+  int64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank
 
  private:
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }

@@ -23,9 +23,10 @@ std::string Failure::reason() const {
   return reason_;
 }
 
-void Failure::spoil(const Place& place, const Elements& values, int64_t numel) const {
+void Failure::spoil(const Place& place, const Elements& values, int64_t numel) {
   const Memory flag(place, sizeof(int));  // on the device, where thousands of threads read it
   copy(place, flag.data(), flag_.data(), sizeof(int));
+  read_ = Event::record(place);
   TensorList<Spoil::streams> list(Form<Spoil::streams>{{values.dtype}});
   list.add({values.data}, numel);
   for_each(place, list, Spoil{static_cast<const int*>(flag.data())});

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/dtype.h"
+#include "core/event.h"
 #include "core/memory.h"
 #include "core/place.h"
 
@@ -19,12 +20,17 @@ class Failure {
   std::string reason() const;  // empty where there is none
 
   // Enqueues: if there is a reason when the device comes to it, the values become NaN, so that nobody takes them for a result.
-  void spoil(const Place& place, const Elements& values, int64_t numel) const;
+  void spoil(const Place& place, const Elements& values, int64_t numel);
+  void captured() { read_ = {}; }  // what was enqueued last is part of a graph, which runs when it likes
+
+  // Returns when the device has read what it was told to.
+  void drain() const { read_.synchronize(); }
 
  private:
   mutable std::mutex mutex_;
   std::string reason_;
   Memory flag_;  // an int that devices read
+  Event read_;   // for the last time
 };
 
 }  // namespace dltrain::comm

@@ -14,6 +14,15 @@ namespace dltrain {
 inline Place cpu_place() { return {}; }
 inline Place cuda_place() { return Place::cuda(0, nullptr); }
 
+// An emulated device takes its time.
+inline bool is_slow([[maybe_unused]] const Place& place) {
+#ifdef DLTRAIN_EMULATED
+  return place.on_cuda();
+#else
+  return false;
+#endif
+}
+
 // Tests of a suite that derives from this run on every kind of place that the build has; those on CUDA are skipped without a device.
 class OnEveryPlace : public testing::TestWithParam<std::string> {
  protected:

@@ -15,6 +15,25 @@
 
 namespace dltrain::comm {
 
+// On a device, a stream: ranks that shared one would wait for each other.
+class OwnPlace {
+ public:
+  explicit OwnPlace(const Place& kind) {
+    if constexpr (built_with_cuda) {
+      if (kind.on_cuda()) stream_ = std::make_shared<cuda::Stream>(kind.device);
+    }
+  }
+  Place place() const {
+    if constexpr (built_with_cuda) {
+      if (stream_) return stream_->place();
+    }
+    return {};
+  }
+
+ private:
+  std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of it
+};
+
 // What runs a rank's all-reduces: the rank itself at once or, on a CUDA device, a queue with a stream of its own.
 class Runner {
  public:

@@ -18,9 +18,7 @@ const Library& Library::get() {
 }
 
 Library::Library(const std::string& path) {
-  // A second copy in one process would have state of its own.
-  void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD);
-  if (!library) library = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);
+  void* const library = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);  // of that name: the one that is loaded, if there is one
   if (!library) throw std::runtime_error(text("NCCL cannot be loaded: ", dlerror()));
   const auto find = [&](const char* name) {
     void* const function = dlsym(library, name);

@@ -35,9 +35,10 @@ DataType type_of(Number number) {
   throw std::invalid_argument("number: expected one of those that NCCL knows");
 }
 
+// As NCCL wants them: side by side, and as long as each other.
 bool are_equal(const std::vector<Span>& shares) {
   for (const Span& share : shares) {
-    if (share.count != shares.front().count) return false;
+    if (share.count != shares[0].count || share.first != (&share - shares.data()) * share.count) return false;
   }
   return true;
 }
@@ -164,11 +165,13 @@ void Transport::check(const char* what, Result result) {
 
 // Without blocking, NCCL goes on with what it was given in a thread of its own; until it is done it takes nothing more.
 void Transport::settle(const char* what, Result result) {
-  const Deadline deadline = Clock::now() + timeout_;
+  constexpr auto patience = std::chrono::microseconds(200);  // before it sleeps, which takes longer than a launch
+  const auto start = Clock::now();
   while (result == in_progress) {
     if (aborted_) throw TransportError("aborted");
-    if (Clock::now() > deadline) throw TransportError(text(what, ": not done in ", std::chrono::duration<double>(timeout_).count(), " s"));
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    const auto now = Clock::now();
+    if (now > start + timeout_) throw TransportError(text(what, ": not done in ", std::chrono::duration<double>(timeout_).count(), " s"));
+    now < start + patience ? std::this_thread::yield() : std::this_thread::sleep_for(patience);
     check("ncclCommGetAsyncError", library_->comm_get_async_error(comm_, &result));
   }
   check(what, result);

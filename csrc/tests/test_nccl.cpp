@@ -1,0 +1,263 @@
+#include <cstring>
+#include <thread>
+#include <type_traits>
+
+#include "core/dtype.h"
+#include "tests/nccl_ranks.h"
+
+namespace dltrain::comm::nccl {
+namespace {
+
+using std::chrono::milliseconds;
+
+class NcclLibrary : public testing::Test {
+ protected:
+  void SetUp() override { fake().reset(); }
+};
+
+std::string loading(const std::string& path) {
+  return error_of<std::runtime_error>([&] { const Library library(path); });
+}
+
+TEST_F(NcclLibrary, SaysWhatItCannotLoad) { expect_in("NCCL cannot be loaded: libno_such_thing.so.2: ", loading("libno_such_thing.so.2")); }
+
+TEST_F(NcclLibrary, NamesAFunctionThatIsMissing) {
+  expect_in(text("NCCL (", DLT_NOT_NCCL, ") has no ncclGetErrorString: expected version 2.14 or later"), loading(DLT_NOT_NCCL));
+}
+
+TEST_F(NcclLibrary, RefusesWhatIsTooOld) {
+  fake().set_version(21304);
+  expect_in("expected version 2.14 or later, got 2.13.4", loading(DLT_FAKE_NCCL));
+  fake().set_version(21400);
+  EXPECT_EQ(loading(DLT_FAKE_NCCL), "no error");
+}
+
+TEST_F(NcclLibrary, SaysWhyThereIsNoVersion) {
+  fake().fail("ncclGetVersion", -1, 1, 2);
+  expect_in("ncclGetVersion: unhandled system error (as the test wishes)", loading(DLT_FAKE_NCCL));
+}
+
+TEST_F(NcclLibrary, HasAVersion) {
+  fake().set_version(23105);
+  const Library library(DLT_FAKE_NCCL);
+  EXPECT_EQ(library.version(), 23105);
+  EXPECT_EQ(library.version_text(), "2.31.5");
+}
+
+TEST_F(NcclLibrary, IsTheOneThatIsLoaded) {
+  EXPECT_EQ(Library("libfake_nccl.so")->get_version, fake_library()->get_version);  // no folder that is searched has it
+}
+
+class NcclTransportOn : public OverNccl {
+ protected:
+  std::unique_ptr<Transport> alone(milliseconds timeout = generous) const {
+    return std::make_unique<Transport>(fake_library(), make_unique_id(fake_library()), 0, 1, place().device, timeout);
+  }
+  std::string error_of_init(milliseconds timeout = generous) const {
+    return error_of<TransportError>([&] { alone(timeout); });
+  }
+};
+DLT_ON_EVERY_PLACE(NcclTransportOn);
+
+void send_to_self(Transport& transport, const Place& place) {
+  const Array<float> from(place, {1.0f, 2.0f}), to(place, {0.0f, 0.0f});
+  transport.exchange(place, {{true, 0, from.data(), 8}, {false, 0, to.data(), 8}})->wait(Deadline::max());
+  EXPECT_EQ(to.values(), from.values());
+}
+
+TEST_P(NcclTransportOn, DoesNotBlock) {
+  alone();
+  EXPECT_EQ(calls("rank 0: ncclCommInitRankConfig ranks 1 size 24 blocking 0"), 1);
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
+}
+
+TEST_P(NcclTransportOn, GivesUpWhenItIsNotInitialisedInTime) {
+  fake().hold_back(0);
+  EXPECT_EQ(error_of_init(milliseconds(50)), "ncclCommInitRankConfig: not done in 0.05 s");
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
+}
+
+TEST_P(NcclTransportOn, SaysWhyItIsNotInitialised) {
+  fake().fail("ncclCommInitRankConfig", 0, 1, 2);
+  EXPECT_EQ(error_of_init(), "NCCL 2.28.9: ncclCommInitRankConfig: unhandled system error (as the test wishes)");
+  fake().fail("ncclGetUniqueId", -1, 1, 2);
+  EXPECT_EQ(error_of_init(), "NCCL 2.28.9: ncclGetUniqueId: unhandled system error (as the test wishes)");
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);  // there was nothing to abort
+}
+
+TEST_P(NcclTransportOn, IsToldOfAnErrorWhileItIsInitialised) {
+  fake().hold_back(0);
+  std::thread other([] {
+    while (fake().set_error(0, remote_error) == 0) std::this_thread::yield();
+  });
+  expect_in("ncclCommInitRankConfig: remote process exited", error_of_init());
+  other.join();
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
+}
+
+TEST_P(NcclTransportOn, NamesWhatFailsAndEndsItsGroup) {
+  for (const std::string function : {"ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd", "ncclCommGetAsyncError"}) {
+    const auto transport = alone();
+    const OwnPlace own(place());
+    send_to_self(*transport, own.place());
+    fake().reset();
+    fake().linger(1);  // so that it asks
+    fake().fail(function.c_str(), -1, 1, 1);
+    const std::string error = error_of<TransportError>([&] { send_to_self(*transport, own.place()); });
+    EXPECT_EQ(error, "NCCL 2.28.9: " + function + ": unhandled cuda error (as the test wishes)");
+    EXPECT_EQ(calls("rank 0: ncclGroupEnd"), function == "ncclGroupStart" ? 0 : 1);
+    if (function == "ncclCommGetAsyncError") continue;  // in progress for ever
+    fake().linger(0);
+    send_to_self(*transport, own.place());
+  }
+}
+
+// What is asked for later must find the launch done: on a device, its event comes after it.
+TEST_P(NcclTransportOn, WaitsUntilWhatItGivesIsTaken) {
+  fake().linger(3);
+  on_transports(place(), 2, [](const std::unique_ptr<Transport>& transport, const Place& place) {
+    const int rank = transport->rank(), peer = 1 - rank;
+    const std::vector<int> given(1000, 7 + rank);
+    const Array<int> from(place, given), to(place, std::vector<int>(given.size()));
+    transport->exchange(place, {{true, peer, from.data(), 4000}, {false, peer, to.data(), 4000}})->wait(Deadline::max());
+    EXPECT_EQ(to.values(), std::vector<int>(given.size(), 7 + peer));
+  });
+  for (int rank : {0, 1}) EXPECT_GE(calls(text("rank ", rank, ": ncclCommGetAsyncError")), 3);
+}
+
+TEST_P(NcclTransportOn, IsOverOnceItIsAborted) {
+  const auto transport = alone();
+  const OwnPlace own(place());
+  transport->abort();
+  transport->abort();
+  EXPECT_EQ(error_of<TransportError>([&] { send_to_self(*transport, own.place()); }), "the connections were closed");
+  EXPECT_EQ(error_of<TransportError>([&] { transport->all_gather(own.place(), nullptr, {{}}); }), "the connections were closed");
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
+  EXPECT_EQ(transport->error(), "");
+}
+
+TEST_P(NcclTransportOn, HasTheErrorOfTheBackground) {
+  const auto transport = alone();
+  EXPECT_EQ(transport->error(), "");
+  EXPECT_EQ(fake().set_error(0, remote_error), 1);
+  expect_in("NCCL 2.28.9: in the background: remote process exited", transport->error());
+}
+
+// On the CPU, where NCCL works while it is waited for: there a send that is to be received later never ends.
+TEST(NcclTransport, GivesUpWhatIsNotTakenInTime) {
+  fake().reset();
+  Transport transport(fake_library(), make_unique_id(fake_library()), 0, 1, -1, milliseconds(200));
+  int number = 0;
+  EXPECT_EQ(error_of<TransportError>([&] { transport.send({}, 0, &number, 4); }), "ncclGroupEnd: not done in 0.2 s");
+  expect_in("ncclRecv: invalid argument", error_of<TransportError>([&] { transport.recv({}, 0, &number, 4); }));
+}
+
+TEST(NcclTransport, IsToldThatMessagesDiffer) {
+  fake().reset();
+  on_transports({}, 2, [](const std::unique_ptr<Transport>& transport, const Place& place) {
+    int numbers[2] = {};
+    const int rank = transport->rank();
+    const std::vector<Posting> postings = {{rank == 0, 1 - rank, numbers, rank == 0 ? 8 : 4}};
+    expect_in("ncclGroupEnd: internal error", error_of<TransportError>([&] { transport->exchange(place, postings); }));
+  });
+}
+
+class NcclCollectivesOn : public OverNccl {
+ protected:
+  static constexpr int world_size = 3;
+  static inline const std::vector<Span> equal = {{0, 4}, {4, 4}, {8, 4}}, unequal = {{0, 5}, {5, 7}, {12, 0}};
+
+  // body(transport, its place, 12 numbers); `expected` is what they are afterwards, from the rank's share alone where `mine`.
+  template <class Body, class Expected>
+  void expect(const std::vector<Span>& shares, bool mine, Body body, Expected expected) {
+    on_transports(place(), world_size, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
+      const int rank = transport->rank();
+      std::vector<float> values(12);
+      for (int i = 0; i < 12; ++i) values[i] = static_cast<float>(100 * rank + i);
+      const Array<float> array(place, values);
+      body(*transport, place, array.data());
+      values = array.values();
+      for (int root = 0; root < world_size; ++root) {
+        if (mine && root != rank) continue;
+        for (int64_t i = shares[root].first; i < shares[root].first + shares[root].count; ++i) {
+          EXPECT_EQ(values[i], expected(root, i)) << "rank " << rank << " i=" << i;
+        }
+      }
+    });
+  }
+
+  void expect_calls(const char* function, int times, int groups) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      EXPECT_EQ(calls(call(rank, function)), times) << function;
+      EXPECT_EQ(calls(call(rank, "ncclGroupEnd")), groups);
+    }
+    fake().reset();
+  }
+};
+DLT_ON_EVERY_PLACE(NcclCollectivesOn);
+
+TEST_P(NcclCollectivesOn, ScatterSums) {
+  const auto scatter = [&](const std::vector<Span>& shares, bool average) {
+    expect(
+        shares, true,
+        [&](Transport& transport, const Place& place, float* values) { transport.reduce_scatter(place, values, shares, average); },
+        [=](int, int64_t i) { return average ? 100.0f + static_cast<float>(i) : 300.0f + static_cast<float>(3 * i); });
+  };
+  for (const bool average : {false, true}) {
+    scatter(equal, average);
+    expect_calls("ncclReduceScatter", 1, 1);
+    scatter(unequal, average);
+    expect_calls("ncclReduce", world_size, 1);
+  }
+}
+
+TEST_P(NcclCollectivesOn, GatherShares) {
+  const auto gather = [&](const std::vector<Span>& shares) {
+    expect(
+        shares, false, [&](Transport& transport, const Place& place, float* values) { transport.all_gather(place, values, shares); },
+        [](int root, int64_t i) { return static_cast<float>(100 * root + i); });
+  };
+  gather(equal);
+  expect_calls("ncclAllGather", 1, 1);
+  gather(unequal);
+  expect_calls("ncclBroadcast", world_size, 1);
+}
+
+template <class T>
+std::vector<T> numbers(int first, int step) {
+  std::vector<T> out;
+  for (int i = 0; i < 20; ++i) {
+    if constexpr (std::is_arithmetic_v<T>) {
+      out.push_back(static_cast<T>(first + i * step));
+    } else {
+      out.push_back(narrow<T>(static_cast<float>(first + i * step)));
+    }
+  }
+  return out;
+}
+
+template <class T>
+void expect_all_reduce(const Place& kind, Number number) {
+  for (const bool average : {false, true}) {
+    on_transports(kind, 3, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
+      const Array<T> array(place, numbers<T>(transport->rank(), 1));
+      transport->all_reduce(place, array.data(), 20, number, average);
+      const auto values = array.values(), expected = average ? numbers<T>(1, 1) : numbers<T>(3, 3);
+      EXPECT_EQ(std::memcmp(values.data(), expected.data(), 20 * sizeof(T)), 0) << "number " << static_cast<int>(number);
+    });
+  }
+}
+
+TEST_P(NcclCollectivesOn, ReduceNumbersOfAnyType) {
+  expect_all_reduce<int8_t>(place(), Number::int8);
+  expect_all_reduce<uint8_t>(place(), Number::uint8);
+  expect_all_reduce<int32_t>(place(), Number::int32);
+  expect_all_reduce<int64_t>(place(), Number::int64);
+  expect_all_reduce<Half>(place(), Number::fp16);
+  expect_all_reduce<BFloat16>(place(), Number::bf16);
+  expect_all_reduce<float>(place(), Number::fp32);
+  expect_all_reduce<double>(place(), Number::fp64);
+}
+
+}  // namespace
+}  // namespace dltrain::comm::nccl

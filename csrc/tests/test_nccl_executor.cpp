@@ -1,0 +1,276 @@
+// The executor over the fake NCCL: what it gives is what it gives over the in-process transport, in few launches, and in time.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <latch>
+#include <random>
+
+#include "comm/plan.h"
+#include "kernels/codec.h"
+#include "tests/nccl_ranks.h"
+
+namespace dltrain::comm::nccl {
+namespace {
+
+using Values = std::vector<float>;
+
+Values given(int rank, int64_t numel) {
+  std::mt19937 random(1 + rank);
+  std::normal_distribution<float> normal;
+  Values values(numel);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+struct Case {
+  AllReduce call;
+  int64_t numel;
+};
+
+// An emulated device takes its time: there the corners alone.
+std::vector<Case> cases(int world_size, bool all) {
+  std::vector<Case> out;
+  for (const Codec& codec : codecs()) {
+    for (const std::string& algorithm : algorithms()) {
+      if (codec.is_lossy() && make_plan(algorithm, 0, 1).exact) continue;
+      AllReduce call;
+      call.algorithm = algorithm;
+      call.codec = codec.name;
+      call.timeout = generous;
+      const auto add = [&](int64_t numel, int segments) {
+        call.segments = segments;
+        call.average = numel % 2;
+        out.push_back({call, numel});
+      };
+      if (all) {
+        for (const int64_t numel : {0, 1, 17, 10007}) add(numel, 1);  // most of the chunks of a few are empty
+        add(10007, 3);
+      } else if (world_size == 3 && codec.name == "raw") {
+        add(17, 1);
+      } else if (world_size != 3 && codec.name == "int8" && algorithm == "ring") {
+        add(513, 3);
+      }
+    }
+  }
+  return out;
+}
+
+// What a rank holds after each of them.
+std::vector<Values> reduce_all(const std::vector<Case>& cases, Executor& executor, Runner& runner, const Place& place) {
+  std::vector<Values> results;
+  for (const auto& [call, numel] : cases) {
+    const Array<float> array(place, given(executor.rank(), numel));
+    runner.all_reduce(executor, {array.data()}, numel, call);
+    results.push_back(array.values());
+  }
+  return results;
+}
+
+bool same_bits(const Values& a, const Values& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+class NcclAllReduceOn : public OverNccl {};
+DLT_ON_EVERY_PLACE(NcclAllReduceOn);
+
+TEST_P(NcclAllReduceOn, GivesTheBitsThatOtherTransportsGive) {
+  const bool all = !is_slow(place());
+  for (int world_size : all ? std::vector{1, 2, 3, 4, 5, 8} : std::vector{2, 3, 5}) {
+    const std::vector<Case> todo = cases(world_size, all);
+    std::vector<std::vector<Values>> expected(world_size), results(world_size);
+    on_ranks(world_size, [&](Executor& executor, Runner& runner) { expected[executor.rank()] = reduce_all(todo, executor, runner, {}); });
+    on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
+      results[executor.rank()] = reduce_all(todo, executor, runner, place);
+    });
+    for (int rank = 0; rank < world_size; ++rank) {
+      for (size_t i = 0; i < todo.size(); ++i) {
+        const auto& [call, numel] = todo[i];
+        EXPECT_TRUE(same_bits(results[rank][i], expected[rank][i]))
+            << call.algorithm << " " << call.codec << " p=" << world_size << " n=" << numel << " segments=" << call.segments;
+      }
+    }
+  }
+}
+
+class NcclExecutorOn : public OverNccl {};
+DLT_ON_EVERY_PLACE(NcclExecutorOn);
+
+TEST_P(NcclExecutorOn, LaunchesOnceForHalfATick) {
+  for (const int world_size : place().on_cuda() ? std::vector{3} : std::vector{2, 3, 4}) {
+    const int rounds = 2 * (world_size - 1);
+    for (const int segments : {1, 3}) {
+      fake().reset();
+      on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
+        AllReduce call;
+        call.algorithm = "ring";
+        call.segments = segments;
+        const Array<float> array(place, Values(1000, 1.0f));
+        runner.all_reduce(executor, {array.data()}, 1000, call);
+        EXPECT_EQ(array.values(), Values(1000, static_cast<float>(world_size)));
+      });
+      // Of three segments, the odd one passes its rounds alone; the even ones are two ticks apart, and share the rest.
+      const int launches = segments == 1 ? rounds : rounds + (rounds + 2);
+      for (int rank = 0; rank < world_size; ++rank) {
+        EXPECT_EQ(calls(call(rank, "ncclGroupEnd")), launches) << "p=" << world_size << " segments=" << segments;
+        EXPECT_EQ(calls(call(rank, "ncclSend")), segments * rounds);
+        EXPECT_EQ(calls(call(rank, "ncclRecv")), segments * rounds);
+      }
+    }
+  }
+}
+
+TEST_P(NcclExecutorOn, LeavesItsHalvesToNccl) {
+  constexpr int world_size = 3;
+  for (const auto& [numel, function] : {std::pair{96, "ncclReduceScatter"}, std::pair{50, "ncclReduce"}}) {
+    fake().reset();
+    on_nccl_ranks(place(), world_size, [&, numel = numel](Executor& executor, Runner&, const Place& place) {
+      Values values(numel);
+      for (int i = 0; i < numel; ++i) values[i] = static_cast<float>(i + executor.rank());
+      const Array<float> array(place, values);
+      executor.reduce_scatter(place, array.data(), numel, true, generous);
+      executor.all_gather(place, array.data(), numel, generous);
+      for (int i = 0; i < numel; ++i) values[i] = static_cast<float>(i + 1);
+      EXPECT_EQ(array.values(), values);
+      executor.all_reduce_natively(place, array.data(), numel, Number::fp32, false, generous);
+      EXPECT_EQ(array.values()[numel - 1], static_cast<float>(world_size * numel));
+    });
+    EXPECT_EQ(calls(call(0, function)), numel == 96 ? 1 : world_size);
+    EXPECT_EQ(calls(call(0, "ncclAllReduce")), 1);
+  }
+}
+
+AllReduce by_ring(std::chrono::milliseconds timeout) {
+  AllReduce call;
+  call.algorithm = "ring";
+  call.timeout = timeout;
+  return call;
+}
+
+std::string next_error(Executor& executor, Runner& runner, const Array<float>& array) {
+  return error_of<AllReduceError>([&] { runner.all_reduce(executor, {array.data()}, 100, by_ring(generous)); });
+}
+
+// On the CPU, where the exchange itself waits.
+TEST(NcclExecutor, AbortEndsAWait) {
+  fake().reset();
+  std::latch over(1);
+  on_nccl_ranks({}, 2, [&](Executor& executor, Runner& runner, const Place& place) {
+    if (executor.rank() == 1) return over.wait();
+    const Array<float> array(place, Values(100, 1.0f));
+    const auto start = Clock::now();
+    std::thread other([&] {
+      while (calls(call(0, "ncclGroupEnd")) == 0) std::this_thread::yield();
+      executor.abort("closed by the test");
+    });
+    EXPECT_EQ(next_error(executor, runner, array), "closed by the test");
+    other.join();
+    EXPECT_LT(Clock::now() - start, generous);
+    EXPECT_EQ(next_error(executor, runner, array), "closed by the test");
+    over.count_down();
+  });
+}
+
+// Where calls only enqueue.
+class NcclDeadline : public OverNccl {
+ protected:
+  // body(executor, runner, place, array) on all ranks but the last, which does not do what they do.
+  template <class Body>
+  void expect_spoilt(int world_size, Body body, const std::function<void(Executor&)>& last = [](Executor&) {}) {
+    std::latch over(world_size - 1);
+    on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
+      const Array<float> array(place, Values(100, 1.0f));
+      runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
+      EXPECT_EQ(array.values(), Values(100, static_cast<float>(world_size)));
+      if (executor.rank() == world_size - 1) {
+        last(executor);
+        return over.wait();
+      }
+      body(executor, runner, place, array);
+      const Values values = array.values();
+      EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](float value) { return std::isnan(value); }));
+      EXPECT_NE(executor.failure(), "");
+      EXPECT_EQ(next_error(executor, runner, array), executor.failure());
+      over.count_down();
+    });
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Places, NcclDeadline, testing::Values("cuda"), [](const auto& info) { return info.param; });
+
+TEST_P(NcclDeadline, ARankThatNeverComes) {
+  expect_spoilt(3, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+    const int rank = executor.rank();
+    runner.all_reduce(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300)));
+    executor.drain();
+    const std::string error = executor.failure();
+    expect_in(text("all_reduce with ring on rank ", rank, " in a group of 3: waiting for rank ", (rank + 2) % 3, " in round 0 of 4"),
+              error);
+    expect_in("(deadline 0.3 s): nothing came", error);
+  });
+}
+
+TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
+  expect_spoilt(3, [](Executor& executor, Runner&, const Place& place, const Array<float>& array) {
+    const int rank = executor.rank();
+    executor.all_reduce_natively(place, array.data(), 100, Number::fp32, false, std::chrono::milliseconds(300));
+    executor.drain();
+    const std::string error = executor.failure();
+    expect_in(
+        text("all_reduce with native on rank ", rank, " in a group of 3: waiting for one of the ranks ", 1 - rank, ", 2 in round 0 of 1"),
+        error);
+    expect_in("(deadline 0.3 s): nothing came", error);
+  });
+}
+
+TEST_P(NcclDeadline, AnAbortComesBeforeIt) {
+  expect_spoilt(2, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+    for (int i = 0; i < 2; ++i) runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
+    EXPECT_EQ(executor.failure(), "");  // the calls have returned, and nothing has come
+    executor.abort("closed by the test");
+    executor.drain();
+    EXPECT_EQ(executor.failure(), "closed by the test");
+  });
+}
+
+TEST_P(NcclDeadline, AnErrorInTheBackgroundComesBeforeIt) {
+  expect_spoilt(2, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+    runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
+    fake().set_error(0, 2);
+    executor.drain();
+    expect_in("waiting for rank 1 in round 0 of 2", executor.failure());
+    expect_in("NCCL 2.28.9: in the background: unhandled system error (as the test wishes)", executor.failure());
+  });
+}
+
+TEST_P(NcclDeadline, ARankThatAbortsComesBeforeIt) {
+  const auto abort = [](Executor& executor) {
+    while (calls(call(0, "ncclGroupEnd")) < 2 * 2) std::this_thread::yield();  // two calls of two rounds
+    fake().tell_of_aborts();
+    executor.abort("closed by the test");
+  };
+  const auto body = [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+    runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
+    executor.drain();
+    expect_in("in the background: remote process exited or there was a network error (a rank has aborted)", executor.failure());
+  };
+  expect_spoilt(2, body, abort);
+}
+
+// Whatever the device comes to afterwards is still there, and it waits for nobody.
+TEST_P(NcclDeadline, AnExecutorThatIsDroppedComesBeforeIt) {
+  std::latch over(1);
+  on_transports(place(), 2, [&](std::unique_ptr<Transport> transport, const Place& place) {
+    if (transport->rank() == 1) return over.wait();
+    Runner runner(place);
+    const Array<float> array(place, Values(100, 1.0f));
+    auto executor = std::make_unique<Executor>(std::move(transport));
+    runner.all_reduce(*executor, {array.data()}, 100, by_ring(generous));
+    executor.reset();
+    EXPECT_TRUE(std::isnan(array.values()[0]));
+    over.count_down();
+  });
+}
+
+}  // namespace
+}  // namespace dltrain::comm::nccl
