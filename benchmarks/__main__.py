@@ -53,20 +53,13 @@ def main(argv: list[str]) -> int:
         for name, case in CASES.items():
             console.print(f"{name:12}{case.__doc__.splitlines()[0]}", soft_wrap=True)
         return 0
-    left_out = [name for name in chosen if shared.device not in CASES[name].DEVICES]
     try:
         if shared.case == "hosts":
             return hosts.run(shared)
-        if shared.case in left_out:
-            raise Failure(f"{shared.case} has no form for --device {shared.device}; {CASES[shared.case].NO_DEVICE}")
         check_device(shared.device)
     except Failure as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
-    for name in left_out:
-        del chosen[name]
-        note = f"{name} is left out: it has no form for --device {shared.device}; {CASES[name].NO_DEVICE}"
-        console.print(note, style="yellow", markup=False, soft_wrap=True)
     origin = report.provenance()
     console.print(report.headline(origin), style="dim", markup=False)
     tables, status = {}, 0

@@ -19,7 +19,6 @@ from dltrain_ext.comm import connections
 from dltrain_ext.comm.connections import Connections
 
 ROOT = Path(__file__).parents[1]
-CUDA = torch.device("cuda", 0)
 NUMBERS = itertools.count()
 
 
@@ -55,7 +54,7 @@ def made(monkey, rank, *, version=lambda rank: "2.28.9", connects=lambda rank: T
     monkey.setattr(dist, "ProcessGroupNCCL", lambda store, rank, size, timeout: "a backend", raising=False)
     store = dist.PrefixStore(f"test {next(NUMBERS)}", dist.group.WORLD.get_group_store())
     ranks = list(range(dist.get_world_size()))
-    return Connections(store, ranks, timedelta(seconds=20), transport, 2).connect(CUDA)
+    return Connections(store, ranks, timedelta(seconds=20), transport, 2).connect(torch.device("cuda", rank))
 
 
 def check_agreement(rank, world_size, case):

@@ -1,6 +1,5 @@
 """The cases by name. A case is a module whose docstring's first line says what it measures, with
 
-DEVICES    what --device may be; where that leaves one out, NO_DEVICE says why
 add_options(parser) -> None    its own command line options; every one has a default
 run(options, progress) -> Table    verify each side, time the sides interleaved; raise Failure with a clear text
 """

@@ -10,7 +10,6 @@ from benchmarks.harness import Failure, Progress, Row, Spread, Table, at_least, 
 from benchmarks.ranks import given_rank, join_ranks, run_ranks
 from dltrain_ext import codecs, comm
 
-DEVICES = ("cpu", "cuda")
 DEFAULT = {"cpu": [*comm.ALGORITHMS, "auto"], "cuda": [*comm.ALGORITHMS, "auto", "native"]}
 ALGORITHMS = [*comm.ALGORITHMS, "auto", "butterfly", "native"]
 NARROW_PEERS = {"cpu": ["fp16"], "cuda": ["fp16", "bf16"]}

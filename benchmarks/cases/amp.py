@@ -21,7 +21,6 @@ from benchmarks.harness import (
 )
 from dltrain_ext import amp, optim
 
-DEVICES = ("cpu", "cuda")
 OURS, TOLD = "ours", "ours, told the norm"
 STEPS, SCALE, MAX_NORM = 3, 1024.0, 1.0
 Values = list[tuple[Tensor, Tensor]]

@@ -11,7 +11,6 @@ from torch import Tensor
 from benchmarks.harness import MemoryLimit, Progress, Row, Table, at_least, choices, interleave, last_level_cache
 from dltrain_ext import codecs
 
-DEVICES = ("cpu", "cuda")
 ENCODE, DECODE, SUMMARY = "encode", "decode", "all"
 SAMPLE, STEPS = 2**20, 30
 ROUNDING = 1 + 1e-4  # of fp32, in the bounds

@@ -22,7 +22,6 @@ from benchmarks.harness import (
 )
 from dltrain_ext import optim
 
-DEVICES = ("cpu", "cuda")
 OURS = "ours"
 STEPS, ATOL = 3, 1e-8
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

@@ -215,7 +215,8 @@ def all_reduce(
         TypeError, ValueError: naming the argument, what was expected and what came.
         torch.distributed.DistBackendError: a peer is gone or late; names the rank waited for, the algorithm, the
             round and the deadline. Or the ranks disagree on what to reduce: names both calls. The communicator is of
-            no use afterwards; the group is.
+            no use afterwards; the group is. On CUDA the call has returned by then: the tensor becomes NaN, and the next
+            call raises.
     """
     group = _group(group)
     communicator = _communicators.get(group)

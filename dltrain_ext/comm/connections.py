@@ -1,6 +1,7 @@
 """The connections of a communicator's own: who stands where, and what carries the messages."""
 
 import functools
+import itertools
 import os
 import socket
 import time
@@ -37,25 +38,27 @@ class Connections:
         self._store, self._ranks, self._timeout, self._transport = store, ranks, timeout, transport
         self._patience = min(timeout, _CONNECTING)
         self._rank = ranks.index(dist.get_rank())
-        self._layout = layout(self._meet("host", host_id()), self._rank, ranks_per_host)
+        self._layout = layout(meet(store, "host", ranks, self._rank, host_id(), timeout), self._rank, ranks_per_host)
+        self._number = itertools.count()
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
-        """For tensors on a device. In two levels where several ranks stand on each of several hosts."""
+        """For tensors on a device, whose number may differ between the ranks."""
+        store = dist.PrefixStore(f"{device.type} {next(self._number)}", self._store)
         levels = None
         if device.type == "cpu":
-            levels = self._levels(device, self._over_gloo)
-        elif self._all_have_nccl(device):
-            levels = self._over_nccl_if_all_can(device)
+            levels = self._levels(store, device, self._over_gloo)
+        elif self._all_have_nccl(store):
+            levels = self._over_nccl_if_all_can(store, device)
         if levels is None:
-            levels = self._levels(device, self._over_torch)
+            levels = self._levels(store, device, self._over_torch)
         return _ops.Communicator(*levels, device, self._timeout.total_seconds())
 
-    def _levels(self, device: torch.device, make: "Make") -> tuple["_ops.Level", "_ops.Level | None"]:
+    def _levels(self, store: dist.Store, device: torch.device, make: Make) -> tuple["_ops.Level", "_ops.Level | None"]:
         """Across the hosts and inside this one; of all ranks, and none, where there is one level."""
 
         def level(name: str, members: Sequence[int]) -> "_ops.Level":
-            store = dist.PrefixStore(f"{device}/{make.__name__}/{name}", self._store)
-            return make(store, device, [self._ranks[member] for member in members], members.index(self._rank))
+            own = dist.PrefixStore(f"{make.__name__}/{name}", store)
+            return make(own, device, [self._ranks[member] for member in members], members.index(self._rank))
 
         if self._layout is None:
             return level("all", range(len(self._ranks))), None
@@ -85,26 +88,29 @@ class Connections:
         unique_id = bytes.fromhex(store.get("id").decode())
         return _ops.Level.over_nccl(unique_id, rank, device, ranks, self._patience.total_seconds())
 
-    def _all_have_nccl(self, device: torch.device) -> bool:
+    def _all_have_nccl(self, store: dist.Store) -> bool:
         if self._transport == "c10d":
             return False
         try:
             answer = f"version {_ops.nccl_version()}"
         except RuntimeError as error:
             answer = str(error)
-        return self._all_say(lambda said: said.startswith("version "), f"nccl/{device}", answer)
+        return self._all_say(lambda said: said.startswith("version "), "nccl", answer, store)
 
-    def _over_nccl_if_all_can(self, device: torch.device) -> tuple["_ops.Level", "_ops.Level | None"] | None:
+    def _over_nccl_if_all_can(
+        self, store: dist.Store, device: torch.device
+    ) -> tuple["_ops.Level", "_ops.Level | None"] | None:
         levels, answer = None, "connected"
         try:
-            levels = self._levels(device, self._over_nccl)
+            levels = self._levels(store, device, self._over_nccl)
         except RuntimeError as error:
             answer = str(error)
-        return levels if self._all_say(lambda said: said == "connected", f"connected/{device}", answer) else None
+        return levels if self._all_say(lambda said: said == "connected", "connected", answer, store) else None
 
-    def _all_say(self, yes: Callable[[str], bool], about: str, answer: str) -> bool:
+    def _all_say(self, yes: Callable[[str], bool], about: str, answer: str, store: dist.Store) -> bool:
         """Whether all ranks say yes; where not, whoever does not is why NCCL itself is done without."""
-        answers = self._meet(about, answer, 2 * self._patience)  # one at each level
+        patience = self._timeout + 2 * self._patience  # at either level
+        answers = meet(store, about, self._ranks, self._rank, answer, patience)
         no = [f"rank {rank}: {said}" for rank, said in zip(self._ranks, answers, strict=True) if not yes(said)]
         if not no:
             return True
@@ -113,9 +119,6 @@ class Connections:
             raise dist.DistBackendError(f"transport: nccl cannot be had: {reasons}")
         tell_once(f"messages of CUDA tensors go by torch.distributed, not by NCCL itself: {reasons}")
         return False
-
-    def _meet(self, about: str, answer: str, patience: timedelta = timedelta()) -> list[str]:
-        return meet(self._store, about, self._ranks, self._rank, answer, self._timeout + patience)
 
 
 def meet(store: dist.Store, about: str, ranks: list[int], index: int, answer: str, timeout: timedelta) -> list[str]:
@@ -131,7 +134,7 @@ def meet(store: dist.Store, about: str, ranks: list[int], index: int, answer: st
             raise dist.DistBackendError(
                 f"communicator of ranks {ranks}: rank {rank} did not come in {timeout}"
             ) from error
-    return [store.get(key).decode() for key in keys]
+    return [said.decode() for said in store.multi_get(keys)]
 
 
 def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> tuple[list[int], list[int]] | None:
