@@ -5,30 +5,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from contributions import LOSSY, fitting, same_everywhere
+from contributions import normal as given
 from ranks import run_ranks
 
 from dltrain_ext import codecs, comm
 
-LOSSY = [codec for codec in codecs.CODECS if codecs.error_bound(codec).max > 0]
-ONCE = [name for name in comm.ALGORITHMS if not comm.plan(name, 0, 1).exact]
-
-
-def fitting(codec: str) -> list[str]:
-    return ONCE if codec in LOSSY else [*comm.ALGORITHMS]
-
-
-def given(rank: int, numel: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
-
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
-def same_everywhere(tensor: torch.Tensor) -> bool:
-    first = tensor.clone()
-    dist.broadcast(first, 0)
-    return torch.equal(bits(first), bits(tensor))
 
 
 def check_identical(rank, world_size):
@@ -125,7 +110,7 @@ def interpret(algorithm: str, inputs: list[torch.Tensor], codec: str) -> list[to
 
 def check_meaning(rank, world_size):
     for codec in LOSSY:
-        for algorithm in ONCE:
+        for algorithm in fitting(codec):
             chunks = comm.plan(algorithm, rank, world_size).chunks
             parts = [given(r, chunks * 512) for r in range(world_size)]
             expected = interpret(algorithm, parts, codec)
@@ -143,7 +128,7 @@ def test_the_plan_says_which_messages_are_made(world_size):
 def check_feedback(rank, world_size):
     numel, steps = 3001, 60
     for codec in LOSSY:
-        for algorithm in ONCE:
+        for algorithm in fitting(codec):
             for dtype, tolerance in (("fp32", 1e-4), ("bf16", 0.3)):
                 residual = codecs.zero_residual(torch.empty(numel), feedback_dtype=dtype)
                 received, exact = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)

@@ -5,9 +5,11 @@ import time
 import warnings
 from datetime import timedelta
 
+import contributions
 import pytest
 import torch
 import torch.distributed as dist
+from contributions import fitting, same_everywhere
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,20 +18,14 @@ from dltrain_ext import codecs, comm, ddp
 
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ("nccl", "c10d")
-LOSSY = [codec for codec in codecs.CODECS if codecs.error_bound(codec).max > 0]
 
 
-def fitting(codec):
-    return [name for name in comm.ALGORITHMS if codec not in LOSSY or not comm.plan(name, 0, 1).exact]
-
-
-def whole(rank, numel, device="cuda"):
-    """Small integers: any order of summation is exact."""
-    return ((torch.arange(numel, device=device) * 7 + rank * 13) % 31 - 15).float()
+def whole(rank, numel):
+    return contributions.whole(rank, numel).cuda()
 
 
 def normal(rank, numel):
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).cuda()
+    return contributions.normal(rank, numel).cuda()
 
 
 def enter(rank, world_size, body, *args):
@@ -130,9 +126,7 @@ def check_two_levels(rank, world_size, transport):
         for codec in ("int8", "int4", "sign"):
             tensor = normal(rank, numel)
             communicator.all_reduce(tensor, "avg", codec=codec)
-            first = tensor.cpu()
-            dist.broadcast(first, 0)
-            assert torch.equal(first, tensor.cpu())
+            assert same_everywhere(tensor.cpu())
 
 
 class Net(nn.Module):
@@ -170,9 +164,7 @@ def check_hook(rank, world_size, transport):
         torch.cuda.set_sync_debug_mode("default")
     assert state.stats()["buckets"] >= 100
     for parameter in ours.parameters():
-        first = parameter.grad.cpu()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, parameter.grad.cpu())
+        assert same_everywhere(parameter.grad.cpu())
 
 
 def check_graphs(rank, world_size, transport):

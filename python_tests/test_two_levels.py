@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from contributions import fitting, normal, same_everywhere, whole
 from ranks import run_ranks
 from test_benchmark_hosts import REASON, run
 from torch import nn
@@ -16,27 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import codecs, comm, ddp
 from dltrain_ext.comm.connections import layout
-
-LOSSY = [codec for codec in codecs.CODECS if codecs.error_bound(codec).max > 0]
-
-
-def fitting(codec: str) -> list[str]:
-    return [name for name in comm.ALGORITHMS if codec not in LOSSY or not comm.plan(name, 0, 1).exact]
-
-
-def given(rank: int, numel: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def whole(rank: int, numel: int) -> torch.Tensor:
-    """Small integers: any order of summation is exact."""
-    return ((torch.arange(numel) * 7 + rank * 13) % 31 - 15).float()
-
-
-def same_everywhere(tensor: torch.Tensor) -> bool:
-    first = tensor.clone()
-    dist.broadcast(first, 0)
-    return torch.equal(first.view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +67,7 @@ def check_sums(rank, world_size, per_host):
     large = torch.full((33,), torch.finfo(torch.float32).max)
     communicator.all_reduce(large, "avg")
     torch.testing.assert_close(large, torch.full((33,), torch.finfo(torch.float32).max))
-    mean, other = given(rank, 5000), given(rank, 5000)
+    mean, other = normal(rank, 5000), normal(rank, 5000)
     communicator.all_reduce(mean, "avg")
     flat.all_reduce(other, "avg")
     torch.testing.assert_close(mean, other, rtol=1e-5, atol=1e-6)
@@ -101,7 +81,7 @@ def check_codecs(rank, world_size, per_host):
         for algorithm in fitting(codec):
             for numel in (1, world_size * block + 1, 20_011):
                 for rounding in ("nearest", "stochastic"):
-                    parts = [given(r, numel) for r in range(world_size)]
+                    parts = [normal(r, numel) for r in range(world_size)]
                     tensor = parts[rank].clone()
                     communicator.all_reduce(tensor, algorithm=algorithm, codec=codec, rounding=rounding)
                     assert same_everywhere(tensor), (codec, algorithm, numel)
@@ -130,8 +110,8 @@ def check_feedback(rank, world_size):
         residual = codecs.zero_residual(torch.empty(numel))
         exact, received = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
         for step in range(steps):
-            exact += sum(given(r, numel, step).double() for r in range(world_size)) / world_size
-            tensor = given(rank, numel, step)
+            exact += sum(normal(r, numel, step).double() for r in range(world_size)) / world_size
+            tensor = normal(rank, numel, step)
             communicator.all_reduce(tensor, "avg", algorithm=algorithm, codec=codec, residual=residual)
             received += tensor
         left = residual.double()

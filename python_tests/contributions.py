@@ -1,0 +1,29 @@
+"""What ranks give to an all-reduce in the tests, and what they make of it."""
+
+import torch
+import torch.distributed as dist
+
+from dltrain_ext import codecs, comm
+
+LOSSY = [codec for codec in codecs.CODECS if codecs.error_bound(codec).max > 0]
+
+
+def fitting(codec: str) -> list[str]:
+    """The algorithms that take a codec: those that encode more than once take none that loses something."""
+    return [name for name in comm.ALGORITHMS if codec not in LOSSY or not comm.plan(name, 0, 1).exact]
+
+
+def whole(rank: int, numel: int) -> torch.Tensor:
+    """Small integers: any order of summation is exact."""
+    return ((torch.arange(numel) * 7 + rank * 13) % 31 - 15).float()
+
+
+def normal(rank: int, numel: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def same_everywhere(tensor: torch.Tensor) -> bool:
+    """Whether all ranks hold rank 0's bits."""
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(first.view(torch.uint8), tensor.view(torch.uint8))
