@@ -160,7 +160,7 @@ constexpr bool fits(R (*)(A...), S (*)(B...)) {
   return same<R, S>() && (same<A, B>() && ...);
 }
 
-#define DLT_NCCL(theirs, name, result, parameters) static_assert(fits(&theirs, decltype(ours::Api::name){}), #theirs);
+#define DLT_NCCL(theirs, name, ...) static_assert(fits(&theirs, decltype(ours::Api::name){}), #theirs);
 DLT_NCCL_FUNCTIONS(DLT_NCCL)
 
 static_assert(sizeof(ours::UniqueId) == sizeof(ncclUniqueId));

@@ -25,7 +25,7 @@ Library::Library(const std::string& path) {
     if (!function) throw std::runtime_error(text("NCCL (", path, ") has no ", name, ": expected version 2.14 or later"));
     return function;
   };
-#define DLT_NCCL(theirs, ours, result, parameters) api_.ours = reinterpret_cast<decltype(api_.ours)>(find(#theirs));
+#define DLT_NCCL(theirs, ours, ...) api_.ours = reinterpret_cast<decltype(api_.ours)>(find(#theirs));
   DLT_NCCL_FUNCTIONS(DLT_NCCL)
 #undef DLT_NCCL
   const Result result = api_.get_version(&version_);

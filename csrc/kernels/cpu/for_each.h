@@ -22,7 +22,7 @@ void for_each(const Place& place, const TensorList<Operation::streams>& list, co
       // The processor foresees where a tensor goes on, but not where the next small one lies.
       if (constexpr int64_t ahead = 4; index + ahead < list.size()) {
         for (const void* stream : list.row(index + ahead).data) {
-          for (int line = 0; line < 4; ++line) __builtin_prefetch(static_cast<const char*>(stream) + 64 * line);
+          for (int64_t line = 0; line < 4; ++line) __builtin_prefetch(static_cast<const char*>(stream) + 64 * line);
         }
       }
       // Neighbours mostly share their element, and AdamW's costs as much as a small tensor's update.

@@ -27,7 +27,7 @@ using dltrain::text;
 
 #define DLT_EXPORTED extern "C" __attribute__((visibility("default")))
 
-#define DLT_NCCL(theirs, ours, result, parameters) DLT_EXPORTED result theirs parameters;
+#define DLT_NCCL(theirs, ours, ...) DLT_EXPORTED std::type_identity_t<__VA_ARGS__> theirs;
 DLT_NCCL_FUNCTIONS(DLT_NCCL)
 #undef DLT_NCCL
 
