@@ -10,7 +10,9 @@ from torch.distributed.distributed_c10d import Backend
 from torch.futures import Future
 
 built_with_cuda: bool
+supported_devices: str
 
+def is_supported(device: torch.device, /) -> bool: ...
 def instruction_set() -> str: ...
 def instruction_sets() -> list[str]: ...
 
@@ -131,6 +133,21 @@ class Level:
     ) -> Level:
         """Collective."""
 
+class Bucket:
+    """What stays of a DDP bucket from step to step; parameters: first element, elements, codec, number."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[int, int, str, int]],
+        *,
+        by_parameter: bool,
+        squares: Tensor | None = None,
+        residual: Tensor | None = None,
+        spare: Tensor | None = None,
+        swapped: Tensor | None = None,
+    ) -> None: ...
+    def stats(self) -> dict[str, float]: ...
+
 class Communicator:
     def __init__(self, across: Level, inside: Level | None, device: torch.device, timeout: float) -> None: ...
     def all_reduce(
@@ -145,6 +162,9 @@ class Communicator:
         stochastic: bool = False,
         seed: int = 0,
         step: int | None = None,
+        bucket: Bucket | None = None,
+        feeds: bool = False,
+        loss_scale: Tensor | None = None,
     ) -> None: ...
     # A torch._C.Future, which has the methods of this one, and is what torch's own stubs call so.
     def submit(
@@ -159,12 +179,16 @@ class Communicator:
         stochastic: bool = False,
         seed: int = 0,
         step: int | None = None,
+        bucket: Bucket | None = None,
+        feeds: bool = False,
+        loss_scale: Tensor | None = None,
     ) -> Future[Tensor]: ...
     def close(self) -> None: ...
     def drain(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
 
 def algorithms() -> list[str]: ...
+def check_feedback(codec: str, stochastic: bool, expected: str, /) -> None: ...
 def check_names(algorithm: str, codec: str, /) -> None: ...
 def codecs() -> list[Codec]: ...
 def find_codec(name: str, /) -> Codec: ...

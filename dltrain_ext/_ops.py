@@ -15,6 +15,7 @@ if torch.__version__ != TORCH:
 
 from dltrain_ext._C import (
     AdamWGroup,
+    Bucket,
     Codec,
     Communicator,
     FusedGroup,
@@ -27,22 +28,26 @@ from dltrain_ext._C import (
     StepArguments,
     algorithms,
     built_with_cuda,
+    check_feedback,
     check_names,
     codecs,
     find_codec,
     instruction_set,
     instruction_sets,
+    is_supported,
     judge,
     make_plan,
     nccl_unique_id,
     nccl_version,
     sum_squares_of,
+    supported_devices,
     timeout_of,
     verify,
 )
 
 __all__ = [
     "AdamWGroup",
+    "Bucket",
     "Codec",
     "Communicator",
     "FusedGroup",
@@ -56,6 +61,7 @@ __all__ = [
     "adamw_",
     "algorithms",
     "built_with_cuda",
+    "check_feedback",
     "check_names",
     "codecs",
     "decode_",
@@ -63,6 +69,7 @@ __all__ = [
     "find_codec",
     "instruction_set",
     "instruction_sets",
+    "is_supported",
     "judge",
     "lars_",
     "make_plan",
@@ -70,6 +77,7 @@ __all__ = [
     "nccl_version",
     "sgd_",
     "sum_squares_of",
+    "supported_devices",
     "timeout_of",
     "verify",
 ]

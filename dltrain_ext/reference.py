@@ -194,8 +194,8 @@ def encode_sum_(
 ) -> None:
     """The one operation of a codec. Unlike the other meanings it is in float32: it gives the very bytes.
 
-    Adds, in this order, what ``received[:position]`` stand for, ``tensor * scale + residual * loss_scale``, and what
-    ``received[position:]`` stand for; encodes the sum into ``wire``, writes what ``wire`` stands for to ``decoded`` and
+    Adds, in this order, what ``received[:position]`` stand for, ``tensor * scale``, what ``received[position:]`` stand
+    for, and ``residual * loss_scale``; encodes the sum into ``wire``, writes what that stands for to ``decoded`` and
     what encoding lost, over ``loss_scale``, to ``residual``. Without ``wire`` nothing is encoded: ``decoded`` is the
     sum. ``tensor`` begins at element ``first``, a multiple of 4, of what the rank encodes. The op raises TypeError or
     ValueError naming the argument, what was expected and what came.
@@ -204,7 +204,7 @@ def encode_sum_(
     terms = [_decoded(message, codec, numel) for message in received]
     terms.insert(position, tensor.float().flatten() * torch.tensor(scale, dtype=torch.float32))
     if residual is not None:
-        terms.insert(position + 1, residual.float().flatten() * up)
+        terms.append(residual.float().flatten() * up)
     total = terms[0]
     for term in terms[1:]:
         total = total + term

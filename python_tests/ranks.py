@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Children fork from a server that has imported torch once and never started a thread.
+# Children fork from a server that has imported once what all of them need, and never started a thread.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.nn.parallel", "dltrain_ext"])
+_context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.nn.parallel", "dltrain_ext"])
 
 
 def _rank(body: Callable, rank: int, world_size: int, folder: str, results: Any, args: tuple) -> None:

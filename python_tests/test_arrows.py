@@ -27,7 +27,7 @@ MODULES = {
     "comm": {"codecs", "_ops"},
     "optim": {"_ops"},
     "amp": {"optim", "_ops"},
-    "ddp": {"comm", "amp", "_ops"},
+    "ddp": {"comm", "amp", "codecs", "_ops"},
     "sim": {"comm", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }

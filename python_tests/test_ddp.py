@@ -55,7 +55,7 @@ def assert_close(ours, theirs):
 def check_against_plain(rank, world_size, algorithm, options):
     plain = train(make(rank, **options), rank)
     model = make(rank, **options)
-    state = ddp.register(model, algorithm=algorithm)
+    state = ddp.register(model, codec="raw", algorithm=algorithm)
     ours = train(model, rank)
     assert_close(ours, plain)
     stats = state.stats()
@@ -90,7 +90,7 @@ def check_unused(rank, world_size):
     options = {"find_unused_parameters": True}
     plain = train(make(rank, **options), rank, spare=spare)
     model = make(rank, **options)
-    ddp.register(model)
+    ddp.register(model, codec="raw")
     assert_close(train(model, rank, spare=spare), plain)
 
 
@@ -102,7 +102,7 @@ def check_accumulation(rank, world_size):
     results = []
     for ours in (False, True):
         model = make(rank)
-        state = ddp.register(model) if ours else None
+        state = ddp.register(model, codec="raw") if ours else None
         torch.manual_seed(rank)
         with model.no_sync():
             model(torch.randn(5, 64), True).mean().backward()
@@ -133,7 +133,7 @@ def check_subgroup(rank, world_size):
         return
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-    state = ddp.register(model)
+    state = ddp.register(model, codec="raw")
     x = torch.full((1, 4), float(rank))
     model(x).sum().backward()
     assert torch.equal(model.module.weight.grad, torch.ones(4, 4))  # the mean of 0 and 2
@@ -161,7 +161,7 @@ class Pause(torch.autograd.Function):
 
 def reduced_in_the_middle_of_backward(rank, world_size):
     model = make(rank)
-    state = ddp.register(model)
+    state = ddp.register(model, codec="raw")
     train(model, rank, steps=2)  # by now the buckets have their final form
     forward, notes, before = model.module.layers[3].forward, [], state.stats()["buckets"]
     model.module.layers[3].forward = lambda x: forward(Pause.apply(x, state, notes))
@@ -203,7 +203,7 @@ def check_errors(rank, world_size):
     with pytest.raises(TypeError, match=r"model: expected parameters of .*, got 1.weight of torch.float64 on cpu"):
         ddp.register(double)
     with pytest.raises(ValueError, match="algorithm: expected one of ring, tree.*, got 'rign'"):
-        ddp.register(make(rank), algorithm="rign")
+        ddp.register(make(rank), codec="raw", algorithm="rign")
     with pytest.raises(ValueError, match="codec: expected one of raw, fp16.*, got 'int3'"):
         ddp.AllReduceState(codec="int3")
     with pytest.raises(ValueError, match="timeout: expected a datetime.timedelta"):

@@ -12,7 +12,13 @@ import pytest
 from dltrain_ext import codecs, comm
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+
+
+TORCHRUN = torchrun(2)
 
 
 def run(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,10 +64,11 @@ def test_both_sides_train_alike(tmp_path: Path, data: str, metric: str, unit: st
     assert ours["wire_bytes_per_step"] == pytest.approx(plain["wire_bytes_per_step"], rel=0.01)
 
 
-def test_gradients_travel_as_int8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gradients_travel_as_int8(tmp_path: Path, ranks: int) -> None:
     json_file = tmp_path / "figures.json"
     done = run(
-        "--steps", 30, "--codec", "int8", "--out", tmp_path / "train.png", "--json", json_file, launcher=TORCHRUN
+        "--steps", 30, "--codec", "int8", "--out", tmp_path / "train.png", "--json", json_file, launcher=torchrun(ranks)
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(json_file.read_text())

@@ -90,25 +90,35 @@ def test_ranks_of_a_subgroup_are_named_as_the_world_knows_them():
     run_ranks(3, lose_a_rank_of_a_subgroup, dying=(2,))
 
 
-def survive_in_backward(rank, world_size):
+def survive_in_backward(rank, world_size, options):
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=16 / 1024)
-    ddp.register(model, timeout=DEADLINE)
+    ddp.register(model, timeout=DEADLINE, **options)
     for _ in range(3):
         model(torch.randn(2, 64)).sum().backward()
     if rank == 1:
         model.module[2].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     start = time.monotonic()
     with pytest.raises(
-        RuntimeError, match=r"all_reduce with \w+ on rank \d in a group of 3: waiting for rank \d in round"
+        RuntimeError, match=rf"all_reduce with \w+ on rank \d in a group of {world_size}: waiting for rank \d in"
     ):
         model(torch.randn(2, 64)).sum().backward()
     return time.monotonic() - start
 
 
-def test_a_rank_killed_in_backward():
-    results = run_ranks(3, survive_in_backward, dying=(1,))
-    assert all(results[rank] < DEADLINE.total_seconds() + 1 for rank in (0, 2))
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (3, {"codec": "raw"}),
+        (2, {"codec": "int8"}),
+        (3, {"codec": "int4"}),
+        (4, {"codec": "int8", "algorithm": "ring"}),
+    ],
+    ids=str,
+)
+def test_a_rank_killed_in_backward(world_size, options):
+    results = run_ranks(world_size, survive_in_backward, options, dying=(1,))
+    assert all(results[rank] < DEADLINE.total_seconds() + 1 for rank in range(world_size) if rank != 1)
 
 
 def leave_in_flight(rank, world_size):

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dltrain_ext import codecs, comm, ddp
+from dltrain_ext import amp, codecs, comm, ddp, optim
 
 pytestmark = pytest.mark.gpu
 TRANSPORTS = ("nccl", "c10d")
@@ -148,7 +148,7 @@ def make_ddp():
 
 def check_hook(rank, world_size, transport):
     plain, ours = make_ddp(), make_ddp()
-    state = ddp.register(ours, transport=transport)
+    state = ddp.register(ours, codec="raw", transport=transport)
     torch.manual_seed(rank)
     batches = torch.randn(100, 4, 64, device="cuda")
     for model in (plain, ours):
@@ -165,6 +165,41 @@ def check_hook(rank, world_size, transport):
     assert state.stats()["buckets"] >= 100
     for parameter in ours.parameters():
         assert same_everywhere(parameter.grad.cpu())
+
+
+def check_feedback(rank, world_size, transport):
+    model = make_ddp()
+    scaler = amp.LossScaler("cuda", init_scale=2.0**10)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    state = ddp.register(model, scaler=scaler, transport=transport)
+    torch.manual_seed(rank)
+    batches = torch.randn(24, 4, 64, device="cuda")
+
+    def step(batch):
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer, max_norm=1.0, grad_stats=state.grad_stats)
+        scaler.update()
+
+    for batch in batches[:4]:  # in which buckets and the optimizer's state come to be
+        step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[4:]:
+            step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    (lost,) = state.state_dict()["feedback"].values()
+    assert all(residual.isfinite().all() for residual in lost.values())
+    assert any(residual.any() for residual in lost.values())
+    assert all(same_everywhere(parameter.cpu()) for parameter in before)
+    step(batches[0] * (float("nan") if rank == 1 else 1.0))
+    assert scaler.skipped_steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    (left,) = state.state_dict()["feedback"].values()
+    assert all(torch.equal(lost[name], left[name]) for name in lost)
 
 
 def check_graphs(rank, world_size, transport):
@@ -196,6 +231,7 @@ def check_graphs(rank, world_size, transport):
         (check_streams, (2,)),
         (check_two_levels, (4,)),
         (check_hook, (2,)),
+        (check_feedback, (2,)),
         (check_graphs, (2,)),
     ],
 )

@@ -220,9 +220,10 @@ sent = {}
 for name, communicator in (("two", comm.Communicator()), ("one", comm.Communicator(ranks_per_host=1))):
     tensor = torch.ones(numel)
     communicator.all_reduce(tensor, algorithm="direct")
+    tensor.fill_(1)
     dist.barrier()
     before = int(link.read_text())
-    tensor.fill_(1)
+    dist.barrier()  # the others of this host send only when it has been read
     communicator.all_reduce(tensor, algorithm="direct")
     dist.barrier()
     sent[name] = int(link.read_text()) - before

@@ -30,10 +30,9 @@ Elements elements_of(const Argument& argument, const at::Device& device, int64_t
   return {argument.data(), dtype_of(argument.tensor)};
 }
 
-void check_feedback(const Codec& codec, bool stochastic) {
-  TORCH_CHECK_VALUE(!stochastic || codec.stochastic_error.rms < 1.0,
-                    "residual: expected none where the rounding is stochastic and the codec ", codec.name,
-                    ", whose error can exceed what it encodes: feedback would make it grow");
+void check_feedback(const Codec& codec, bool stochastic, const std::string& expected) {
+  TORCH_CHECK_VALUE(!stochastic || codec.stochastic_error.rms < 1.0, expected, " where the rounding is stochastic and the codec ",
+                    codec.name, ", whose error can exceed what it encodes: feedback would make it grow");
 }
 
 void check_apart(const std::vector<Argument>& arguments) {

@@ -44,8 +44,8 @@ T* number_of(const Argument& argument, const at::Device& device) {
   return static_cast<T*>(argument.data());
 }
 
-// What encoding loses can be fed back only if it shrinks.
-void check_feedback(const Codec& codec, bool stochastic);
+// What encoding loses can be fed back only if it shrinks. `expected`: the argument, and what it should have been.
+void check_feedback(const Codec& codec, bool stochastic, const std::string& expected = "residual: expected none");
 
 // Parts are worked on in any order, so what one writes no other may read or write: but for the same elements, in the same places.
 void check_apart(const std::vector<Argument>& arguments);

@@ -1,4 +1,5 @@
 #include "bindings/module.h"
+#include "bindings/place.h"
 #include "core/place.h"
 #include "kernels/cpu/instruction_set.h"
 
@@ -7,6 +8,8 @@ namespace dltrain::bindings {
 void bind_build(py::module_& module) {
   cpu::instruction_set();  // so that one that cannot be used is an error now, and not at the first step
   module.attr("built_with_cuda") = built_with_cuda;
+  module.attr("supported_devices") = supported_devices();
+  module.def("is_supported", &is_supported);
   module.def("instruction_set", [] { return cpu::instruction_set().name; });
   module.def("instruction_sets", [] {
     std::vector<std::string> names;

@@ -79,9 +79,9 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
   if (residual) {
     TORCH_CHECK_VALUE(wire, "residual: expected none where no wire is encoded");
     check_feedback(codec, stochastic);
-    sum.residual = elements_of(argument(*residual, "residual", true), device, sum.numel, false);
+    sum.feedback.residual = elements_of(argument(*residual, "residual", true), device, sum.numel, false);
   }
-  if (loss_scale) sum.loss_scale = number_of<float>(argument(*loss_scale, "loss_scale"), device);
+  if (loss_scale) sum.feedback.loss_scale = number_of<float>(argument(*loss_scale, "loss_scale"), device);
   if (wire) sum.message = writable(message_of(argument(*wire, "wire", true), device, codec, sum.numel));
   if (decoded) sum.decoded = elements_of(argument(*decoded, "decoded", true), device, sum.numel);
   sum.stochastic = stochastic;
@@ -157,6 +157,9 @@ void bind_codecs(py::module_& module) {
       });
   module.def("codecs", &codecs);
   module.def("find_codec", &find_codec);
+  module.def("check_feedback", [](const std::string& codec, bool stochastic, const std::string& expected) {
+    check_feedback(find_codec(codec), stochastic, expected);
+  });
 }
 
 }  // namespace dltrain::bindings

@@ -1,7 +1,9 @@
 #include "bindings/communicator.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -43,18 +45,22 @@ void check_values(const at::Tensor& tensor, const c10::Device& device, const All
   TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
                     "tensor: expected elements that each have a place of their own, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
-  if (options.residual) {
+  if (options.bucket) {
+    TORCH_CHECK_TYPE(fits_plans(type), "bucket: expected dtype float32, float16 or bfloat16, got ", type);
+    options.bucket->check(tensor);
+  }
+  options.feedback.check(tensor);
+  if (options.feedback.residual) {
     TORCH_CHECK_VALUE(!options.is_native(type), "residual: expected none for the algorithm native");
     check_feedback(find_codec(options.call.codec), options.call.stochastic);
-    std::vector<Argument> arguments = {{*options.residual, "residual", true}, {tensor, "tensor", true}};
-    elements_of(arguments[0], tensor.device(), tensor.numel(), false);
-    check_apart(arguments);
   }
 }
 
 void changed(const at::Tensor& tensor, const AllReduceOptions& options) {
   bindings::changed({{tensor, "tensor", true}});
-  if (options.residual) bindings::changed({{*options.residual, "residual", true}});
+  for (const auto* written : {&options.feedback.residual, &options.feedback.spare}) {
+    if (*written) bindings::changed({{**written, "residual", true}});
+  }
 }
 
 // The value of a Python hook's future must be a Python object. This one is made under the GIL when the work is submitted, so that the
@@ -125,7 +131,11 @@ void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor
     } else {
       comm::AllReduce call = options.call;
       call.timeout = timeout;
-      if (options.residual) call.residual = {options.residual->mutable_data_ptr(), dtype_of(*options.residual)};
+      call.feedback = options.feedback.elements();
+      if (options.bucket) {
+        call.layout = options.bucket->layout();
+        call.observer = options.bucket.get();
+      }
       if (inside) {
         all_reduce_in_two_levels(place, dense, call);
       } else {
@@ -138,6 +148,7 @@ void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor
     C10_THROW_ERROR(DistBackendError, error.what());
   }
   if (!dense.is_same(tensor)) tensor.copy_(dense);
+  if (options.bucket) options.bucket->add_up(place, tensor);
   ++calls;
 }
 
@@ -193,9 +204,18 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
   const std::vector<c10::Device> devices(device_.is_cuda() ? 1 : 0, device_);
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get(), devices);
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(c10::make_intrusive<TensorHolder>(std::move(object))));
-  const auto task = [work = work_, tensor, options, future, value = std::move(value)](const Place& place) {
+  // The profiler, say; mostly there is none.
+  std::optional<at::ThreadLocalState> observed;
+  if (options.bucket && at::hasThreadLocalCallbacks()) observed.emplace();
+  const auto task = [work = work_, tensor, options, future, value = std::move(value), observed = std::move(observed),
+                     submitted = Bucket::Clock::now()](const Place& place) {
+    std::optional<at::ThreadLocalStateGuard> as_caller;
+    if (observed) as_caller.emplace(*observed);
     try {
+      const int64_t sent = work->across->executor().wire_bytes();
+      if (options.bucket) options.bucket->started(submitted);
       work->all_reduce(place, tensor, options);
+      if (options.bucket) options.bucket->ended(submitted, work->across->executor().wire_bytes() - sent);
     } catch (...) {
       future->setErrorIfNeeded(std::current_exception());
       return;
@@ -214,7 +234,8 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
         const OnStream current(side);  // the future's events are recorded there
         task(side);
         cuda_keep_for(side, tensor);
-        if (options.residual) cuda_keep_for(side, *options.residual);
+        options.feedback.keep_for(side);
+        if (options.bucket) options.bucket->keep_for(side);
       });
       return out;
     }
@@ -247,7 +268,8 @@ namespace {
 template <class Method>
 auto with_options(Method method) {
   return [method](Communicator& self, py::object tensor, const std::string& algorithm, const std::string& codec, bool average, int segments,
-                  std::optional<at::Tensor> residual, bool stochastic, uint64_t seed, std::optional<uint32_t> step) {
+                  std::optional<at::Tensor> residual, bool stochastic, uint64_t seed, std::optional<uint32_t> step,
+                  std::shared_ptr<Bucket> bucket, bool feeds, std::optional<at::Tensor> loss_scale) {
     AllReduceOptions options;
     options.call.algorithm = algorithm;
     options.call.codec = codec;
@@ -256,7 +278,10 @@ auto with_options(Method method) {
     options.call.stochastic = stochastic;
     options.call.seed = seed;
     options.call.step = step;
-    options.residual = std::move(residual);
+    options.feedback.residual = std::move(residual);
+    if (bucket && feeds) options.feedback = bucket->feedback();
+    options.feedback.loss_scale = std::move(loss_scale);
+    options.bucket = std::move(bucket);
     return method(self, std::move(tensor), options);
   };
 }
@@ -265,7 +290,8 @@ template <class Class, class Function>
 void def_with_options(Class& communicator, const char* name, Function method) {
   communicator.def(name, with_options(method), py::arg("tensor"), py::kw_only(), py::arg("algorithm"), py::arg("codec"), py::arg("average"),
                    py::arg("segments") = 0, py::arg("residual") = py::none(), py::arg("stochastic") = false, py::arg("seed") = 0,
-                   py::arg("step") = py::none());
+                   py::arg("step") = py::none(), py::arg("bucket") = py::none(), py::arg("feeds") = false,
+                   py::arg("loss_scale") = py::none());
 }
 
 }  // namespace

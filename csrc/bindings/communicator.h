@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 
+#include "bindings/bucket.h"
 #include "bindings/level.h"
 #include "bindings/place.h"
 #include "comm/two_levels.h"
@@ -15,8 +16,9 @@
 namespace dltrain::bindings {
 
 struct AllReduceOptions {
-  comm::AllReduce call;  // but for its residual and its timeout
-  std::optional<at::Tensor> residual;
+  comm::AllReduce call;  // but for what tensors and buckets hold, and its timeout
+  FeedbackTensors feedback;
+  std::shared_ptr<Bucket> bucket;
 
   // Whether the backend's own all-reduce is asked for, or is the only one for elements of this type.
   bool is_native(at::ScalarType type) const;

@@ -13,7 +13,8 @@ std::string describe(const Call& call) {
   const std::string how = call.algorithm == Call::native ? text("native, ", call.type.data())
                                                          : text(at(codec_names(), call.codec), " by ", at(plan_names(), call.algorithm));
   return text("call ", call.number, ": ", how, " over ", call.numel, call.numel == 1 ? " element in " : " elements in ", call.segments,
-              call.segments == 1 ? " segment" : " segments", call.average ? ", averaged" : ", summed");
+              call.segments == 1 ? " segment" : " segments", call.layout ? text(" of layout ", call.layout) : "",
+              call.average ? ", averaged" : ", summed");
 }
 
 }  // namespace dltrain::comm

@@ -13,6 +13,7 @@ struct Call {
   int32_t algorithm = 0, codec = 0;  // places in plan_names() and codecs(); native: the backend's own all-reduce
   int32_t segments = 1;
   int32_t average = 0;
+  int64_t layout = 0;           // its digest, where there is one
   std::array<char, 16> type{};  // of the elements, where it matters
   static constexpr int32_t native = -1;
   bool operator==(const Call&) const = default;

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/program.h"
+#include "comm/layout.h"
 #include "core/place.h"
 
 namespace dltrain::comm {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/digest.h"
 
 namespace dltrain::comm {
 
@@ -26,13 +27,7 @@ constexpr size_t ahead = 2;  // envelopes posted for messages that nobody has as
 
 // Ranks whose messages differ in length have different ones. Not made of the call's number: connections may keep something for each tag.
 int tag_of(const Call& call) {
-  uint64_t hash = 0;
-  for (const int64_t part : {call.numel, static_cast<int64_t>(call.algorithm), static_cast<int64_t>(call.codec),
-                             static_cast<int64_t>(call.segments), static_cast<int64_t>(call.average)}) {
-    hash = (hash ^ static_cast<uint64_t>(part)) * 0xff51afd7ed558ccdu;
-    hash ^= hash >> 32;
-  }
-  return static_cast<int>(hash % 0x7fffffff) + 1;
+  return static_cast<int>(digest({call.numel, call.algorithm, call.codec, call.segments, call.average, call.layout}) % 0x7fffffff) + 1;
 }
 
 // What to say of a header that is not the expected one.

@@ -70,10 +70,11 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
     return;
   }
   const Codec& codec = find_codec(call.codec);
-  const bool in_place = call.codec == "raw" && values.dtype == Dtype::fp32;
+  const bool in_place = !call.layout && call.codec == "raw" && values.dtype == Dtype::fp32;
   const Program& program = this->program(call, codec, numel, in_place);
   const int64_t number = calls_ + 1;
-  transport_->begin({number, numel, program.algorithm, index_of(codec), program.segments, call.average});
+  transport_->begin(
+      {number, numel, program.algorithm, index_of(codec), program.segments, call.average, call.layout ? digest(*call.layout) : 0});
   Work work = work_of(numel > 0 ? program : meeting_, plan_names()[program.algorithm], call, place, values, numel);
   work.slots = static_cast<char*>(in_place ? values.data : slots_.reserve(place, program.slots));
   work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
@@ -162,17 +163,21 @@ std::vector<Span> Executor::shares(int64_t numel) const {
 const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place) {
   constexpr size_t most = 256;
   const int algorithm = resolve(call.algorithm, world_size(), numel * static_cast<int64_t>(sizeof(float)), codec.is_lossy());
-  const int segments = call.segments ? call.segments : choose_segments(codec.bytes(numel), codec.is_lossy(), is_pipelined(algorithm));
+  const int64_t bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
+  const int segments = call.segments ? call.segments : choose_segments(bytes, codec.is_lossy(), is_pipelined(algorithm));
+  static const Layout whole;
+  const Layout& layout = call.layout ? *call.layout : whole;
   const auto key = std::make_tuple(algorithm, index_of(codec), numel, segments, in_place);
-  if (const auto found = programs_.find(key); found != programs_.end()) return found->second;
+  if (const auto found = programs_.find(std::tie(key, layout)); found != programs_.end()) return found->second;
   const Plan plan = make_plan(plan_names()[algorithm], rank(), world_size());
   if (programs_.size() == most) programs_.clear();
-  return programs_[key] = lower(plan, codec, numel, segments, in_place);
+  const auto pieces = call.layout ? cut_by_region(layout, segments) : cut_evenly(numel, codec, segments);
+  return programs_[{key, layout}] = lower(plan, pieces, in_place);
 }
 
 Work Executor::work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place,
                        const Elements& values, int64_t numel) {
-  Work work{program, algorithm, call, find_codec(call.codec), rank(), world_size(), place, values, numel};
+  Work work{program, algorithm, call, rank(), world_size(), place, values, numel};
   work.received = &received_;
   return work;
 }

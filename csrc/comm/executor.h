@@ -90,7 +90,8 @@ class Executor {
   Buffer slots_, inbox_;
   std::vector<const uint8_t*> received_;
   const Program meeting_;
-  std::map<std::tuple<int, int, int64_t, int, bool>, Program> programs_;
+  using Key = std::tuple<std::tuple<int, int, int64_t, int, bool>, Layout>;
+  std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
   std::mutex closing_;
   Failure failure_;

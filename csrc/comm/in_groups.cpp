@@ -39,13 +39,13 @@ class InGroups : public Traffic {
         };
         Group& group = groups_[half];
         if (group.request) {
-          complete(group, deadline);
+          complete(work, group, deadline);
           if (work.place.on_cuda()) stages.push_back({Event::record(work.place), group.waiting});
         }
         sends_.clear();
         receives_.clear();
         each_part([&](const Part& part) {
-          for (const SumStep& step : part.sums) work.sum(step);
+          work.sum(part.sums);
           sends_.insert(sends_.end(), part.sends.begin(), part.sends.end());
           auto& due = due_[part.segment];
           receives_.insert(receives_.end(), due.begin(), due.end());
@@ -53,7 +53,7 @@ class InGroups : public Traffic {
         });
         if (!sends_.empty() || !receives_.empty()) post(work, group);
         each_part([&](const Part& part) {
-          for (const DecodeStep& step : part.decodes) work.decode(step);
+          work.decode(part.decodes);
           keep(part.ahead);
         });
       }
@@ -80,6 +80,7 @@ class InGroups : public Traffic {
   }
 
   void post(const Work& work, Group& group) {
+    const During during(work.call.observer, Phase::send);
     const auto& waited_for = receives_.empty() ? sends_ : receives_;
     waiting_ = {{}, waited_for.front().round};
     std::vector<Posting> postings;
@@ -97,7 +98,8 @@ class InGroups : public Traffic {
     if (aborted_) group.request->abort();
   }
 
-  void complete(Group& group, Deadline deadline) {
+  void complete(const Work& work, Group& group, Deadline deadline) {
+    const During during(work.call.observer, Phase::wait);
     waiting_ = group.waiting;
     group.request->wait(deadline);
     std::lock_guard lock(mutex_);

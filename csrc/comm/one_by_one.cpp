@@ -27,14 +27,14 @@ class OneByOne : public Traffic {
       std::lock_guard lock(mutex_);
       segments_.resize(std::max(segments_.size(), static_cast<size_t>(program.segments)));
     }
-    for (const Transfer& transfer : program.first) post(work, transfer, false);
+    post(work, program.first, false);
     for (const auto& tick : program.ticks) {
       for (const Part& part : tick) {
-        complete(segments_[part.segment], deadline);
-        for (const SumStep& step : part.sums) work.sum(step);
-        for (const Transfer& transfer : part.sends) post(work, transfer, true);
-        for (const Transfer& transfer : part.ahead) post(work, transfer, false);
-        for (const DecodeStep& step : part.decodes) work.decode(step);
+        complete(work, segments_[part.segment], deadline);
+        work.sum(part.sums);
+        post(work, part.sends, true);
+        post(work, part.ahead, false);
+        work.decode(part.decodes);
       }
     }
     return {};
@@ -56,6 +56,11 @@ class OneByOne : public Traffic {
   }
 
  private:
+  void post(const Work& work, const std::vector<Transfer>& transfers, bool send) {
+    const During during(work.call.observer, Phase::send);
+    for (const Transfer& transfer : transfers) post(work, transfer, send);
+  }
+
   void post(const Work& work, const Transfer& transfer, bool send) {
     std::lock_guard lock(mutex_);
     if (aborted_) throw TransportError("aborted");
@@ -70,7 +75,8 @@ class OneByOne : public Traffic {
   }
 
   // Waits for what the segment has under way; the receives posted ahead are under way from now on.
-  void complete(Segment& segment, Deadline deadline) {
+  void complete(const Work& work, Segment& segment, Deadline deadline) {
+    const During during(work.call.observer, Phase::wait);
     for (Posted& posted : segment.now) {
       wait_for(posted.transfer);
       posted.request->wait(deadline);

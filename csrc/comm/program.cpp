@@ -10,18 +10,9 @@ namespace {
 
 using Room = Location::Room;
 
-constexpr int64_t cache_line = 64;
+constexpr int64_t cache_line = 64, vector = 16;  // bytes
 
-int64_t blocks_of(int64_t numel, int64_t block) { return (numel + block - 1) / block; }
-int64_t aligned(int64_t bytes) { return blocks_of(bytes, cache_line) * cache_line; }
-
-// The part-th of `parts` equal stretches of span, cut at multiples of block.
-Span cut(const Span& span, int64_t block, int64_t parts, int64_t part) {
-  const int64_t blocks = blocks_of(span.count, block);
-  const int64_t begin = std::min(span.count, blocks * part / parts * block);
-  const int64_t end = std::min(span.count, blocks * (part + 1) / parts * block);
-  return {span.first + begin, end - begin};
-}
+int64_t aligned(int64_t bytes, int64_t border = cache_line) { return (bytes + border - 1) / border * border; }
 
 // Places of equal size, each for one message until all its chunks have been used. One given back is the next one taken, since it is still
 // in the cache.
@@ -51,8 +42,9 @@ class Inbox {
 };
 
 struct Chunk {
-  Span span;
-  int64_t slot, bytes;
+  std::vector<Region> regions;
+  std::vector<int64_t> offsets;  // of their messages in the chunk's
+  int64_t slot = 0, bytes = 0;
   std::vector<Location> received;  // not yet added up
   int own_place = 0;
   int encoded_in = -1;  // the round; from then on my own contribution is part of the message in the slot
@@ -82,20 +74,15 @@ struct Segment {
 
 class Lowering {
  public:
-  Lowering(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place)
+  Lowering(const Plan& plan, const std::vector<std::vector<Piece>>& segments, bool in_place)
       : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
     program_.algorithm = resolve(plan.algorithm, plan.world_size, 0, false);
     program_.in_place = in_place;
     program_.rounds = rounds_;
-    program_.segments = segments;
-    for (int s = 0; s < segments; ++s) {
-      const Span span = cut({0, numel}, codec.alignment, segments, s);
+    program_.segments = static_cast<int>(segments.size());
+    for (const std::vector<Piece>& pieces : segments) {
       Segment& segment = segments_.emplace_back();
-      for (int c = 0; c < plan.chunks; ++c) {
-        const Span part = cut(span, codec.alignment, plan.chunks, c);
-        segment.chunks.push_back({part, program_.slots, codec.bytes(part.count), {}});
-        program_.slots += segment.chunks.back().bytes;
-      }
+      for (int c = 0; c < plan.chunks; ++c) segment.chunks.push_back(chunk(pieces, c));
       if (!in_place) program_.slots = aligned(program_.slots);
       for (const Round& round : plan.rounds) {
         for (const Step& step : round) {
@@ -121,6 +108,22 @@ class Lowering {
   }
 
  private:
+  Chunk chunk(const std::vector<Piece>& pieces, int index) {
+    const int64_t border = pieces.size() > 1 ? vector : 1;
+    Chunk chunk;
+    chunk.slot = program_.slots = aligned(program_.slots, border);
+    for (const Piece& piece : pieces) {
+      const Piece part = piece.part(plan_.chunks, index);
+      if (part.span.count == 0) continue;
+      const int64_t offset = aligned(chunk.bytes, border);
+      chunk.regions.push_back(part);
+      chunk.offsets.push_back(offset);
+      chunk.bytes = offset + part.codec->bytes(part.span.count);
+    }
+    program_.slots += chunk.bytes;
+    return chunk;
+  }
+
   std::vector<Transfer> lower_receives(int index, int round) {
     std::vector<Transfer> out;
     if (index == static_cast<int>(segments_.size()) || round >= rounds_) return out;
@@ -195,7 +198,8 @@ class Lowering {
       for (int c = range.begin; c < range.end; ++c) {
         Chunk& chunk = segment.chunks[c];
         chunk.final = true;
-        if (!program_.in_place && chunk.span.count > 0) part.decodes.push_back({chunk.span, chunk.slot});
+        if (program_.in_place) continue;
+        for (size_t i = 0; i < chunk.regions.size(); ++i) part.decodes.push_back({chunk.regions[i], chunk.slot + chunk.offsets[i]});
       }
     }
     segment.final_arrived = std::exchange(segment.final_arriving, {});
@@ -209,8 +213,12 @@ class Lowering {
     if (chunk.bytes == 0) return;
     for (const Location& location : received) inbox_.use_chunk(location.offset);
     if (!own) received.insert(received.begin() + own_place, {Room::slots, chunk.slot});
-    const int64_t slot = encodes ? chunk.slot : -1;
-    part.sums.push_back({chunk.span, std::move(received), own, own_place, slot, decodes && !(encodes && program_.in_place)});
+    for (size_t i = 0; i < chunk.regions.size(); ++i) {
+      const int64_t offset = chunk.offsets[i], slot = encodes ? chunk.slot + offset : -1;
+      std::vector<Location> messages = received;
+      for (Location& message : messages) message.offset += offset;
+      part.sums.push_back({chunk.regions[i], std::move(messages), own, own_place, slot, decodes && !(encodes && program_.in_place)});
+    }
   }
 
   const Plan& plan_;
@@ -222,12 +230,9 @@ class Lowering {
 
 }  // namespace
 
-Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place) {
-  const int64_t blocks = std::max<int64_t>(blocks_of(numel, codec.alignment), 1);
-  return Lowering(plan, codec, numel, static_cast<int>(std::min<int64_t>(segments, blocks)), in_place).run();
+Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments, bool in_place) {
+  return Lowering(plan, segments, in_place).run();
 }
-
-Span share(int64_t numel, int parts, int part) { return cut({0, numel}, find_codec("raw").alignment, parts, part); }
 
 Program meeting(int rank, int world_size) {
   Program program;

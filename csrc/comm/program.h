@@ -8,30 +8,27 @@
 //   segment 1        r0   r1   r2
 //   segment 2             r0   r1   r2
 //
-// Each chunk has a slot for its one message: what this rank encodes of it, and later the final bytes. The slots of a segment lie side by
-// side, so that several chunks travel as one message. Partials of the peers come into the inbox, and stay there until what they are part
-// of is encoded: each element is added up and encoded in one pass.
+// Each chunk has a slot for its one message: what this rank encodes of it, piece by piece, and later the final bytes. The slots of a
+// segment lie side by side, so that several chunks travel as one message. Partials of the peers come into the inbox, and stay there until
+// what they are part of is encoded: each element is added up and encoded in one pass.
 
 #include <cstdint>
 #include <vector>
 
+#include "comm/layout.h"
 #include "comm/plan.h"
 #include "kernels/codec.h"
 
 namespace dltrain::comm {
-
-struct Span {  // of elements
-  int64_t first = 0, count = 0;
-};
 
 struct Location {  // of a message
   enum class Room { slots, inbox } room;
   int64_t offset;  // bytes
 };
 
-// Adds up the messages of a span and, where it is not part of one of them, the rank's own contribution.
+// Adds up the messages of a region and, where it is not part of one of them, the rank's own contribution.
 struct SumStep {
-  Span span;
+  Region region;
   std::vector<Location> received;
   bool own;
   int own_place;  // so many of the messages come before it
@@ -40,7 +37,7 @@ struct SumStep {
 };
 
 struct DecodeStep {
-  Span span;
+  Region region;
   int64_t slot;
 };
 
@@ -72,12 +69,8 @@ struct Program {
   std::vector<std::vector<Part>> ticks;
 };
 
-// Lowers a verified plan onto numel elements cut into `segments`, or into as many as there are blocks. In place: for a codec whose messages
-// are the very bytes of the tensor.
-Program lower(const Plan& plan, const Codec& codec, int64_t numel, int segments, bool in_place);
-
-// The part-th of `parts` shares of numel elements: the chunks of a tensor of raw fp32 in one segment.
-Span share(int64_t numel, int parts, int part);
+// Lowers a verified plan onto what is to be reduced, by segment. In place: for a tensor evenly cut whose messages are its very bytes.
+Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments, bool in_place);
 
 // Where there is nothing to reduce: the ranks only say which call they are in, each to the next.
 Program meeting(int rank, int world_size);

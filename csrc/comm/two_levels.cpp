@@ -20,6 +20,7 @@ int64_t pieces_of(int64_t numel) {
 void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call) {
   const auto pieces = static_cast<int>(pieces_of(numel));
   std::vector<Wait> under_way;
+  std::vector<Layout> layouts(pieces);
   try {
     for (int i = 0; i < pieces; ++i) {
       const Span piece = share(numel, pieces, i);
@@ -27,8 +28,13 @@ void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, con
       inside_.reduce_scatter(place, values + piece.first, piece.count, call.average, call.timeout);
       AllReduce part = call;
       part.first = piece.first + mine.first;
-      part.residual = call.residual.from(part.first);
-      under_way.push_back(start_across(place, values + part.first, mine.count, part, pieces == 1));
+      part.feedback = call.feedback.from(part.first);
+      if (call.layout) {
+        layouts[i] = within(*call.layout, {part.first, mine.count});
+        part.layout = &layouts[i];
+        part.first = 0;
+      }
+      under_way.push_back(start_across(place, values + piece.first + mine.first, mine.count, part, pieces == 1));
     }
     for (int i = 0; i < pieces; ++i) {
       const Span piece = share(numel, pieces, i);

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/phase.h"
 #include "comm/program.h"
 #include "comm/transport.h"
 #include "core/place.h"
@@ -19,11 +20,13 @@ struct AllReduce {
   int segments = 0;  // 0: chosen by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 
-  Elements residual;        // as many as there are values; what encoding loses stays there, and is added the next time
+  const Layout* layout = nullptr;  // null: the tensor as a whole, in the codec; not null: that codec is the one to choose by
+  Feedback feedback;
   bool stochastic = false;  // rounding
   uint64_t seed = 0;
   int64_t first = 0;             // the number of the first element: each draws its own random numbers
   std::optional<uint32_t> step;  // of the stream of random numbers; the number of the call where there is none
+  Observer* observer = nullptr;
 };
 
 // One call: its program, where its bytes lie, and what is done with them between the messages.
@@ -31,7 +34,6 @@ struct Work {
   const Program& program;
   const std::string& algorithm;
   const AllReduce& call;
-  const Codec& codec;
   int rank, world_size;
   Place place;
   Elements values;
@@ -41,8 +43,11 @@ struct Work {
   std::vector<const uint8_t*>* received = nullptr;  // room for a sum's operands
 
   char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : inbox) + location.offset; }
+  void sum(const std::vector<SumStep>& steps) const;
+  void decode(const std::vector<DecodeStep>& steps) const;
+
+ private:
   void sum(const SumStep& step) const;
-  void decode(const DecodeStep& step) const;
 };
 
 }  // namespace dltrain::comm

@@ -14,7 +14,7 @@ constexpr int64_t cache = 16 << 20;  // bytes: what is written and more than thi
 
 template <class C>
 void encode_sum(const Place& place, const Sum& sum) {
-  const bool read_at_once = sum.residual.data || sum.decoded.data;
+  const bool read_at_once = sum.feedback.residual.data || sum.decoded.data;
   map_blocks(place, sum.numel, EncodeSum<C>{sum, Message<C>::bytes(sum.numel) >= cache && !read_at_once});
 }
 

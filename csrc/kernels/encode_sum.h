@@ -8,6 +8,21 @@
 
 namespace dltrain {
 
+// Error feedback, an element for each of the values: what encoding loses is added the next time.
+struct Feedback {
+  Elements residual;                  // in units of the unscaled, averaged gradient
+  Elements spare;                     // where given, what is lost goes here and the residual stays as it is, so that a step can be undone
+  const uint8_t* swapped = nullptr;   // a number where the values lie: not 0 if the two have changed places
+  const float* loss_scale = nullptr;  // values are this times larger than residuals; null: 1
+  bool keeps_idle = false;            // where there are zeros only, the residual waits: nobody may take what it would become
+
+  DLT_HD Feedback from(int64_t first) const { return {residual.from(first), spare.from(first), swapped, loss_scale, keeps_idle}; }
+  DLT_HD float scale() const { return loss_scale ? *loss_scale : 1.0f; }
+  DLT_HD bool is_swapped() const { return swapped && *swapped; }
+  DLT_HD const Elements& before() const { return is_swapped() ? spare : residual; }
+  DLT_HD const Elements& after() const { return spare.data && !is_swapped() ? spare : residual; }
+};
+
 // What the one operation of a codec is given: own contribution, received messages, residual -> message, decoded, residual.
 struct Sum {
   int64_t numel = 0;
@@ -16,8 +31,7 @@ struct Sum {
   const uint8_t* const* received = nullptr;  // messages, in the order of adding
   int count = 0;                             // of them
   int own_place = 0;                         // so many of them come before my own contribution
-  Elements residual;                         // added to my own; then what encoding lost. In units of the unscaled, averaged gradient
-  const float* loss_scale = nullptr;         // gradients are this times larger than residuals; null: 1
+  Feedback feedback;                         // where something is encoded
   uint8_t* message = nullptr;                // null: nothing is encoded
   Elements decoded;                          // what the message stands for or, where nothing is encoded, the sum itself; may be own
   bool stochastic = false;                   // rounding
@@ -29,8 +43,8 @@ struct Sum {
   DLT_HD const uint8_t* operand(int k) const { return received[own.data && k > own_place ? k - 1 : k]; }
 };
 
-// An operation of map_blocks, the one that encodes: message <- encode(the sum, in order, of received[0..own_place), own * scale + residual,
-// received[own_place..count)). A block that is not finite leaves its residual as it is.
+// An operation of map_blocks, the one that encodes: message <- encode(the sum, in order, of received[0..own_place), own * scale,
+// received[own_place..count), residual). A block that is not finite leaves its residual as it is.
 template <class C>
 struct EncodeSum : Sum {
   static constexpr int elements = Message<C>::tile;
@@ -49,11 +63,12 @@ struct EncodeSum : Sum {
     if (!message) {
       return with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float sum, float) DLT_HD_LAMBDA { return sum; }); });
     }
+    const bool fed = feedback.residual.data && add_residual(tile);
     const math::Scale found = encode(tile);
-    if (!residual.data && !decoded.data) return;
+    if (!feedback.residual.data && !decoded.data) return;
     tile.template recall<C>(Layout::units_at(message, numel, tile.index()),
                             [&](uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, found.decode); });
-    if (residual.data) keep_lost(tile);
+    if (feedback.residual.data) keep_lost(tile, fed);
     if (decoded.data) {
       with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float, float value) DLT_HD_LAMBDA { return value; }); });
     }
@@ -61,8 +76,6 @@ struct EncodeSum : Sum {
 
  private:
   using Layout = Message<C>;
-
-  DLT_HD float residual_scale() const { return loss_scale ? *loss_scale : 1.0f; }
 
   template <class Tile>
   DLT_HD void add_own(Tile& tile, bool is_first) const {
@@ -78,9 +91,16 @@ struct EncodeSum : Sum {
         }
       });
     }
-    if (!residual.data) return;
-    const float up = residual_scale();
-    with_type(residual, [&](auto* from) DLT_HD_LAMBDA { tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * up; }); });
+  }
+
+  // Whether it has.
+  template <class Tile>
+  DLT_HD bool add_residual(Tile& tile) const {
+    if (feedback.keeps_idle && tile.largest_magnitude() == 0) return false;
+    const float up = feedback.scale();
+    with_type(feedback.before(),
+              [&](auto* from) DLT_HD_LAMBDA { tile.load(from, [=](float sum, float x) DLT_HD_LAMBDA { return sum + x * up; }); });
+    return true;
   }
 
   template <class Tile>
@@ -131,13 +151,14 @@ struct EncodeSum : Sum {
   }
 
   template <class Tile>
-  DLT_HD void keep_lost(Tile& tile) const {
-    const float down = 1.0f / residual_scale();
-    with_type(residual, [&](auto* to) DLT_HD_LAMBDA {
-      tile.update(to, [=](float sum, float value, float before) DLT_HD_LAMBDA {
+  DLT_HD void keep_lost(Tile& tile, bool fed) const {
+    const float down = 1.0f / feedback.scale();
+    void* const before = feedback.before().data;
+    with_type(feedback.after(), [&](auto* to) DLT_HD_LAMBDA {
+      tile.update(to, static_cast<decltype(to)>(before), [=](float sum, float value, float element) DLT_HD_LAMBDA {
         const float lost = (sum - value) * down;
         // One that no later step could get rid of must not come to be.
-        return math::is_finite(value) && math::magnitude_bits(lost) < bfloat16_overflow ? lost : before;
+        return fed && math::is_finite(value) && math::magnitude_bits(lost) < bfloat16_overflow ? lost : element;
       });
     });
   }

@@ -220,7 +220,7 @@ TEST(AllReduce, AddsTheResidualOnce) {
       std::vector<float> values(999, 1.0f), residual(999, 0.25f);
       AllReduce call;
       call.algorithm = algorithm;
-      call.residual = {residual.data()};
+      call.feedback.residual = {residual.data()};
       executor.all_reduce({}, {values.data()}, 999, call);
       EXPECT_EQ(values, std::vector<float>(999, 5.0f)) << algorithm;
       EXPECT_EQ(residual, std::vector<float>(999, 0.0f)) << algorithm;
@@ -250,7 +250,7 @@ TEST(AllReduce, FeedsBackWhatItLoses) {
           call.algorithm = algorithm;
           call.codec = codec.name;
           call.average = true;
-          call.residual = {residual.data()};
+          call.feedback.residual = {residual.data()};
           executor.all_reduce({}, {values.data()}, numel, call);
           for (int64_t i = 0; i < numel; ++i) received[executor.rank()][i] += values[i];
         }

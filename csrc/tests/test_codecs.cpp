@@ -97,8 +97,8 @@ Result run(const Place& place, const Case& c) {
   sum.count = c.received;
   sum.own_place = c.received / 2;
   if (c.residual) {
-    sum.residual = {residual.data()};
-    sum.loss_scale = loss_scale.data();
+    sum.feedback.residual = {residual.data()};
+    sum.feedback.loss_scale = loss_scale.data();
   }
   sum.message = message.data();
   sum.decoded = {decoded.data(), c.dtype};

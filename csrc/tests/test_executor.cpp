@@ -163,7 +163,7 @@ TEST(Executor, SendsInsideEnvelopesWhatJustFits) {
 }
 
 TEST(Executor, CutsNoMoreSegmentsThanThereAreBlocks) {
-  const Program program = lower(make_plan("ring", 0, 3), find_codec("int8"), 1000, 1'000'000, false);
+  const Program program = lower(make_plan("ring", 0, 3), cut_evenly(1000, find_codec("int8"), 1'000'000), false);
   EXPECT_EQ(program.segments, 4);
   EXPECT_EQ(std::ssize(program.ticks), program.rounds + program.segments);
 }
@@ -212,7 +212,7 @@ TEST(Executor, AbortEndsAWait) {
 }
 
 TEST(Program, ReusesItsInbox) {
-  const Program program = lower(make_plan("ring", 0, 8), dltrain::find_codec("raw"), 8 * 1600, 1, true);
+  const Program program = lower(make_plan("ring", 0, 8), cut_evenly(8 * 1600, find_codec("raw"), 1), true);
   EXPECT_EQ(program.inbox, 2 * 1600 * 4);
   EXPECT_EQ(program.sent, 2 * 7 * 1600 * 4);
   EXPECT_EQ(program.slots, 0);

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.codecs.arguments import as_tensor, check_number, check_tensor, is_stochastic
+from dltrain_ext.codecs.arguments import as_tensor, check_number, check_tensor, dtype_of_feedback, is_stochastic
 from dltrain_ext.codecs.message import Encoded, ErrorBound, GradStats
 
 CODECS: tuple[str, ...] = tuple(codec.name for codec in _ops.codecs())
@@ -62,8 +62,6 @@ __all__ = [
     "reduce",
     "zero_residual",
 ]
-
-_FEEDBACK = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def block_size(codec: str) -> int:
@@ -95,10 +93,9 @@ def zero_residual(tensor: Any, *, feedback_dtype: str = "fp32") -> Tensor:
         tensor: what will be encoded; the residual has its shape and device.
         feedback_dtype: "fp32", or "bf16" for half the memory and less exact feedback.
     """
-    if feedback_dtype not in _FEEDBACK:
-        raise ValueError(f"feedback_dtype: expected one of {', '.join(_FEEDBACK)}, got {feedback_dtype!r}")
+    dtype = dtype_of_feedback(feedback_dtype)
     given, _ = as_tensor(tensor, "tensor")
-    return torch.zeros(given.shape, dtype=_FEEDBACK[feedback_dtype], device=given.device)
+    return torch.zeros(given.shape, dtype=dtype, device=given.device)
 
 
 def encode(
@@ -180,8 +177,8 @@ def reduce(
 ) -> Encoded:
     """A hop of an all-reduce in one pass: encode the sum of messages and of one's own contribution.
 
-    The sum is taken in fp32, in this order: ``received[:position]``, ``tensor * scale + residual * loss_scale``,
-    ``received[position:]``.
+    The sum is taken in fp32, in this order: ``received[:position]``, ``tensor * scale``, ``received[position:]``,
+    ``residual * loss_scale``.
 
     Args:
         tensor: one's own contribution, as for :func:`encode`.

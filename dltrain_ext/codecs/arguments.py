@@ -14,6 +14,13 @@ def is_stochastic(rounding: str) -> bool:
     return rounding == "stochastic"
 
 
+def dtype_of_feedback(feedback_dtype: str) -> torch.dtype:
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if feedback_dtype not in dtypes:
+        raise ValueError(f"feedback_dtype: expected one of {', '.join(dtypes)}, got {feedback_dtype!r}")
+    return dtypes[feedback_dtype]
+
+
 def check_number(number: int, name: str, bound: int) -> None:
     if not isinstance(number, int):
         raise TypeError(f"{name}: expected an int, got {number!r}")

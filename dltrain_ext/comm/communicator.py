@@ -147,12 +147,11 @@ class Communicator:
         communicator.all_reduce(tensor, **given)
         return None
 
-    def submit(
-        self, tensor: torch.Tensor, *, average: bool, algorithm: str, codec: str
+    def reduce_bucket(
+        self, tensor: torch.Tensor, bucket: _ops.Bucket, **options: Any
     ) -> torch.futures.Future[torch.Tensor]:
-        """Hands the tensor to the worker, or enqueues; the future's value is the tensor. What the DDP hook calls."""
-        communicator = self._on(_place_of(tensor))
-        return communicator.submit(tensor, average=average, algorithm=algorithm, codec=codec)
+        """What the DDP hook calls: hands the tensor to the worker, or enqueues; the future's value is its average."""
+        return self._on(_place_of(tensor)).submit(tensor, bucket=bucket, average=True, **options)
 
     def stats(self) -> dict[str, int]:
         """``calls`` completed (on CUDA: enqueued) and ``wire_bytes`` sent by this rank, in two levels across the hosts;
@@ -255,10 +254,8 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _place_of(tensor: torch.Tensor) -> torch.device:
-    supported = ("cpu", "cuda") if _ops.built_with_cuda else ("cpu",)
-    if tensor.device.type not in supported:
-        places = "the CPU or a CUDA device" if _ops.built_with_cuda else "the CPU"
-        raise ValueError(f"tensor: expected a tensor on {places}, got one on {tensor.device}")
+    if not _ops.is_supported(tensor.device):
+        raise ValueError(f"tensor: expected a tensor on {_ops.supported_devices}, got one on {tensor.device}")
     return tensor.device
 
 

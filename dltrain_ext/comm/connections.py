@@ -73,6 +73,7 @@ class Connections:
             raise dist.DistBackendError(
                 f"communicator of ranks {ranks}: could not connect in {self._timeout}: {error}"
             ) from error
+        meet(store, "connected", ranks, rank, "", self._timeout)  # who is done first may leave, and break the last ones
         return _ops.Level.over_backend(backend, device, ranks)
 
     def _over_torch(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":

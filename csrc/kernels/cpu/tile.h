@@ -72,14 +72,15 @@ class Tile {
     for (int i = 0; i < size; ++i) held_[i] = widen(narrow<T>(held_[i]));
   }
 
-  // elements <- f(value, decoded, element).
+  // to <- f(value, decoded, element), for each element of `from`, which may be `to`.
   template <class T, class F>
-  DLT_HD void update(T* elements, F f) const {
+  DLT_HD void update(T* to, const T* from, F f) const {
     const float* const value = value_;
-    elements += first_;
+    to += first_;
+    from += first_;
     const int n = count();
 #pragma GCC ivdep
-    for (int i = 0; i < n; ++i) elements[i] = narrow<T>(f(value[i], decoded_[i], widen(elements[i])));
+    for (int i = 0; i < n; ++i) to[i] = narrow<T>(f(value[i], decoded_[i], widen(from[i])));
   }
 
   // units <- f(value, random word), a code each; past the cache or not.

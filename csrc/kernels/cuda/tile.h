@@ -57,11 +57,11 @@ class Tile {
   }
 
   template <class T, class F>
-  __device__ void update(T* elements, F f) const {
+  __device__ void update(T* to, const T* from, F f) const {
     for (int i = 0; i < held; i += 4) {
-      auto x = read(elements + first_, element(i));
+      auto x = read(from + first_, element(i));
       for (int c = 0; c < 4; ++c) x.of[c] = narrow<T>(f(value_[i + c], decoded_[i + c], widen(x.of[c])));
-      write(elements + first_, element(i), x);
+      write(to + first_, element(i), x);
     }
   }
 

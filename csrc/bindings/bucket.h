@@ -1,0 +1,71 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/place.h"
+#include "comm/layout.h"
+#include "comm/phase.h"
+
+namespace dltrain::bindings {
+
+// Error feedback for the elements of a tensor; see dltrain::Feedback.
+struct FeedbackTensors {
+  std::optional<at::Tensor> residual, spare, swapped, loss_scale;
+  bool keeps_idle = false;
+
+  void check(const at::Tensor& tensor) const;
+  Feedback elements() const;
+  void keep_for(const Place& place) const;
+};
+
+// What stays of a DDP bucket from step to step: where its parameters' gradients lie and what each travels as, what has been lost of them,
+// and what each all-reduce finds out.
+class Bucket : public comm::Observer {
+ public:
+  // A region for each parameter. `by_parameter`: each is cut by itself. `squares`, where they are wanted: float64, a number for each.
+  Bucket(comm::Layout layout, bool by_parameter, std::optional<at::Tensor> squares, FeedbackTensors feedback);
+
+  void check(const at::Tensor& tensor) const;
+
+  const comm::Layout* layout() const { return by_parameter_ ? &layout_ : nullptr; }
+  const FeedbackTensors& feedback() const { return feedback_; }
+
+  // squares <- the sum of squares of each parameter's elements, where wanted.
+  void add_up(const Place& place, const at::Tensor& tensor) const;
+  void keep_for(const Place& place) const;
+
+  // One all-reduce after another.
+  using Clock = std::chrono::steady_clock;
+  void started(Clock::time_point submitted);
+  void ended(Clock::time_point submitted, int64_t wire_bytes);
+  void begin(comm::Phase phase) override;
+  void end(comm::Phase phase) override;
+
+  // Of all its all-reduces: what a name stands for, in seconds but for "calls" and "wire_bytes".
+  std::vector<std::pair<const char*, double>> stats() const;
+
+ private:
+  using Duration = std::atomic<int64_t>;  // nanoseconds; written by one thread, read by others
+
+  const comm::Layout layout_;
+  const bool by_parameter_;
+  const std::optional<at::Tensor> squares_;
+  const FeedbackTensors feedback_;
+
+  std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
+  Duration queued_ = 0, busy_ = 0, late_ = 0;
+  std::array<Duration, comm::phases> phases_{};
+  Clock::time_point start_;
+};
+
+}  // namespace dltrain::bindings

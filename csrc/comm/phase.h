@@ -1,0 +1,33 @@
+#pragma once
+
+namespace dltrain::comm {
+
+// What a call is busy with.
+enum class Phase { encode, send, wait, decode };
+inline constexpr int phases = 4;
+
+// Is told when a thread begins and ends a phase; they do not nest.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  virtual void begin(Phase phase) = 0;
+  virtual void end(Phase phase) = 0;
+};
+
+class During {
+ public:
+  During(Observer* observer, Phase phase) : observer_(observer), phase_(phase) {
+    if (observer_) observer_->begin(phase_);
+  }
+  ~During() {
+    if (observer_) observer_->end(phase_);
+  }
+  During(const During&) = delete;
+  During& operator=(const During&) = delete;
+
+ private:
+  Observer* const observer_;
+  const Phase phase_;
+};
+
+}  // namespace dltrain::comm

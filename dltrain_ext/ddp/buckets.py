@@ -1,0 +1,199 @@
+"""DDP's buckets as the hook remembers them: what lies where, what has been lost of it, and what was found out."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext.ddp.parameters import Parameters
+
+
+class Feedback:
+    """What encoding has lost of each parameter's gradient so far, in units of the unscaled, averaged gradient.
+
+    Where steps may be skipped it is kept twice: a step reads one and writes the other, and only if it is not skipped do
+    they change places. Nobody waits for the verdict: that is a number on the device, which the kernels read.
+    """
+
+    def __init__(self, dtype: torch.dtype, twofold: bool):
+        self.dtype, self.twofold = dtype, twofold
+        self.initial: dict[Tensor, Tensor] = {}  # of parameters that are in no bucket yet
+        self._views: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._swapped: dict[torch.device, Tensor] = {}
+
+    def lay(self, spans: dict[Tensor, tuple[int, int]], buffer: Tensor) -> dict[str, Tensor]:
+        """Flat memory for a bucket, with what there is of its parameters."""
+        flat = torch.zeros(buffer.numel(), dtype=self.dtype, device=buffer.device)
+        for parameter, (first, numel) in spans.items():
+            if (before := self.of(parameter)) is not None:
+                flat[first : first + numel].copy_(before)
+        spare = flat.clone() if self.twofold else flat
+        for parameter, (first, numel) in spans.items():
+            self._views[parameter] = (flat[first : first + numel], spare[first : first + numel])
+            self.initial.pop(parameter, None)
+        if not self.twofold:
+            return {"residual": flat}
+        return {"residual": flat, "spare": spare, "swapped": self._swapped_on(flat.device)}
+
+    def _swapped_on(self, device: torch.device) -> Tensor:
+        if device not in self._swapped:
+            self._swapped[device] = torch.zeros(1, dtype=torch.uint8, device=device)
+        return self._swapped[device]
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """Flat; None where nothing has been lost yet."""
+        if (views := self._views.get(parameter)) is None:
+            return self.initial.get(parameter)
+        if not self.twofold:
+            return views[0]
+        return torch.where(self._swapped_on(views[0].device).bool(), views[1], views[0])
+
+    def settle(self, is_finite: Tensor) -> None:
+        """What the latest step has written holds, if that is not skipped."""
+        for device, swapped in self._swapped.items():
+            swapped.bitwise_xor_(is_finite.to(device, torch.uint8, non_blocking=True))
+
+
+@dataclass
+class Bucket:
+    """One of DDP's, as it was seen last."""
+
+    parameters: list[Tensor]
+    codec: str
+    numel: int
+    message_bytes: int  # of one message of all of it
+    squares: Tensor | None  # the sum of squares of each parameter's averaged gradient, where wanted
+    has_feedback: bool
+    handle: _ops.Bucket
+
+    def is_like(self, bucket: dist.GradBucket, codec: str) -> bool:
+        parameters = bucket.parameters()
+        return (
+            self.codec == codec
+            and len(parameters) == len(self.parameters)
+            and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
+            and self.numel == bucket.buffer().numel()
+        )
+
+
+class Buckets:
+    """Those of the latest backward pass.
+
+    Args:
+        parameters: the model's.
+        feedback: None where what is lost is lost.
+        min_compress_numel: parameters of fewer elements, or of one dimension or none, are sent raw.
+        with_squares: whether the sum of squares is wanted.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        feedback: Feedback | None,
+        *,
+        min_compress_numel: int,
+        with_squares: bool,
+    ):
+        self.parameters = parameters
+        self.feedback = feedback
+        self.all: list[Bucket] = []
+        self._min_compress_numel = min_compress_numel
+        self._with_squares = with_squares
+        self._order: Tensor | None = None  # of the parameters' numbers, while the buckets stay as they are
+
+    def find(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Bucket:
+        """The bucket as it was, or laid out anew; after the last one of a pass there are no others.
+
+        by_parameter: what becomes of a gradient must not depend on what else is in its bucket.
+        """
+        index = bucket.index()
+        if index >= len(self.all) or not self.all[index].is_like(bucket, codec):
+            self.all[index : index + 1] = [self._lay(bucket, codec, by_parameter)]
+            self._order = None
+        if bucket.is_last() and index + 1 < len(self.all):
+            del self.all[index + 1 :]
+            self._order = None
+        return self.all[index]
+
+    def _codec_of(self, parameter: Tensor, codec: str) -> str:
+        return "raw" if parameter.dim() <= 1 or parameter.numel() < self._min_compress_numel else codec
+
+    def _lay(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Bucket:
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        if buffer.layout != torch.strided:
+            raise TypeError(f"bucket: expected dense gradients, got {buffer.layout}; make the embedding's sparse=False")
+        spans: dict[Tensor, tuple[int, int]] = {}
+        for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
+            spans[parameter] = (int(gradient.storage_offset() - buffer.storage_offset()), gradient.numel())
+        codecs = [self._codec_of(parameter, codec) for parameter in parameters]
+        squares = None
+        if self._with_squares:
+            squares = torch.zeros(len(parameters), dtype=torch.float64, device=buffer.device)
+        feedback = {}
+        if self.feedback is not None and any(_ops.find_codec(name).error(False)[0] > 0 for name in codecs):
+            feedback = self.feedback.lay(spans, buffer)
+        handle = _ops.Bucket(
+            [(*spans[p], name, self.parameters.number(p)) for p, name in zip(parameters, codecs, strict=True)],
+            by_parameter=by_parameter,
+            squares=squares,
+            **feedback,
+        )
+        message_bytes = sum(_ops.find_codec(name).bytes(p.numel()) for p, name in zip(parameters, codecs, strict=True))
+        return Bucket(
+            parameters,
+            codec,
+            buffer.numel(),
+            message_bytes,
+            squares,
+            bool(feedback),
+            handle,
+        )
+
+    def sum_squares(self) -> Tensor:
+        """Of all gradients as they were averaged last: one float64 number, on the device of the first bucket.
+
+        Added parameter by parameter in the model's order, so that it has the same bits whatever the buckets.
+        """
+        found = [bucket.squares for bucket in self.all if bucket.squares is not None]
+        device = found[0].device
+        squares = torch.cat([numbers.to(device, non_blocking=True) for numbers in found])
+        if self._order is None:
+            numbers = [self.parameters.number(p) for bucket in self.all for p in bucket.parameters]
+            self._order = torch.tensor(numbers).argsort().to(device, non_blocking=True)
+        return squares[self._order].sum()
+
+    def stats(self, scale: float) -> list[dict[str, Any]]:
+        """See AllReduceState.stats. Waits for the device."""
+        found = []
+        for bucket in self.all:
+            stats = bucket.handle.stats()
+            calls = int(stats["calls"])
+            on_cpu = bucket.parameters[0].device.type == "cpu"
+            times = {
+                name: stats[name] / calls if calls and on_cpu else None
+                for name in ("queued", "encoding", "sending", "waiting", "busy", "late")
+            }
+            error = None
+            if bucket.has_feedback and self.feedback is not None:
+                lost = _square_norm([self.feedback.of(p) for p in bucket.parameters])
+                gradients = [p.grad for p in bucket.parameters]
+                total = _square_norm(gradients) if bucket.squares is None else float(bucket.squares.sum())
+                error = math.sqrt(lost / total) * scale if total > 0 else None
+            found.append(
+                {
+                    "numel": bucket.numel,
+                    "wire_bytes": int(stats["wire_bytes"]),
+                    "ratio": 4 * sum(p.numel() for p in bucket.parameters) / bucket.message_bytes,
+                    "codec_error": error,
+                    **times,
+                }
+            )
+        return found
+
+
+def _square_norm(tensors: list[Tensor | None]) -> float:
+    return math.fsum(float(tensor.double().square().sum()) for tensor in tensors if tensor is not None)

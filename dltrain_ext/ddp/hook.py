@@ -1,0 +1,330 @@
+"""The hook, what it needs, and how it comes to a model."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import _ops
+from dltrain_ext.amp import GradStats
+from dltrain_ext.codecs.arguments import check_number, dtype_of_feedback, is_stochastic
+from dltrain_ext.comm import Communicator
+from dltrain_ext.ddp import checkpoint
+from dltrain_ext.ddp.buckets import Buckets, Feedback
+from dltrain_ext.ddp.parameters import Parameters, check_parameters
+
+_IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
+
+
+class AllReduceState:
+    """What :func:`allreduce_hook` needs: ``model.register_comm_hook(AllReduceState(...), allreduce_hook)``.
+
+    Each parameter's gradient is cut and encoded by itself, so what becomes of it does not depend on DDP's buckets, and
+    a run that goes on from a checkpoint has the bits of one that never stopped. Making a state is a collective call
+    over the group.
+
+    Args:
+        process_group: the model's group; the default group where None.
+        codec: one of ``codecs.CODECS``: what gradients travel as. Parameters of one dimension or none, and small ones,
+            travel as fp32 in the same messages.
+        algorithm: as for :func:`dltrain_ext.comm.all_reduce`; ``"auto"`` goes by the number of ranks alone: ``"ring"``
+            for up to 8 of them, else ``"direct"``.
+        error_feedback: what encoding loses of a gradient is added to that of the next step (Seide et al. 2014;
+            Karimireddy et al. 2019), on the rank that lost it. Costs an element of ``feedback_dtype`` for each of the
+            gradients', two with a ``scaler``. Where all ranks' gradients are zero, as of unused parameters, what has
+            been lost waits; so it does on ranks that have joined, which with a ``scaler`` also lose what they encode.
+        feedback_dtype: ``"fp32"``, or ``"bf16"`` for half the memory and less exact feedback.
+        scaler: the ``LossScaler``, or any ``torch.amp.GradScaler``, that scales the loss. Feedback is kept in unscaled
+            units, and is left as it was by a step whose gradients are not finite, since that one is skipped. Without
+            it gradients are taken to be unscaled, no step to be skipped, and there are no ``grad_stats``. One with
+            ``enabled=False`` is given for these.
+        named_parameters: ``model.named_parameters()``, of the model without DDP; needed for checkpoints.
+        min_compress_numel: parameters of fewer elements than that are small.
+        warmup_steps: so many backward passes go uncompressed at first.
+        rounding, seed: as for :func:`dltrain_ext.codecs.encode`. Stochastic rounding draws for each element of each
+            step numbers of its own.
+        timeout, transport, ranks_per_host: as for :class:`dltrain_ext.comm.Communicator`; each bucket has the whole
+            timeout. In two levels a host's ranks share each bucket out, so there what becomes of a gradient does
+            depend on its bucket; and of what is lost in the first step, before DDP lays its buckets anew, a part stays
+            where it is.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        codec: str = "int8",
+        algorithm: str = "auto",
+        error_feedback: bool = True,
+        feedback_dtype: str = "fp32",
+        scaler: torch.amp.GradScaler | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        min_compress_numel: int = 1024,
+        warmup_steps: int = 0,
+        rounding: str = "nearest",
+        seed: int = 0,
+        timeout: timedelta | None = None,
+        transport: str = "auto",
+        ranks_per_host: int | None = None,
+    ):
+        _ops.check_names(algorithm, codec)
+        dtype = dtype_of_feedback(feedback_dtype)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"scaler: expected a LossScaler or torch.amp.GradScaler, got {type(scaler).__name__}")
+        for name, number, bound in (
+            ("min_compress_numel", min_compress_numel, 2**63),
+            ("warmup_steps", warmup_steps, 2**63),
+            ("seed", seed, 2**63),
+        ):
+            check_number(number, name, bound)
+        stochastic = is_stochastic(rounding)
+        if error_feedback:
+            _ops.check_feedback(codec, stochastic, "error_feedback: expected False")
+        parameters = Parameters(named_parameters)
+        self.communicator = Communicator(
+            process_group, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host
+        )
+        group = dist.group.WORLD if process_group is None else process_group
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.codec, self.algorithm, self.scaler = codec, algorithm, scaler
+        self.min_compress_numel, self.warmup_steps = min_compress_numel, warmup_steps
+        self.seed = seed
+        self.steps = 0  # backward passes so far
+        self._stochastic = stochastic
+        self._parameters = parameters
+        self._unsettled = False  # whether feedback has been written since its latest verdict
+        self._feedback_dtype = dtype if error_feedback else None
+        self._last: torch.futures.Future[Tensor] | None = None  # of the latest pass, if all its buckets have come
+        self._forget()
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def _forget(self) -> None:
+        """Begins anew, with nothing lost."""
+        dtype = self._feedback_dtype
+        self._feedback = None if dtype is None else Feedback(dtype, twofold=self._is_scaled)
+        self._buckets = Buckets(
+            self._parameters,
+            self._feedback,
+            min_compress_numel=self.min_compress_numel,
+            with_squares=self.scaler is not None,
+        )
+
+    @property
+    def _plan(self) -> str:
+        """One for buckets of any size, since a parameter may come to be in another one."""
+        if self.algorithm != "auto":
+            return self.algorithm
+        # By measurement for 2 and 4; each hop of the ring encodes once more, so it is not for many.
+        return "ring" if self._world_size <= 8 else "direct"
+
+    def _is_by_parameter(self, codec: str) -> bool:
+        in_any_order = self._world_size <= 2 or self._plan in _IN_RANK_ORDER
+        return not (codec == "raw" and in_any_order)
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if not isinstance(bucket, dist.GradBucket):
+            raise TypeError(
+                f"bucket: expected a GradBucket, got {type(bucket).__name__}; where that comes from torch.compile, "
+                "leave torch._dynamo.config.optimize_ddp at its default"
+            )
+        if bucket.index() == 0:
+            self._settle()
+            self._last = None
+            self.steps += 1
+        is_plain = self._world_size == 1 or self.steps <= self.warmup_steps
+        codec = "raw" if is_plain else self.codec
+        laid = self._buckets.find(bucket, codec, self._is_by_parameter(codec))
+        # A rank that has joined is called outside of backward. Its scaler stands still, so what is lost now it cannot
+        # put in units that will fit later.
+        feeds = laid.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
+        self._unsettled |= feeds
+        buffer = bucket.buffer()
+        future = self.communicator.reduce_bucket(
+            buffer,
+            laid.handle,
+            feeds=feeds,
+            algorithm=self._plan,
+            codec=codec,
+            loss_scale=self._loss_scale(buffer.device) if feeds else None,
+            stochastic=self._stochastic,
+            seed=self.seed,
+            step=self.steps % 2**32,
+        )
+        if bucket.is_last():
+            self._last = future
+        return future
+
+    def _settle(self) -> None:
+        """Decides whether what the latest backward pass has lost counts, if it is over. No host waits for it."""
+        if self._last is None or not self._last.done():
+            return
+        if self._unsettled and self._feedback is not None and self._feedback.twofold:
+            self._feedback.settle(torch.isfinite(self._buckets.sum_squares()))
+        self._unsettled = False
+
+    def _loss_scale(self, device: torch.device) -> Tensor | None:
+        if self.scaler is None or not self._is_scaled:
+            return None
+        scale: Tensor | None = self.scaler._scale  # get_scale() would wait for the device
+        if scale is None:
+            raise RuntimeError("scaler: expected one whose scale(loss) has been called before backward")
+        return scale.to(device, non_blocking=True)
+
+    @property
+    def grad_stats(self) -> GradStats:
+        """The sum of squares of all averaged gradients of the latest backward pass, found while they were reduced:
+        what ``LossScaler.step`` takes, to spare a pass over them.
+
+        It holds for gradients as DDP left them: who changes ``.grad`` since, by clipping or unscaling, say, or whose
+        optimizer has other parameters than the DDP model, must not hand it over. A float64 number on the device of the
+        first bucket; no host waits for it.
+
+        Raises:
+            RuntimeError: there is no scaler, or has been no backward pass yet.
+        """
+        if self.scaler is None:
+            raise RuntimeError("grad_stats: expected a state that was given the scaler, whose step these are for")
+        if not self._buckets.all:
+            raise RuntimeError("grad_stats: expected a backward pass first")
+        return GradStats(self._buckets.sum_squares())
+
+    def stats(self) -> dict[str, Any]:
+        """What has been sent, and where the time went.
+
+        Returns:
+            ``buckets`` averaged, ``wire_bytes`` and ``inside_bytes`` sent by this rank, as its communicator counts
+            them; ``steps``, backward passes; ``ratio``, what fp32 messages would have, over what those of the latest
+            pass have; ``hidden``, the share of the time of communication that backward goes on beside it: what is left
+            is from the moment that the last bucket is ready until it has been reduced; and ``per_bucket``, for each
+            since it was laid out: ``numel``, ``wire_bytes``, ``ratio``; ``codec_error``, the 2-norm of what this rank
+            has lost and not yet fed back, over that of the averaged gradient; and seconds a pass: ``queued`` behind
+            other buckets, ``busy``, of that ``encoding`` (and decoding), ``sending`` and ``waiting`` for peers; and
+            ``late``, from when it was ready until it was reduced. None for what is not known: errors without feedback,
+            and times on CUDA, where calls only enqueue and ``torch.profiler`` shows them. Waits for the device.
+        """
+        counted = self.communicator.stats()
+        self._settle()
+        per_bucket = self._buckets.stats(1.0 if self.scaler is None else self.scaler.get_scale())
+        busy = [bucket["busy"] for bucket in per_bucket]
+        hidden = None
+        if busy and None not in busy and (total := math.fsum(busy)) > 0:
+            hidden = max(0.0, 1 - per_bucket[-1]["late"] / total)
+        sent = sum(bucket.message_bytes for bucket in self._buckets.all)
+        numel = sum(p.numel() for bucket in self._buckets.all for p in bucket.parameters)
+        return {
+            "buckets": counted.pop("calls"),
+            **counted,
+            "steps": self.steps,
+            "ratio": 4 * numel / sent if sent else None,
+            "hidden": hidden,
+            "per_bucket": per_bucket,
+        }
+
+    def state_dict(self, *, saved_by: int | None = None) -> dict[str, Any]:
+        """Plain tensors and numbers, for ``torch.save`` on every rank or ``torch.distributed.checkpoint``.
+
+        Args:
+            saved_by: where a checkpoint of another world size is to be read in place, as torch.distributed.checkpoint
+                does: that world size. The tensors are then empty places for what this rank takes of it.
+
+        Returns:
+            ``version``, ``steps``, ``world_size``, and ``feedback``: by rank (``"rank 0 of 4"``), then by parameter, in
+            its shape, in units of the unscaled, averaged gradient.
+
+        Raises:
+            ValueError: the parameters' names are not known.
+        """
+        named = self._parameters.named()
+        self._settle()
+        if saved_by is None:
+            saved_by = self._world_size
+        if type(saved_by) is not int or saved_by < 1:
+            raise ValueError(f"saved_by: expected a world size of at least 1, or None, got {saved_by!r}")
+        feedback: dict[str, dict[str, Tensor]] = {}
+        for rank in checkpoint.takes(self._rank, self._world_size, saved_by):
+            residuals = feedback[checkpoint.key_of(rank, saved_by)] = {}
+            if self._feedback is None:
+                continue
+            for name, parameter in named.items():
+                lost = self._feedback.of(parameter) if saved_by == self._world_size else None
+                if lost is None:
+                    lost = torch.zeros(parameter.numel(), dtype=self._feedback.dtype, device=parameter.device)
+                residuals[name] = lost.reshape(parameter.shape).clone()
+        return {
+            "version": checkpoint.VERSION,
+            "steps": self.steps,
+            "world_size": saved_by,
+            "feedback": feedback,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Goes on from a checkpoint: of this rank, where the world size is the same; else of several ranks, as a list.
+
+        With another world size each rank adds up what it takes over, so that the sum over all ranks stays: of N saved
+        states rank r of M takes those of r, r + M, ... Without ``error_feedback`` what they hold is let go.
+
+        Raises:
+            TypeError, ValueError: naming what was expected and what came; then nothing has changed.
+        """
+        states: Any = state_dict if isinstance(state_dict, list | tuple) else [state_dict]
+        named = self._parameters.named()
+        steps, residuals = checkpoint.merge(states, self._rank, self._world_size, named)
+        self.steps, self._unsettled = steps, False
+        self._forget()
+        if self._feedback is not None:
+            for name, residual in residuals.items():
+                self._feedback.initial[named[name]] = residual.flatten().to(self._feedback.dtype)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "AllReduceState: expected not to be pickled or copied, with its model or alone, since its connections are "
+            "this process's and DDP would not call it; copy model.module, or save state_dict() and register anew"
+        )
+
+
+def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket's gradients over the ranks, in place. Returns at once; on CUDA nothing waits on the host."""
+    return state._reduce(bucket)
+
+
+def register(
+    model: DistributedDataParallel,
+    codec: str = "int8",
+    algorithm: str = "auto",
+    error_feedback: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> AllReduceState:
+    """Registers :func:`allreduce_hook` on a DDP model and returns its state, an :class:`AllReduceState`, whose
+    arguments these and ``options`` are; group and names are the model's.
+
+    Raises:
+        TypeError: ``model`` is no DDP model, or a parameter is not float32, float16 or bfloat16 on the CPU or, in a
+            build for CUDA, on a CUDA device; the parameter is named.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"model: expected a DistributedDataParallel, got {type(model).__name__}")
+    named = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    check_parameters(named)
+    state = AllReduceState(
+        model.process_group,
+        codec=codec,
+        algorithm=algorithm,
+        error_feedback=error_feedback,
+        scaler=scaler,
+        named_parameters=named.items(),
+        **options,
+    )
+    model.register_comm_hook(state, allreduce_hook)
+    return state
