@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Failure, Progress, interleave
+from benchmarks.ranks import over_ranks
 from dltrain_ext import codecs, comm
 
 DEADLINE = 60.0
@@ -285,10 +286,3 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     """The rms of the error over that of what is exact."""
     norm = torch.linalg.vector_norm
     return (norm(result - exact, dtype=torch.float64) / norm(exact, dtype=torch.float64)).item()
-
-
-def over_ranks(values: Sequence[float], how: str) -> list[float]:
-    """Element by element over the ranks, by Gloo itself."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[how])
-    return tensor.tolist()

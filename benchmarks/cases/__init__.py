@@ -6,11 +6,12 @@ run(options, progress) -> Table    verify each side, time the sides interleaved;
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, amp, codec, optim
+from benchmarks.cases import allreduce, amp, codec, ddp, optim
 
 CASES: dict[str, ModuleType] = {
     "optim": optim,
     "amp": amp,
     "allreduce": allreduce,
     "codec": codec,
+    "ddp": ddp,
 }

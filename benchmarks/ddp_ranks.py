@@ -1,0 +1,197 @@
+"""What every rank of the case ddp runs: a model for each side, the check of its gradients, the timing."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.allreduce_ranks import count_wrong, first_if_unlike, nccl_group, relative_error
+from benchmarks.harness import Progress, interleave
+from benchmarks.ranks import over_ranks
+from dltrain_ext import amp, codecs, ddp, optim
+
+DEADLINE = 120.0
+BACKWARD, STEP = "forward and backward", "with unscaling, clipping and AdamW"
+PLAIN, FP16, BF16 = "plain DDP", "torch fp16_compress_hook", "torch bf16_compress_hook"
+TORCH_HOOKS = {FP16: default_hooks.fp16_compress_hook, BF16: default_hooks.bf16_compress_hook}
+PEERS = {"cpu": [PLAIN, FP16], "cuda": [PLAIN, FP16, BF16]}  # torch's bf16 hook asks for NCCL
+LOST = {PLAIN: 1e-5, FP16: 2**-10, BF16: 2**-7}  # of the largest magnitude, an encoding
+
+
+class Side(NamedTuple):
+    """How gradients are averaged: one of torch's ways, or a codec of ours; and what is done with them then."""
+
+    way: str
+    algorithm: str = "auto"
+    finish: str = ""
+
+    @property
+    def ours(self) -> bool:
+        return self.way in codecs.CODECS
+
+    @property
+    def name(self) -> str:
+        parts = [self.way, "" if self.algorithm == "auto" else self.algorithm, self.finish]
+        return " ".join(part for part in parts if part)
+
+
+class Job(NamedTuple):
+    sides: dict[str, list[Side]]  # by workload
+    layers: int
+    width: int
+    batch: int
+    rounds: int
+    warmup: int
+    device: str
+
+
+class Result(NamedTuple):
+    """One side of one workload; `samples` is empty where its gradients were wrong."""
+
+    workload: str
+    side: Side
+    wrong: int
+    error: float
+    wire_bytes: int | None
+    hidden: float | None
+    samples: list[float]
+
+
+class Runner:
+    """A model of a side's own, and what a step of it is."""
+
+    def __init__(self, side: Side, job: Job, group: dist.ProcessGroup | None):
+        torch.manual_seed(0)
+        layers = [nn.Linear(job.width, job.width) for _ in range(job.layers)]
+        self.model = DistributedDataParallel(
+            nn.Sequential(*layers).to(job.device), process_group=group, gradient_as_bucket_view=True
+        )
+        self.side, self.state = side, None
+        self.scaler: torch.amp.GradScaler | None = None
+        if side.finish:
+            scalers = amp.LossScaler if side.ours else torch.amp.GradScaler
+            optimizers = optim.AdamW if side.ours else partial(torch.optim.AdamW, fused=True)
+            self.scaler = scalers(job.device, init_scale=2.0**10)
+            self.optimizer = optimizers(self.model.parameters(), lr=1e-6)
+        if side.ours:
+            self.state = ddp.register(self.model, side.way, side.algorithm, scaler=self.scaler)
+        elif hook := TORCH_HOOKS.get(side.way):
+            self.model.register_comm_hook(group, hook)
+
+    def backward(self, x: Tensor) -> None:
+        self.model.zero_grad()
+        loss = loss_of(self.model, x)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, x: Tensor) -> None:
+        self.backward(x)
+        if self.scaler is None:
+            return
+        if self.side.ours:
+            told = {"grad_stats": self.state.grad_stats} if self.side.finish == "told the norm" else {}
+            self.scaler.step(self.optimizer, max_norm=1.0, **told)
+        else:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def gradients(self) -> Tensor:
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        return torch.cat([p.grad.flatten() for p in self.model.parameters()]) / scale
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def inputs(rank: int, job: Job) -> Tensor:
+    return torch.randn(job.batch, job.width, generator=torch.Generator().manual_seed(rank)).to(job.device)
+
+
+def work(rank: int, ranks: int, progress: Progress, job: Job) -> list[Result]:
+    """The results are the same on all ranks."""
+    group = nccl_group(rank, ranks) if job.device == "cuda" else None
+    results: list[Result] = []
+    for index, (workload, sides) in enumerate(job.sides.items()):
+
+        def advance(done: float, index: int = index, workload: str = workload) -> None:
+            progress(f"{workload}, {ranks} ranks", (index + done) / len(job.sides))
+
+        results += measure(rank, ranks, workload, sides, job, group, advance)
+    return results
+
+
+def measure(
+    rank: int,
+    ranks: int,
+    workload: str,
+    sides: list[Side],
+    job: Job,
+    group: dist.ProcessGroup | None,
+    advance: Callable[[float], None],
+) -> list[Result]:
+    x = inputs(rank, job)
+    runners = {side.name: Runner(side, job, group) for side in sides}
+    exact, magnitude = average(next(iter(runners.values())).model.module, ranks, job)
+    wrong, errors = {}, {}
+    for name, runner in runners.items():
+        advance(0.0)
+        runner.backward(x)
+        gradients = runner.gradients()
+        off = count_wrong(gradients, exact, tolerance(runner.side, ranks) * magnitude)
+        wrong[name] = off + (0 if are_identical(gradients) else gradients.numel())
+        errors[name] = relative_error(gradients, exact)
+    wrong_anywhere = dict(zip(runners, over_ranks(list(wrong.values()), "sum"), strict=True))
+    right = [name for name in runners if not wrong_anywhere[name]]
+    timed = interleave(
+        {name: partial(runners[name].step, x) for name in right},
+        rounds=(job.rounds, job.rounds),
+        warmup=job.warmup,
+        before=lambda name: dist.barrier(),
+        device=job.device,
+        progress=advance,
+    )
+    results = []
+    for name, runner in runners.items():
+        stats = runner.state.stats() if runner.state else None
+        passes = stats["steps"] if stats else 1
+        results.append(
+            Result(
+                workload,
+                runner.side,
+                int(wrong_anywhere[name]),
+                errors[name],
+                stats["wire_bytes"] // passes if stats else None,
+                stats["hidden"] if stats else None,
+                over_ranks(timed[name], "max") if name in right else [],
+            )
+        )
+    return results
+
+
+def average(model: nn.Module, ranks: int, job: Job) -> tuple[Tensor, float]:
+    """Of all ranks' gradients, and of their largest magnitudes; found without DDP."""
+    total, magnitude = torch.zeros(()), 0.0
+    for rank in range(ranks):
+        gradients = torch.autograd.grad(loss_of(model, inputs(rank, job)), list(model.parameters()))
+        own = torch.cat([gradient.flatten() for gradient in gradients]).double()
+        total = total + own / ranks
+        magnitude += own.abs().max().item() / ranks
+    return total.float(), magnitude
+
+
+def tolerance(side: Side, ranks: int) -> float:
+    """Of each of p contributions, and of the result, which are encoded once; the sum is fp32's."""
+    lost = LOST[side.way] if not side.ours else codecs.error_bound(side.way).max
+    return (ranks + 1) * lost + 1e-5
+
+
+def are_identical(gradients: Tensor) -> bool:
+    """On all ranks, bit by bit."""
+    return first_if_unlike(gradients) is None

@@ -1,0 +1,107 @@
+"""The benchmark of DDP's hooks, small: its sides, what it counts as wrong, torchrun's ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from dltrain_ext import codecs
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # behind what is installed
+
+from benchmarks.ddp_ranks import BACKWARD, PLAIN, Job, Runner, Side, are_identical, work  # noqa: E402
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    options = ["ddp", "--quick", "--width", "64", "-n", "3", *map(str, arguments)]
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "benchmarks", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "200"} | environment,
+    )
+
+
+def rows_of(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["cases"]["ddp"]["rows"]
+
+
+def test_every_side_is_verified_and_timed(tmp_path: Path) -> None:
+    done = run("--codecs", "raw,int8", "--algorithms", "ring,direct", "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(tmp_path / "out.json")
+    ours = ["raw ring", "raw direct", "int8 ring", "int8 direct"]
+    steps = ["plain DDP torch", "int8 ring reads it", "int8 ring told the norm"]
+    assert [row["side"] for row in rows] == ["plain DDP", "torch fp16_compress_hook", *ours, *steps]
+    assert all(row["correct"] and len(row["samples"]) == 3 for row in rows)
+    assert [row["ratio"] is None for row in rows] == [row["side"].startswith("plain") for row in rows]
+    sent = {row["side"]: row["figures"]["wire bytes"] for row in rows}
+    assert sent["plain DDP"] is None and sent["int8 ring"] < 0.35 * sent["raw ring"]
+    errors = {row["side"]: row["figures"]["error"] for row in rows}
+    assert errors["raw ring"] < 1e-6 < errors["int8 ring"] < codecs.error_bound("int8").max * 3
+    assert 0 <= rows[2]["figures"]["hidden %"] <= 100
+
+
+def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
+    done = run("--codecs", "int4", "--json", tmp_path / "out.json", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("DDP, 2 ranks, 2 x Linear(64, 64)") == 1
+    assert "int4" in {row["side"] for row in rows_of(tmp_path / "out.json")}
+
+
+def spoil(rank: int, world_size: int) -> list[tuple[int, int]]:
+    gradients = Runner.gradients
+
+    def spoilt(self: Runner) -> torch.Tensor:
+        found = gradients(self)
+        if self.side.way == "int8":
+            found[7] += 1.0  # alike on all ranks
+        if self.side.way == "raw" and rank == 1:
+            found[7] *= 1 + 2e-7  # on one alone
+        return found
+
+    Runner.gradients = spoilt
+    job = Job({BACKWARD: [Side(PLAIN), Side("raw"), Side("int8")]}, 1, 16, 4, rounds=2, warmup=2, device="cpu")
+    return [(result.wrong, len(result.samples)) for result in work(rank, world_size, lambda *_: None, job)]
+
+
+def test_wrong_gradients_are_seen_and_not_timed() -> None:
+    numel = 16 * 17
+    for results in run_ranks(2, spoil):
+        assert results == [(0, 2), (2 * numel, 0), (2, 0)]
+
+
+def differ_in_a_bit(rank: int, world_size: int) -> list[bool]:
+    same = torch.arange(5.0)
+    other = same.clone()
+    if rank == 1:
+        other.view(torch.int32)[3] ^= 1
+    return [are_identical(same), are_identical(other)]
+
+
+def test_ranks_that_differ_in_a_bit_are_seen() -> None:
+    assert run_ranks(3, differ_in_a_bit) == [[True, False]] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--codecs", "int3"), "unknown 'int3'"),
+        (("--codecs", "int8", "--algorithms", "recursive_doubling"), "no codec but raw: recursive_doubling"),
+        (("--warmup", 1), "'1' is not a whole number >= 2"),
+    ],
+)
+def test_mistakes_are_answered(arguments: tuple, text: str) -> None:
+    done = run(*arguments)
+    assert done.returncode != 0
+    assert text in done.stdout + done.stderr
