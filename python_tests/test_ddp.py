@@ -62,8 +62,10 @@ def check_against_plain(rank, world_size, algorithm, options):
     assert stats["buckets"] > 4 * 4  # several a step
     plan = comm.plan("direct" if algorithm == "auto" else algorithm, rank, world_size)
     chunks = sum(step.chunks[1] - step.chunks[0] for steps in plan.rounds for step in steps if "send" in step.op)
-    sent = 4 * 4 * sum(p.numel() for p in model.parameters()) * chunks / plan.chunks
-    assert stats["wire_bytes"] == pytest.approx(sent, rel=0.15)
+    expected = 4 * 4 * sum(p.numel() for p in model.parameters()) * chunks / plan.chunks
+    sent = torch.tensor([stats["wire_bytes"], expected])
+    dist.all_reduce(sent)  # a rank may have more of the small parameters, which are not cut, and another one less
+    assert sent[0].item() == pytest.approx(sent[1].item(), rel=0.02)
     return ours[1]
 
 
