@@ -122,6 +122,39 @@ class Plan:
         """The plan as JSON text."""
     def __eq__(self, other: object, /) -> bool: ...
 
+class Estimate:
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def wire_bytes(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def segments(self) -> int: ...
+    @property
+    def algorithm(self) -> str: ...
+
+def simulate(
+    algorithm: str,
+    world_size: int,
+    numel: int,
+    *,
+    codec: str,
+    segments: int,
+    latency: float,
+    bandwidth: float,
+    ranks_per_host: int,
+    inside_latency: float,
+    inside_bandwidth: float,
+    overhead: float,
+    copy: float,
+    cores: int,
+    encode: float,
+    decode: float,
+    late: Sequence[float],
+) -> Estimate:
+    """What sim.simulate says, but encode and decode, which are seconds for each element."""
+
 class Level:
     """Ranks that are connected."""
 

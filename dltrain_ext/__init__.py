@@ -20,7 +20,7 @@ if not _is_built(Path(__path__[0])):
         )
     __path__[:] = [str(_installed)]
 
-from dltrain_ext import amp, codecs, comm, ddp, optim  # noqa: E402
+from dltrain_ext import amp, codecs, comm, ddp, optim, sim  # noqa: E402
 from dltrain_ext._build_info import VERSION as __version__  # noqa: E402
 
-__all__ = ["__version__", "amp", "codecs", "comm", "ddp", "optim"]
+__all__ = ["__version__", "amp", "codecs", "comm", "ddp", "optim", "sim"]

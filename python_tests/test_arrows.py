@@ -20,7 +20,7 @@ ROOMS = {
 
 # module -> the modules of the package that it may use
 MODULES = {
-    "__init__": {"amp", "codecs", "comm", "ddp", "optim", "_build_info"},
+    "__init__": {"amp", "codecs", "comm", "ddp", "optim", "sim", "_build_info"},
     "_ops": {"_C", "_build_info"},
     "reference": set(),
     "codecs": {"_ops"},
@@ -28,7 +28,7 @@ MODULES = {
     "optim": {"_ops"},
     "amp": {"optim", "_ops"},
     "ddp": {"comm", "amp", "codecs", "_ops"},
-    "sim": {"comm", "_ops"},
+    "sim": {"comm", "codecs", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
 PUBLIC = {"amp", "codecs", "comm", "ddp", "info", "optim", "sim"}

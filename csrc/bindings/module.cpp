@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, module) {
   dltrain::bindings::bind_sgd(module);
   dltrain::bindings::bind_codecs(module);
   dltrain::bindings::bind_plans(module);
+  dltrain::bindings::bind_simulate(module);
   dltrain::bindings::bind_buckets(module);
   dltrain::bindings::bind_levels(module);
   dltrain::bindings::bind_communicator(module);

@@ -11,6 +11,7 @@ void bind_lars(py::module_& module);
 void bind_sgd(py::module_& module);
 void bind_codecs(py::module_& module);
 void bind_plans(py::module_& module);
+void bind_simulate(py::module_& module);
 void bind_buckets(py::module_& module);
 void bind_levels(py::module_& module);
 void bind_communicator(py::module_& module);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/choice.h"
 #include "core/check.h"
 #include "core/cuda/runtime.h"
 #include "kernels/codec.h"
@@ -11,17 +12,6 @@ namespace dltrain::comm {
 namespace {
 
 double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
-
-// A few segments hide encoding behind sending, and more only add messages. Lossless ones have nothing to hide. By measurement: behind links
-// of 1 Gbit/s, and over loopback, where sending is the processor's work too, so that each segment costs.
-int choose_segments(int64_t wire_bytes, bool lossy, bool pipelined) {
-  const auto pieces = [wire_bytes](int64_t size, int64_t most) {
-    return static_cast<int>(std::clamp<int64_t>(wire_bytes / size, 1, most));
-  };
-  constexpr int64_t kib = 1 << 10;
-  if (pipelined) return pieces(1024 * kib, 16);
-  return std::max(pieces(8192 * kib, 8), lossy ? pieces(640 * kib, 3) : 1);
-}
 
 bool is_captured(const Place& place) {
   if constexpr (built_with_cuda) return cuda::is_capturing(place);
@@ -162,9 +152,8 @@ std::vector<Span> Executor::shares(int64_t numel) const {
 
 const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place) {
   constexpr size_t most = 256;
-  const int algorithm = resolve(call.algorithm, world_size(), numel * static_cast<int64_t>(sizeof(float)), codec.is_lossy());
-  const int64_t bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
-  const int segments = call.segments ? call.segments : choose_segments(bytes, codec.is_lossy(), is_pipelined(algorithm));
+  const int64_t wire_bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
+  const auto [algorithm, segments] = choose(call.algorithm, call.segments, world_size(), numel, codec, wire_bytes);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
   const auto key = std::make_tuple(algorithm, index_of(codec), numel, segments, in_place);

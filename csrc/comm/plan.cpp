@@ -1,7 +1,7 @@
 #include "comm/plan.h"
 
 #include <algorithm>
-#include <string_view>
+#include <bit>
 
 #include "core/check.h"
 
@@ -12,21 +12,22 @@ namespace {
 struct Entry {
   std::string name;
   Plan (*build)(int rank, int world_size);
+  Symmetry symmetry = Symmetry::none;  // exclusive_or: for powers of two
   bool pipelined = false;
   bool whole = true;  // an all-reduce
 };
 
 const std::vector<Entry>& registry() {
   static const std::vector<Entry> entries = {
-      {"ring", ring},
-      {"tree", tree, true},
-      {"double_tree", double_tree, true},
-      {"recursive_doubling", recursive_doubling},
-      {"halving_doubling", halving_doubling},
-      {"direct", direct},
-      {"oneshot", oneshot},
-      {"reduce_scatter", reduce_scatter, false, false},
-      {"all_gather", all_gather, false, false},
+      {"ring", ring, Symmetry::rotation},
+      {"tree", tree, Symmetry::none, true},
+      {"double_tree", double_tree, Symmetry::none, true},
+      {"recursive_doubling", recursive_doubling, Symmetry::exclusive_or},
+      {"halving_doubling", halving_doubling, Symmetry::exclusive_or},
+      {"direct", direct, Symmetry::rotation},
+      {"oneshot", oneshot, Symmetry::rotation},
+      {"reduce_scatter", reduce_scatter, Symmetry::rotation, false, false},
+      {"all_gather", all_gather, Symmetry::rotation, false, false},
   };
   return entries;
 }
@@ -80,20 +81,15 @@ const std::vector<std::string>& other_algorithms() {
 
 bool is_pipelined(int index) { return registry()[index].pipelined; }
 
-int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
-  constexpr int64_t small = 64 << 10, ring_from = 8 << 20;
-  std::string_view name = algorithm;
-  if (algorithm == "butterfly") name = !lossy && nbytes <= small ? "recursive_doubling" : "halving_doubling";
-  if (algorithm == "auto") {
-    // Small messages want few rounds. direct has the fewest of those that do not send everything to everybody; from some size on the ring
-    // wins, since it never has several ranks send to one at a time.
-    name = world_size > 2 && nbytes >= ring_from ? "ring" : "direct";
-    if (nbytes <= small && !lossy) name = "recursive_doubling";
-    if (nbytes <= small && world_size == 2) name = "oneshot";
-  }
-  const auto found = std::find(plan_names().begin(), plan_names().end(), name);
+int index_of(const std::string& algorithm) {
+  const auto found = std::find(plan_names().begin(), plan_names().end(), algorithm);
   if (found == plan_names().end()) unknown_name("algorithm", algorithms(), algorithm);
   return static_cast<int>(found - plan_names().begin());
+}
+
+Symmetry symmetry(int index, int world_size) {
+  const Symmetry symmetry = registry()[index].symmetry;
+  return symmetry == Symmetry::exclusive_or && !std::has_single_bit(static_cast<unsigned>(world_size)) ? Symmetry::none : symmetry;
 }
 
 }  // namespace dltrain::comm

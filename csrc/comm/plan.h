@@ -57,11 +57,15 @@ const std::vector<std::string>& other_algorithms();
 // Throws std::invalid_argument for an unknown algorithm or a rank outside the world.
 Plan make_plan(const std::string& algorithm, int rank, int world_size);
 
-// The plan that a name stands for, where a tensor of nbytes in fp32 is to be reduced: a place in plan_names().
-int resolve(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy);
+// A plan's place in plan_names().
+int index_of(const std::string& algorithm);
 
 // Whether a rank has nothing to do in most rounds, so that many segments are what keeps all busy.
 bool is_pipelined(int index);
+
+// How the plans of all ranks are one: by a rotation of the ranks (and chunks), or by exclusive or, each rank's becomes any other's.
+enum class Symmetry { none, rotation, exclusive_or };
+Symmetry symmetry(int index, int world_size);
 
 // A picture of the plan: a line for each round, a column for each chunk.
 std::string draw(const Plan& plan);

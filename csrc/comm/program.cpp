@@ -76,7 +76,7 @@ class Lowering {
  public:
   Lowering(const Plan& plan, const std::vector<std::vector<Piece>>& segments, bool in_place)
       : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
-    program_.algorithm = resolve(plan.algorithm, plan.world_size, 0, false);
+    program_.algorithm = index_of(plan.algorithm);
     program_.in_place = in_place;
     program_.rounds = rounds_;
     program_.segments = static_cast<int>(segments.size());

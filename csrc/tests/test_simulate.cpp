@@ -1,0 +1,116 @@
+#include "comm/simulate.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "comm/plan.h"
+
+namespace dltrain::comm {
+namespace {
+
+const Codec& raw() { return find_codec("raw"); }
+
+Network network() {
+  Network network;
+  network.latency = 1e-4;
+  network.bandwidth = network.inside_bandwidth = 1e9;
+  return network;
+}
+
+double seconds(const char* algorithm, int world_size, int64_t numel, const Network& network, const Speed& speed = {}, int segments = 1) {
+  return simulate(algorithm, world_size, numel, raw(), segments, network, speed).seconds;
+}
+
+TEST(Simulate, IsTheFormulaWhereNothingIsShared) {
+  const double n = 4 << 22, alpha = 1e-4, beta = 1e-9, gamma = 2e-10;  // gamma: for each element
+  for (const int p : {2, 4, 8, 64}) {
+    const double log = std::log2(p), rest = (p - 1.0) / p;
+    const Speed speed{0, gamma};
+    EXPECT_NEAR(seconds("ring", p, 1 << 22, network(), speed), 2 * (p - 1) * alpha + 2 * n * rest * beta + n / 4 * rest * gamma, 1e-6);
+    EXPECT_NEAR(seconds("recursive_doubling", p, 1 << 22, network(), speed), log * (alpha + n * beta + n / 4 * gamma), 1e-6);
+    EXPECT_NEAR(seconds("halving_doubling", p, 1 << 22, network(), speed), 2 * log * alpha + 2 * n * rest * beta + n / 4 * rest * gamma,
+                1e-6);
+    EXPECT_NEAR(seconds("oneshot", p, 1 << 22, network(), speed), alpha + (p - 1) * n * beta + (p - 1) * n / 4 * gamma, 1e-6);
+    EXPECT_NEAR(seconds("direct", p, 1 << 22, network(), speed), 2 * alpha + 2 * n * rest * beta + n / 4 * rest * gamma, 1e-6);
+  }
+  EXPECT_EQ(seconds("ring", 1, 1000, network()), 0);
+  EXPECT_EQ(seconds("ring", 4, 0, network()), 0);
+}
+
+TEST(Simulate, WalksOneRankForAllThatDoTheSame) {
+  for (const std::string& algorithm : algorithms()) {
+    for (const int p : {132, 256}) {
+      for (const int per_host : {1, 2, 4}) {
+        for (const int segments : {1, 3}) {
+          Network shared = network();
+          shared.ranks_per_host = per_host;
+          shared.inside_bandwidth = 5e9;
+          shared.overhead = 1e-6;
+          const int64_t numel = 132 * 256 * 64 * 3;
+          const std::vector<double> together(p);  // told so, all are walked
+          const Estimate one = simulate(algorithm, p, numel, raw(), segments, shared, {0, 1e-10});
+          const Estimate all = simulate(algorithm, p, numel, raw(), segments, shared, {0, 1e-10}, together);
+          // Where ranks share a link, messages that come to it at one moment may go in another order.
+          const double tolerance = per_host == 1 ? 1e-9 : 0.05;
+          EXPECT_NEAR(one.seconds, all.seconds, tolerance * all.seconds) << algorithm << " " << p << " " << per_host << " " << segments;
+          EXPECT_NEAR(static_cast<double>(one.wire_bytes), static_cast<double>(all.wire_bytes), 0.01 * static_cast<double>(all.wire_bytes));
+        }
+      }
+    }
+  }
+}
+
+TEST(Simulate, SharesLinksAndCores) {
+  Network shared = network();
+  shared.latency = shared.inside_latency = 0;
+  shared.inside_bandwidth = 1e15;
+  // Two on each of two hosts: of a ring one message crosses each link at a time; of direct two do, of each rank.
+  shared.ranks_per_host = 2;
+  const double n = 4e6;
+  EXPECT_NEAR(seconds("ring", 4, 1'000'000, shared), 6 * n / 4 * 1e-9, 1e-6);
+  EXPECT_NEAR(seconds("direct", 4, 1'000'000, shared), 2 * 4 * n / 4 * 1e-9, 1e-6);
+  // Eight ranks add up n / 2 each on two cores.
+  Network narrow = network();
+  narrow.latency = 0;
+  narrow.bandwidth = 1e15;
+  narrow.cores = 2;
+  EXPECT_NEAR(seconds("halving_doubling", 2, 1'000'000, narrow, {0, 1e-9}), 0.5e-3, 1e-6);
+  EXPECT_NEAR(seconds("oneshot", 8, 1'000'000, narrow, {0, 1e-9}), 4 * 7e-3, 1e-6);
+}
+
+TEST(Simulate, WaitsForTheLate) {
+  std::vector<double> late(8);
+  late[5] = 0.5;
+  for (const std::string& algorithm : algorithms()) {
+    const double alone = simulate(algorithm, 8, 1000, raw(), 1, network(), {}).seconds;
+    const double with = simulate(algorithm, 8, 1000, raw(), 1, network(), {}, late).seconds;
+    EXPECT_GT(with, 0.5) << algorithm;
+    EXPECT_LE(with, 0.5 + alone + 1e-9) << algorithm;
+  }
+}
+
+TEST(Simulate, HidesEncodingBehindSending) {
+  const Codec& int8 = find_codec("int8");
+  const Speed speed{1e-9, 1e-9};
+  const auto with = [&](int segments) { return simulate("ring", 4, 4'000'000, int8, segments, network(), speed).seconds; };
+  EXPECT_LT(with(4), 0.85 * with(1));
+}
+
+TEST(Simulate, KnowsThousandsOfRanks) {
+  for (const std::string& algorithm : algorithms()) {
+    const Estimate estimate = simulate(algorithm, 4096, 25'000'000, raw(), 0, network(), {0, 1e-10});
+    EXPECT_GT(estimate.seconds, 0.1) << algorithm;
+  }
+}
+
+TEST(Simulate, NamesWhatIsWrong) {
+  Network none;
+  EXPECT_THROW(simulate("ring", 2, 1, raw(), 1, none, {}), std::invalid_argument);
+  EXPECT_THROW(simulate("rign", 2, 1, raw(), 1, network(), {}), std::invalid_argument);
+  EXPECT_THROW(simulate("ring", 2, 1, raw(), 1, network(), {-1, 0}), std::invalid_argument);
+  EXPECT_THROW(simulate("ring", 2, 1, raw(), 1, network(), {}, {0.0}), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace dltrain::comm

@@ -1,0 +1,203 @@
+"""What an all-reduce costs on a modelled network."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from dltrain_ext import _ops
+from dltrain_ext.codecs.arguments import check_number
+
+_TWO_LEVELS_PIECE = 1 << 20  # elements
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a codec on one rank: fp32 elements a second that it encodes, and that it decodes and adds. Raw needs no
+    encoding."""
+
+    encode: float
+    decode: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "encode", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Hosts of equal links, and what their ranks can do. The defaults are a 10 Gbit/s Ethernet of single GPUs.
+
+    Args:
+        latency: seconds until the first byte of a message comes to another host.
+        bandwidth: bytes a second of a host's link, each way.
+        ranks_per_host: neighbouring ranks that share a host and its link.
+        inside_latency, inside_bandwidth: between ranks of one host; each has that bandwidth to itself, each way.
+        memory_bandwidth: bytes a second that a rank's codecs and sums move, where ``speeds`` does not tell.
+        speeds: of codecs that have been measured, by name.
+        overhead: seconds of a rank's own time for each message, at either end.
+        copy: seconds of a processor core for each byte that a rank sends or receives, beside what it else does.
+        cores: that all ranks have to share, where hosts are emulated on one machine; 0: nobody waits for one.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    latency: float = 30e-6
+    bandwidth: float = 10e9 / 8
+    ranks_per_host: int = 1
+    inside_latency: float = 10e-6
+    inside_bandwidth: float = 100e9
+    memory_bandwidth: float = 1e12
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    overhead: float = 0.0
+    copy: float = 0.0
+    cores: int = 0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "bandwidth", "inside_bandwidth", "memory_bandwidth")
+        _check_positive(self, "latency", "inside_latency", "overhead", "copy", zero=True)
+        check_number(self.ranks_per_host, "ranks_per_host", 2**31)
+        check_number(self.cores, "cores", 2**31)
+        if self.ranks_per_host == 0:
+            raise ValueError("ranks_per_host: expected at least 1, got 0")
+        for codec in self.speeds:
+            _ops.find_codec(codec)
+
+    def speed(self, codec: str) -> Speed:
+        """What ``speeds`` says or, where it does not, as fast as memory is: each element and its code once."""
+        if codec in self.speeds:
+            return self.speeds[codec]
+        wire = _ops.find_codec(codec).bytes(2**20) / 2**20
+        encode = math.inf if codec == "raw" else self.memory_bandwidth / (4 + wire)
+        return Speed(encode, self.memory_bandwidth / (wire + 8))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return plain | {"speeds": {name: [speed.encode, speed.decode] for name, speed in self.speeds.items()}}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Network":
+        return cls(**{**plain, "speeds": {name: Speed(*speed) for name, speed in plain["speeds"].items()}})
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one all-reduce.
+
+    Attributes:
+        seconds: from when the first rank begins until the last one has the result.
+        wire_bytes: sent by one rank, in two levels across the hosts; the largest over the ranks.
+        algorithm, segments: what ran; chosen, where that was asked for.
+        rounds: of its plan.
+    """
+
+    seconds: float
+    wire_bytes: int
+    algorithm: str
+    segments: int
+    rounds: int
+
+
+def simulate(
+    algorithm: str,
+    world_size: int,
+    nbytes: int,
+    *,
+    codec: str = "raw",
+    network: Network | None = None,
+    segments: int | None = None,
+    levels: int = 1,
+    late: Sequence[float] = (),
+) -> Estimate:
+    """How long an all-reduce takes on a modelled network.
+
+    The programs that the executor would run are walked with a clock for each rank, link and core in the place of
+    messages and kernels: the alpha-beta-gamma model (Thakur, Rabenseifner, Gropp 2005) with contention.
+
+    Args:
+        algorithm: one of ``comm.ALGORITHMS``, ``"butterfly"`` or ``"auto"``, as for ``comm.all_reduce``.
+        world_size: ranks, at least 1; thousands take seconds at most.
+        nbytes: of the tensor in fp32.
+        codec: one of ``codecs.CODECS``.
+        network: ``Network()`` where None.
+        segments: as for ``comm.all_reduce``; chosen where None.
+        levels: 2 for a sum inside each host, then ``algorithm`` across the hosts, as ``comm.Communicator`` does it.
+        late: seconds by which each rank begins later, where not all begin together. Every rank is then followed by
+            itself, which takes time and memory where there are thousands.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    network = Network() if network is None else network
+    check_number(nbytes, "nbytes", 2**62)
+    check_number(world_size, "world_size", 2**31)
+    if segments is not None:
+        check_number(segments, "segments", 2**31)
+    _ops.check_names(algorithm, codec)
+    if algorithm == "native":
+        raise ValueError("algorithm: expected one that is a plan, got 'native'")
+    if levels not in (1, 2):
+        raise ValueError(f"levels: expected 1 or 2, got {levels!r}")
+    numel = (nbytes + 3) // 4
+    if levels == 2:
+        return _in_two_levels(algorithm, world_size, numel, codec, network, segments or 0, late)
+    return _in_one_level(algorithm, world_size, numel, codec, network, segments or 0, late)
+
+
+def _in_one_level(
+    algorithm: str, world_size: int, numel: int, codec: str, network: Network, segments: int, late: Sequence[float]
+) -> Estimate:
+    speed = network.speed(codec)
+    found = _ops.simulate(
+        algorithm,
+        world_size,
+        numel,
+        codec=codec,
+        segments=segments,
+        latency=network.latency,
+        bandwidth=network.bandwidth,
+        ranks_per_host=network.ranks_per_host,
+        inside_latency=network.inside_latency,
+        inside_bandwidth=network.inside_bandwidth,
+        overhead=network.overhead,
+        copy=network.copy,
+        cores=network.cores,
+        encode=1 / speed.encode,
+        decode=1 / speed.decode,
+        late=list(late),
+    )
+    return Estimate(found.seconds, found.wire_bytes, found.algorithm, found.segments, found.rounds)
+
+
+def _in_two_levels(
+    algorithm: str, world_size: int, numel: int, codec: str, network: Network, segments: int, late: Sequence[float]
+) -> Estimate:
+    """Pieces go through the three stages one after another, so that inside and across are busy at once."""
+    per_host = network.ranks_per_host
+    if world_size % per_host or world_size == per_host or per_host == 1:
+        raise ValueError(
+            f"levels: expected 1 where there are not several hosts of several ranks, got 2 for {world_size} ranks, "
+            f"{per_host} per host"
+        )
+    pieces = max(1, numel // _TWO_LEVELS_PIECE)
+    length = numel // pieces
+    # A host's ranks work each at a share of the piece, and share the link.
+    outside = replace(network, ranks_per_host=1, bandwidth=network.bandwidth / per_host)
+    inside = [
+        _in_one_level(half, per_host, length, "raw", network, 1, ()).seconds
+        for half in ("reduce_scatter", "all_gather")
+    ]
+    across = _in_one_level(algorithm, world_size // per_host, length // per_host, codec, outside, segments, ())
+    slowest = max(sum(inside), across.seconds)
+    seconds = max(late, default=0.0) + sum(inside) + across.seconds + (pieces - 1) * slowest
+    return replace(across, seconds=seconds, wire_bytes=across.wire_bytes * pieces)
+
+
+def _check_positive(given: object, *names: str, zero: bool = False) -> None:
+    for name in names:
+        value = getattr(given, name)
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name}: expected a number, got {value!r}")
+        if not (value > 0 or (zero and value == 0)):
+            raise ValueError(f"{name}: expected a number {'of at least' if zero else 'above'} 0, got {value!r}")

@@ -1,0 +1,132 @@
+"""What training would take on a network that one does not have: all-reduces and steps, by plan and codec."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dltrain_ext.codecs import CODECS
+from dltrain_ext.comm import ALGORITHMS, plan
+from dltrain_ext.comm.model import Estimate, Network, Speed, simulate
+
+__all__ = ["Estimate", "Network", "Speed", "StepEstimate", "best", "break_even", "simulate", "training_step"]
+
+
+def best(world_size: int, nbytes: int, *, codec: str = "raw", network: Network | None = None) -> Estimate:
+    """The fastest plan's estimate, in one level or, where hosts have several ranks, in two; arguments as for
+    :func:`simulate`."""
+    network = Network() if network is None else network
+    per_host = network.ranks_per_host
+    two_levels = 1 < per_host < world_size and world_size % per_host == 0
+    return min(
+        (
+            simulate(algorithm, world_size, nbytes, codec=codec, network=network, levels=levels)
+            for algorithm in ALGORITHMS
+            if codec == "raw" or not plan(algorithm, 0, 1).exact
+            for levels in ((1, 2) if two_levels else (1,))
+        ),
+        key=lambda estimate: estimate.seconds,
+    )
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Of one step of data-parallel training.
+
+    Attributes:
+        seconds: of the step.
+        compute: of that, forward, backward and optimizer on a rank by itself.
+        exposed: of that, communication that nothing hides.
+        straggling: of that, the mean wait for the slowest rank.
+        efficiency: the throughput over that of as many ranks that need not communicate.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    straggling: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.compute / self.seconds
+
+
+def training_step(
+    world_size: int,
+    buckets: Sequence[int],
+    *,
+    backward: float,
+    other: float = 0.0,
+    codec: str = "raw",
+    algorithm: str | None = None,
+    network: Network | None = None,
+    stragglers: tuple[float, float] = (0.0, 0.0),
+) -> StepEstimate:
+    """A step whose gradients are all-reduced in buckets, one after another, beside backward.
+
+    Args:
+        world_size: ranks.
+        buckets: bytes of each in fp32, in the order in which backward fills them.
+        backward: seconds, in which the buckets become full in proportion to their sizes.
+        other: seconds of all else, forward and optimizer; nothing is sent meanwhile.
+        codec, network: as for :func:`simulate`.
+        algorithm: the fastest for each bucket where None.
+        stragglers: a rank comes late to a step with that probability, by so many seconds.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    if not buckets:
+        raise ValueError("buckets: expected at least one, got none")
+    for name, seconds in (("backward", backward), ("other", other)):
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{name}: expected at least 0 s, got {seconds!r}")
+    probability, lateness = stragglers
+    if not (0 <= probability <= 1 and lateness >= 0):
+        raise ValueError(f"stragglers: expected a probability and seconds, got {stragglers!r}")
+
+    def reduce(nbytes: int) -> float:
+        if algorithm is None:
+            return best(world_size, nbytes, codec=codec, network=network).seconds
+        return simulate(algorithm, world_size, nbytes, codec=codec, network=network).seconds
+
+    each = {nbytes: reduce(nbytes) if world_size > 1 else 0.0 for nbytes in set(buckets)}
+    total, full, done = sum(buckets), 0.0, 0.0
+    for nbytes in buckets:
+        full += backward * nbytes / max(total, 1)
+        done = max(done, full) + each[nbytes]
+    compute = backward + other
+    straggling = lateness * (1 - (1 - probability) ** world_size)
+    exposed = max(0.0, done - backward)
+    return StepEstimate(compute + exposed + straggling, compute, exposed, straggling)
+
+
+def break_even(
+    codec: str, world_size: int, nbytes: int, *, against: str = "raw", network: Network | None = None
+) -> float | None:
+    """The bandwidth of the hosts' links, in bytes a second, below which a codec is the faster one, each by its best
+    plan; None where it is faster at 1 Tbit/s still, 0 where it is slower even at 1 Mbit/s. The rest is ``network``'s.
+    """
+    for name in (codec, against):
+        if name not in CODECS:
+            raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {name!r}")
+    network = Network() if network is None else network
+
+    def wins(bandwidth: float) -> bool:
+        there = replace(network, bandwidth=bandwidth)
+        ours, theirs = (best(world_size, nbytes, codec=name, network=there).seconds for name in (codec, against))
+        return ours < theirs
+
+    slow, fast = 1e6 / 8, 1e12 / 8
+    if wins(fast):
+        return None
+    if not wins(slow):
+        return 0.0
+    return _bisect(wins, slow, fast)
+
+
+def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """To 1 %, in the logarithm."""
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return math.sqrt(low * high)

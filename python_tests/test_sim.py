@@ -1,0 +1,122 @@
+"""Simulated all-reduces and training steps: against formulas, and in their order."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+
+from dltrain_ext import codecs, comm, sim
+
+MB = 10**6
+
+
+def test_a_ring_is_its_formula():
+    network = sim.Network(latency=1e-4, bandwidth=1e9, memory_bandwidth=12e9)
+    for p in (2, 3, 8, 64):
+        nbytes = 4 * 64 * 64 * 64 * 3
+        n = nbytes // 4
+        formula = 2 * (p - 1) * 1e-4 + 2 * nbytes * (p - 1) / p / 1e9 + n * (p - 1) / p * 1e-9
+        assert sim.simulate("ring", p, nbytes, network=network, segments=1).seconds == pytest.approx(formula, rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
+def test_sends_what_the_formula_says(algorithm):
+    p, nbytes = 8, 4 * 1024 * 1024
+    estimate = sim.simulate(algorithm, p, nbytes)
+    sent = max(
+        sum(step.chunks[1] - step.chunks[0] for steps in plan.rounds for step in steps if "send" in step.op)
+        / plan.chunks
+        for plan in (comm.plan(algorithm, rank, p) for rank in range(p))
+    )
+    assert estimate.algorithm == algorithm
+    assert estimate.wire_bytes == pytest.approx(nbytes * sent, rel=0.01)
+    assert estimate.rounds == len(comm.plan(algorithm, 0, p).rounds)
+
+
+def test_codecs_send_less():
+    slow = sim.Network(bandwidth=125e6)
+    times = {
+        codec: sim.best(4, 16 * MB, codec=codec, network=slow).seconds for codec in ("raw", "fp16", "int8", "int4")
+    }
+    assert times["raw"] > 1.8 * times["fp16"] > 1.8 * 1.8 * times["int8"] > 1.8**3 * times["int4"]
+
+
+def test_speeds_that_were_measured_count():
+    slow = sim.Network(speeds={"int8": sim.Speed(encode=1e6, decode=1e6)})
+    assert sim.simulate("direct", 2, 4 * MB, codec="int8", network=slow).seconds > 1
+    assert sim.Network.from_dict(slow.to_dict()) == slow
+
+
+def test_two_levels_spare_the_link():
+    network = sim.Network(bandwidth=1e9, ranks_per_host=8, inside_bandwidth=100e9)
+    one, two = (sim.simulate("ring", 32, 64 * MB, network=network, levels=levels) for levels in (1, 2))
+    direct = sim.simulate("direct", 32, 64 * MB, network=network)
+    assert two.seconds < direct.seconds / 4
+    assert two.seconds < 1.2 * one.seconds  # of a ring only one rank's messages leave the host
+    with pytest.raises(ValueError, match="levels: expected 1 where there are not several hosts"):
+        sim.simulate("ring", 31, 64 * MB, network=network, levels=2)
+
+
+def test_thousands_of_ranks_take_seconds():
+    start = time.monotonic()
+    for algorithm in comm.ALGORITHMS:
+        estimate = sim.simulate(algorithm, 4096, 100 * MB, network=sim.Network(ranks_per_host=8))
+        assert math.isfinite(estimate.seconds) and estimate.seconds > 0.1
+    assert time.monotonic() - start < 60
+
+
+def test_who_is_late_is_waited_for():
+    late = [0.0] * 6
+    late[2] = 0.25
+    alone = sim.simulate("ring", 6, MB).seconds
+    assert 0.25 < sim.simulate("ring", 6, MB, late=late).seconds <= 0.25 + alone + 1e-9
+
+
+def test_a_step_hides_what_backward_covers():
+    network = sim.Network(bandwidth=1e9)
+    buckets = [25 * MB] * 4
+    one = sim.best(8, buckets[0], network=network).seconds
+    long = sim.training_step(8, buckets, backward=100.0, network=network)
+    assert long.exposed == pytest.approx(one)  # of the last bucket
+    short = sim.training_step(8, buckets, backward=0.0, other=1.0, network=network)
+    assert short.exposed == pytest.approx(4 * one)
+    assert short.efficiency == pytest.approx(1 / (1 + 4 * one))
+    assert sim.training_step(1, buckets, backward=1.0).efficiency == 1
+    waiting = sim.training_step(100, buckets, backward=100.0, network=network, stragglers=(0.01, 2.0))
+    assert waiting.straggling == pytest.approx(2 * (1 - 0.99**100))
+
+
+def test_break_even():
+    network = sim.Network(memory_bandwidth=10e9)
+    bandwidth = sim.break_even("int8", 4, 16 * MB, network=network)
+    for factor, wins in ((0.9, True), (1.1, False)):
+        there = replace(network, bandwidth=bandwidth * factor)
+        ours, theirs = (sim.best(4, 16 * MB, codec=codec, network=there).seconds for codec in ("int8", "raw"))
+        assert (ours < theirs) == wins
+    assert sim.break_even("int8", 4, 16 * MB, network=replace(network, memory_bandwidth=1e16)) is None
+    assert sim.break_even("int8", 4, 16 * MB, network=replace(network, memory_bandwidth=1e3)) == 0
+    for codec in codecs.CODECS[1:]:
+        sim.break_even(codec, 3, MB, against="bf16", network=network)
+
+
+@pytest.mark.parametrize(
+    ("match", "call"),
+    [
+        ("algorithm: expected one of", lambda: sim.simulate("rign", 4, 1)),
+        ("expected one that is a plan, got 'native'", lambda: sim.simulate("native", 4, 1)),
+        (r"algorithm \(for the codec int8\)", lambda: sim.simulate("recursive_doubling", 4, 1, codec="int8")),
+        ("codec: expected one of", lambda: sim.simulate("ring", 4, 1, codec="int3")),
+        ("world_size: expected", lambda: sim.simulate("ring", 0, 1)),
+        ("nbytes: expected", lambda: sim.simulate("ring", 4, -1)),
+        ("late: expected one for each of 4 ranks, got 1", lambda: sim.simulate("ring", 4, 1, late=[0.0])),
+        ("bandwidth: expected a number above 0, got 0", lambda: sim.Network(bandwidth=0)),
+        ("latency: expected a number of at least 0, got -1", lambda: sim.Network(latency=-1)),
+        ("buckets: expected at least one", lambda: sim.training_step(4, [], backward=1)),
+        ("backward: expected at least 0 s, got -1", lambda: sim.training_step(4, [1], backward=-1)),
+        ("codec: expected one of", lambda: sim.break_even("int3", 4, 1)),
+    ],
+)
+def test_bad_input_is_named(match, call):
+    with pytest.raises(ValueError, match=match):
+        call()
