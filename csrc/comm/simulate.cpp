@@ -182,8 +182,8 @@ Costs costs_of(const Program& program, int walkers, int rank, const Network& net
 
 // How many ranks have to be walked.
 int walkers_of(int algorithm, int world_size, const Network& network, bool all_begin_together) {
-  constexpr int few = 128;  // so that symmetry saves nothing worth having
   const int per_host = network.ranks_per_host;
+  const int few = per_host == 1 ? 16 : 128;  // so that symmetry, which is not all there is to a shared link, saves little
   const bool whole_hosts = world_size % per_host == 0;
   if (world_size <= few || !whole_hosts || !all_begin_together || network.cores > 0) return world_size;
   switch (symmetry(algorithm, world_size)) {

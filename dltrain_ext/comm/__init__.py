@@ -2,5 +2,18 @@
 
 from dltrain_ext.comm.communicator import Communicator, Work, all_reduce
 from dltrain_ext.comm.plans import ALGORITHMS, Plan, Step, plan, verify, verify_plans
+from dltrain_ext.comm.tuning import Choice, Tuning
 
-__all__ = ["ALGORITHMS", "Communicator", "Plan", "Step", "Work", "all_reduce", "plan", "verify", "verify_plans"]
+__all__ = [
+    "ALGORITHMS",
+    "Choice",
+    "Communicator",
+    "Plan",
+    "Step",
+    "Tuning",
+    "Work",
+    "all_reduce",
+    "plan",
+    "verify",
+    "verify_plans",
+]

@@ -2,8 +2,10 @@
 
 import collections
 import itertools
+import os
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,8 +13,14 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
+from dltrain_ext.codecs import CODECS
 from dltrain_ext.codecs.arguments import check_number, is_stochastic
-from dltrain_ext.comm.connections import TRANSPORTS, Connections
+from dltrain_ext.comm import tuner
+from dltrain_ext.comm.connections import TRANSPORTS, Connections, tell_once
+from dltrain_ext.comm.model import Network
+from dltrain_ext.comm.tuning import Overrides, Tuning, check_fits
+
+_IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
 
 
 def _averages(op: "str | dist.ReduceOp") -> bool:
@@ -62,6 +70,9 @@ class Communicator:
             connections; ``"auto"``: the first where all ranks have it, else the second, with a warning.
         ranks_per_host: so many neighbouring ranks of the group share a host: 1 for all-reduces in one level. Where
             None, hosts are told apart by the machine and its network namespace.
+        tuning: what ``algorithm="auto"`` and ``codec="auto"`` go by: a :class:`Tuning`, or the path of a saved one, of
+            this many ranks and the same on all of them. The environment variables ``DLTRAIN_TUNING``, a path,
+            ``DLTRAIN_ALGORITHM`` and ``DLTRAIN_SEGMENTS`` stand above it, for ``"auto"`` alone.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -77,6 +88,7 @@ class Communicator:
         timeout: timedelta | None = None,
         transport: str = "auto",
         ranks_per_host: int | None = None,
+        tuning: "Tuning | str | os.PathLike[str] | None" = None,
     ):
         group = _group(group)
         timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
@@ -86,14 +98,22 @@ class Communicator:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
+        ranks = dist.get_process_group_ranks(group)
+        if isinstance(tuning, str | os.PathLike):
+            tuning = Tuning.load(tuning)
+        if tuning is not None:
+            check_fits(tuning, len(ranks))
+        self._overrides = Overrides.of_environment(len(ranks))
+        self.tuning = self._overrides.tuning or tuning
+        self._rank, self._world_size = ranks.index(dist.get_rank()), len(ranks)
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
-        ranks = dist.get_process_group_ranks(group)
         self._connections = Connections(store, ranks, timeout, transport, ranks_per_host)
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _close, self._by_device)
-        self._on(_device_of(group))
+        self._device = _device_of(group)
+        self._on(self._device)
 
     def __del__(self) -> None:
         for communicator in getattr(self, "_by_device", {}).values():
@@ -132,6 +152,12 @@ class Communicator:
             if number is not None:
                 check_number(number, name, bound)
         communicator = self._on(_place_of(tensor))
+        if codec == "auto":
+            if residual is not None:
+                raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
+            algorithm, codec = self._codec_for(tensor, algorithm)
+        if tensor.dtype in _IN_PLANS:
+            algorithm, segments = self._plan_for(algorithm, codec, 4 * tensor.numel(), segments)
         given: dict[str, Any] = {
             "average": _averages(op),
             "algorithm": algorithm,
@@ -152,6 +178,67 @@ class Communicator:
     ) -> torch.futures.Future[torch.Tensor]:
         """What the DDP hook calls: hands the tensor to the worker, or enqueues; the future's value is its average."""
         return self._on(_place_of(tensor)).submit(tensor, bucket=bucket, average=True, **options)
+
+    def tune(self, *, seconds: float = 10.0, codecs: Sequence[str] | None = None) -> Tuning:
+        """Measures the group, and from then on lets ``algorithm="auto"`` and ``codec="auto"`` go by it. Collective.
+
+        A few all-reduces are timed, and the latency, the bandwidth and the costs of messages and copies with which the
+        model of :mod:`dltrain_ext.sim` comes closest to them; codecs are timed on each rank. Of all plans and numbers
+        of segments those that the model takes for the fastest are then timed, as many as there is time for, and the
+        fastest makes the table; the model, corrected, stands for what was not timed. Rank 0 decides for all.
+
+        Args:
+            seconds: about how long it may try out plans; some more go to the calibration.
+            codecs: those to look at beside raw; all where None.
+
+        Returns:
+            The same on all ranks, and kept as ``tuning``: print it, ``save`` it, and give it to the next run.
+        """
+        names = [codec for codec in (CODECS if codecs is None else codecs) if codec != "raw"]
+        for codec in names:
+            _ops.find_codec(codec)
+        if not isinstance(seconds, int | float) or not seconds >= 0:
+            raise ValueError(f"seconds: expected a number of at least 0, got {seconds!r}")
+        per_host = self._connections.ranks_per_host
+        group = tuner.Group(self._rank, self._world_size, self._device, self._try, self._connections.share)
+        start = Network(latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-10, ranks_per_host=per_host)
+        self.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
+        return self.tuning
+
+    def _try(self, tensor: torch.Tensor, trial: tuner.Trial) -> None:
+        codec = "raw" if trial.codec == "native" else trial.codec
+        self.all_reduce(tensor, algorithm=trial.algorithm, codec=codec, segments=trial.segments)
+
+    def plan_for(self, codec: str, nbytes: int) -> str:
+        """What ``algorithm="auto"`` stands for, with tensors of so many bytes in fp32; ``"auto"`` before tuning."""
+        return self._plan_for("auto", codec, nbytes, None)[0]
+
+    def _plan_for(self, algorithm: str, codec: str, nbytes: int, segments: int | None) -> tuple[str, int | None]:
+        overrides = self._overrides
+        if algorithm != "auto":
+            return algorithm, segments
+        if overrides.algorithm is not None:
+            return overrides.algorithm, segments or overrides.segments
+        if self.tuning is None or codec not in self.tuning.table:
+            return algorithm, segments or overrides.segments
+        choice = self.tuning.choose(codec, nbytes)
+        return choice.algorithm, segments or overrides.segments or choice.segments
+
+    def codec_for(self, nbytes: int) -> str:
+        """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32: a codec or, where compressing would
+        lose, ``"native"``. Before tuning this tunes, which is collective."""
+        tuning = self.tuning or self.tune()
+        codec = tuning.codec_for(nbytes)
+        if codec in ("raw", "native") and self._rank == 0:
+            gbits = tuning.network.bandwidth * 8e-9
+            tell_once(f"codec 'auto': compression would lose at {gbits:.3g} Gbit/s, so there is none")
+        return codec
+
+    def _codec_for(self, tensor: torch.Tensor, algorithm: str) -> tuple[str, str]:
+        codec = self.codec_for(4 * tensor.numel()) if tensor.dtype in _IN_PLANS else "raw"
+        if codec == "native":
+            return ("native" if algorithm == "auto" else algorithm), "raw"
+        return algorithm, codec
 
     def stats(self) -> dict[str, int]:
         """``calls`` completed (on CUDA: enqueued) and ``wire_bytes`` sent by this rank, in two levels across the hosts;
@@ -197,9 +284,13 @@ def all_reduce(
             it is encoded.
         group: the default group where None.
         algorithm: one of ``comm.ALGORITHMS``; ``"butterfly"``, recursive doubling or, for long messages and lossy
-            codecs, halving-doubling; ``"native"``, the backend's own, which sums as that does; or ``"auto"``: by size.
+            codecs, halving-doubling; ``"native"``, the backend's own, which sums as that does; or ``"auto"``: by
+            size, or as :meth:`Communicator.tune` has found.
             ``"recursive_doubling"`` encodes more than once, so it takes ``"raw"`` alone.
-        codec: one of ``codecs.CODECS``: what partial sums and results are sent as.
+        codec: one of ``codecs.CODECS``: what partial sums and results are sent as. ``"auto"``: the most accurate one
+            that takes at most 10 % longer than the fastest on this group (never sign), or the backend's own all-reduce
+            where compressing would lose. The first such call measures the group for some seconds, if it has no tuning:
+            :meth:`Communicator.tune`.
         residual: error feedback, as for :func:`dltrain_ext.codecs.encode`: float32 or bfloat16 of the tensor's shape,
             this rank's own. What its encoding loses stays there, and is added to its part the next time: over the
             steps the results and all ranks' residuals sum up to what was given.

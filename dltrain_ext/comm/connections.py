@@ -39,7 +39,17 @@ class Connections:
         self._patience = min(timeout, _CONNECTING)
         self._rank = ranks.index(dist.get_rank())
         self._layout = layout(meet(store, "host", ranks, self._rank, host_id(), timeout), self._rank, ranks_per_host)
-        self._number = itertools.count()
+        self._number, self._shared = itertools.count(), itertools.count()
+
+    @property
+    def ranks_per_host(self) -> int:
+        """1 where all-reduces go in one level."""
+        return 1 if self._layout is None else len(self._layout[0])
+
+    def share(self, text: str) -> list[str]:
+        """The texts of all ranks, in their order. Collective."""
+        about = f"share {next(self._shared)}"
+        return meet(self._store, about, self._ranks, self._rank, text, self._timeout)
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device, whose number may differ between the ranks."""

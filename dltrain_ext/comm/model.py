@@ -22,6 +22,15 @@ class Speed:
     def __post_init__(self) -> None:
         _check_positive(self, "encode", "decode")
 
+    def to_list(self) -> list[float | None]:
+        """For JSON, which has no infinity."""
+        return [None if math.isinf(speed) else speed for speed in (self.encode, self.decode)]
+
+    @classmethod
+    def from_list(cls, plain: Sequence[float | None]) -> "Speed":
+        encode, decode = (math.inf if speed is None else speed for speed in plain)
+        return cls(encode, decode)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
@@ -74,11 +83,11 @@ class Network:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        return plain | {"speeds": {name: [speed.encode, speed.decode] for name, speed in self.speeds.items()}}
+        return plain | {"speeds": {name: speed.to_list() for name, speed in self.speeds.items()}}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Network":
-        return cls(**{**plain, "speeds": {name: Speed(*speed) for name, speed in plain["speeds"].items()}})
+        return cls(**{**plain, "speeds": {name: Speed.from_list(speed) for name, speed in plain["speeds"].items()}})
 
 
 @dataclass(frozen=True)

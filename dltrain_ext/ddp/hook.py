@@ -1,6 +1,7 @@
 """The hook, what it needs, and how it comes to a model."""
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -13,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dltrain_ext import _ops
 from dltrain_ext.amp import GradStats
 from dltrain_ext.codecs.arguments import check_number, dtype_of_feedback, is_stochastic
-from dltrain_ext.comm import Communicator
+from dltrain_ext.comm import Communicator, Tuning
 from dltrain_ext.ddp import checkpoint
 from dltrain_ext.ddp.buckets import Buckets, Feedback
 from dltrain_ext.ddp.parameters import Parameters, check_parameters
 
+_BUCKET = 25 << 20  # bytes, DDP's default
 _IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
 
 
@@ -31,9 +33,11 @@ class AllReduceState:
     Args:
         process_group: the model's group; the default group where None.
         codec: one of ``codecs.CODECS``: what gradients travel as. Parameters of one dimension or none, and small ones,
-            travel as fp32 in the same messages.
-        algorithm: as for :func:`dltrain_ext.comm.all_reduce`; ``"auto"`` goes by the number of ranks alone: ``"ring"``
-            for up to 8 of them, else ``"direct"``.
+            travel as fp32 in the same messages. ``"auto"``: the most accurate one that takes at most 10 % longer than
+            the fastest on this group, or none and the backend's own all-reduce, where compressing would lose. Without
+            a ``tuning`` the group is measured for some seconds: :meth:`dltrain_ext.comm.Communicator.tune`.
+        algorithm: as for :func:`dltrain_ext.comm.all_reduce`, but one for buckets of any size. ``"auto"``: that of the
+            tuning, for buckets of 25 MiB; without one ``"ring"`` for up to 8 ranks, else ``"direct"``.
         error_feedback: what encoding loses of a gradient is added to that of the next step (Seide et al. 2014;
             Karimireddy et al. 2019), on the rank that lost it. Costs an element of ``feedback_dtype`` for each of the
             gradients', two with a ``scaler``. Where all ranks' gradients are zero, as of unused parameters, what has
@@ -48,10 +52,10 @@ class AllReduceState:
         warmup_steps: so many backward passes go uncompressed at first.
         rounding, seed: as for :func:`dltrain_ext.codecs.encode`. Stochastic rounding draws for each element of each
             step numbers of its own.
-        timeout, transport, ranks_per_host: as for :class:`dltrain_ext.comm.Communicator`; each bucket has the whole
-            timeout. In two levels a host's ranks share each bucket out, so there what becomes of a gradient does
-            depend on its bucket; and of what is lost in the first step, before DDP lays its buckets anew, a part stays
-            where it is.
+        timeout, transport, ranks_per_host, tuning: as for :class:`dltrain_ext.comm.Communicator`; each bucket has the
+            whole timeout. To go on from a checkpoint bit by bit takes the tuning of the run before. In two levels a
+            host's ranks share each bucket out, so there what becomes of a gradient does depend on its bucket; and of
+            what is lost in the first step, before DDP lays its buckets anew, a part stays where it is.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -74,8 +78,9 @@ class AllReduceState:
         timeout: timedelta | None = None,
         transport: str = "auto",
         ranks_per_host: int | None = None,
+        tuning: Tuning | str | os.PathLike[str] | None = None,
     ):
-        _ops.check_names(algorithm, codec)
+        _ops.check_names(algorithm, "raw" if codec == "auto" else codec)
         dtype = dtype_of_feedback(feedback_dtype)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"scaler: expected a LossScaler or torch.amp.GradScaler, got {type(scaler).__name__}")
@@ -86,12 +91,16 @@ class AllReduceState:
         ):
             check_number(number, name, bound)
         stochastic = is_stochastic(rounding)
-        if error_feedback:
+        if error_feedback and codec != "auto":
             _ops.check_feedback(codec, stochastic, "error_feedback: expected False")
         parameters = Parameters(named_parameters)
         self.communicator = Communicator(
-            process_group, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host
+            process_group, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
+        if codec == "auto":
+            codec = self.communicator.codec_for(_BUCKET)
+        if codec == "native":
+            algorithm, codec = ("native" if algorithm == "auto" else algorithm), "raw"
         group = dist.group.WORLD if process_group is None else process_group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self.codec, self.algorithm, self.scaler = codec, algorithm, scaler
@@ -125,6 +134,8 @@ class AllReduceState:
         """One for buckets of any size, since a parameter may come to be in another one."""
         if self.algorithm != "auto":
             return self.algorithm
+        if (tuned := self.communicator.plan_for(self.codec, _BUCKET)) != "auto":
+            return tuned
         # By measurement for 2 and 4; each hop of the ring encodes once more, so it is not for many.
         return "ring" if self._world_size <= 8 else "direct"
 

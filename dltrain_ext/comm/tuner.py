@@ -1,0 +1,231 @@
+"""Measures a live group, fits the model to it, and tries what the model finds the fastest."""
+
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dltrain_ext import codecs
+from dltrain_ext.comm.model import Network, Speed, simulate
+from dltrain_ext.comm.plans import ALGORITHMS, plan
+from dltrain_ext.comm.tuning import Choice, Tuning
+
+SIZES = tuple(4**power for power in range(5, 14))  # bytes: 1 KiB to 64 MiB
+_TRIED_SIZES = {"raw": SIZES[:-1], "native": SIZES[:-1]}  # up to 16 MiB; of lossy codecs:
+_TRIED_LOSSY_SIZES = (4**8, 4**10, 4**12)
+_CALIBRATING_SIZES = (4**6, 4**9, 4**11)
+_REPEATS = 5
+_FREE = ("latency", "bandwidth", "overhead", "copy")  # parameters of the model that are fitted
+
+
+class Trial(NamedTuple):
+    """An all-reduce to be timed."""
+
+    codec: str  # or "native"
+    nbytes: int
+    algorithm: str
+    segments: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the tuner needs of a communicator.
+
+    all_reduce: runs a trial on a tensor, in place, and returns when it is done.
+    share: gives all ranks each other's text, by rank.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    all_reduce: Callable[[Tensor, Trial], None]
+    share: Callable[[str], list[str]]
+
+
+def tune(group: Group, start: Network, levels: int, names: Sequence[str], seconds: float) -> Tuning:
+    """Collective. start: what is known of the network beforehand; names: of codecs."""
+    speeds = {codec: speed_of(codec, group.device) for codec in ("raw", *names)}
+    start = replace(start, speeds=_slowest(group, speeds))
+    calibration = list(_calibrating(group.world_size))
+    network = fit(start, group.world_size, levels, dict(zip(calibration, _time(group, calibration), strict=True)))
+    model = Model(network, group.world_size, levels)
+    agreed = group.share(json.dumps(list(_worth_trying(model, ("raw", *names), seconds))) if group.rank == 0 else "")
+    trials = [Trial(*fields) for fields in json.loads(agreed[0])]
+    times = dict(zip(trials, _time(group, trials), strict=True))
+    tuning = Tuning(group.world_size, network, tabulate(model, ("raw", *names), times))
+    # All have the same samples; but rank 0's words count, in case the processors' arithmetic differs.
+    return Tuning.from_json(group.share(tuning.to_json() if group.rank == 0 else "")[0])
+
+
+def _slowest(group: Group, speeds: Mapping[str, Speed]) -> dict[str, Speed]:
+    """Of all ranks."""
+    texts = group.share(json.dumps({codec: speed.to_list() for codec, speed in speeds.items()}))
+    everyones = [{codec: Speed.from_list(plain) for codec, plain in json.loads(text).items()} for text in texts]
+    return {
+        codec: Speed(min(each[codec].encode for each in everyones), min(each[codec].decode for each in everyones))
+        for codec in speeds
+    }
+
+
+def speed_of(codec: str, device: torch.device, numel: int = 1 << 20) -> Speed:
+    """Of this rank by itself, on elements that the next level of memory holds."""
+    values, out = torch.randn(numel, device=device), torch.zeros(numel, device=device)
+    if codec == "raw":
+        return Speed(math.inf, numel / _fastest(lambda: out.add_(values), device))
+    encoded = codecs.encode(values, codec)
+    encode = _fastest(lambda: codecs.encode(values, codec), device)
+    decode = _fastest(lambda: codecs.decode(encoded, out=out), device)
+    return Speed(numel / encode, numel / decode)
+
+
+def _fastest(call: Callable[[], object], device: torch.device) -> float:
+    def once() -> float:
+        began = time.perf_counter()
+        call()
+        _synchronize(device)
+        return time.perf_counter() - began
+
+    once()
+    return min(once() for _ in range(_REPEATS))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _calibrating(world_size: int) -> Iterator[Trial]:
+    for nbytes in _CALIBRATING_SIZES:
+        for algorithm in ("ring", "direct", "recursive_doubling", "halving_doubling"):
+            yield Trial("raw", nbytes, algorithm, 1)
+    yield Trial("raw", _CALIBRATING_SIZES[-1], "ring", 8)
+
+
+def _time(group: Group, trials: Sequence[Trial]) -> list[float]:
+    """Seconds of each, the same on all ranks: the slowest rank's, the fastest but one of the repetitions."""
+    meeting = torch.zeros(1, device=group.device)
+    tensors: dict[int, Tensor] = {}
+    own: list[list[float]] = [[] for _ in trials]
+    for turn in range(-1, _REPEATS):
+        for samples, trial in zip(own, trials, strict=True):
+            tensor = tensors.setdefault(trial.nbytes, torch.zeros(trial.nbytes // 4, device=group.device))
+            group.all_reduce(meeting, Trial("raw", 4, "recursive_doubling", 1))
+            _synchronize(group.device)
+            began = time.perf_counter()
+            group.all_reduce(tensor, trial)
+            _synchronize(group.device)
+            if turn >= 0:
+                samples.append(time.perf_counter() - began)
+    everyones = [json.loads(text) for text in group.share(json.dumps(own))]
+    slowest = [[max(turn) for turn in zip(*ranks, strict=True)] for ranks in zip(*everyones, strict=True)]
+    return [sorted(samples)[1] for samples in slowest]
+
+
+def fit(start: Network, world_size: int, levels: int, times: Mapping[Trial, float]) -> Network:
+    """The latency, bandwidth, overhead and cost of copying with which the model comes closest to what was measured, by
+    the mean of the logarithms' differences: one of them is changed, or two, by ever smaller factors."""
+
+    def distance(network: Network) -> float:
+        model = Model(network, world_size, levels)
+        return statistics.fmean(abs(math.log(model.seconds(trial) / seconds)) for trial, seconds in times.items())
+
+    moves = [move for move in itertools.product((-1, 0, 1), repeat=len(_FREE)) if 1 <= sum(map(abs, move)) <= 2]
+    best, network, step = distance(start), start, 4.0
+    while step > 1.02:
+        factors = [{name: step**way for name, way in zip(_FREE, move, strict=True)} for move in moves]
+        neighbours = [replace(network, **{n: getattr(network, n) * f for n, f in each.items()}) for each in factors]
+        closest, neighbour = min(((distance(each), each) for each in neighbours), key=lambda pair: pair[0])
+        if closest < best:
+            best, network = closest, neighbour
+        else:
+            step = math.sqrt(step)
+    return network
+
+
+@dataclass(frozen=True)
+class Model:
+    network: Network
+    world_size: int
+    levels: int
+
+    def seconds(self, trial: Trial) -> float:
+        estimate = simulate(
+            trial.algorithm,
+            self.world_size,
+            trial.nbytes,
+            codec=trial.codec,
+            network=self.network,
+            segments=trial.segments,
+            levels=self.levels,
+        )
+        return max(estimate.seconds, 1e-9)
+
+    def ranking(self, codec: str, nbytes: int) -> list[tuple[float, Trial]]:
+        """The plans, each in the best number of segments, the fastest first."""
+        most = 16 if self.world_size <= 64 else 1
+        found = []
+        for algorithm in ALGORITHMS:
+            if codec != "raw" and plan(algorithm, 0, 1).exact:
+                continue
+            counts = [count for count in (1, 2, 4, 8, 16) if count <= min(most, max(1, nbytes >> 16))]
+            trials = [Trial(codec, nbytes, algorithm, count) for count in counts]
+            found.append(min(((self.seconds(trial), trial) for trial in trials), key=lambda pair: pair[0]))
+        return sorted(found, key=lambda pair: pair[0])
+
+
+def _worth_trying(model: Model, names: Sequence[str], seconds: float) -> Iterator[Trial]:
+    """Those that could be the fastest, the smallest sizes first, as far as the time goes."""
+    left = seconds
+    for nbytes in SIZES:
+        for codec in ("native", *names):
+            if nbytes not in _TRIED_SIZES.get(codec, _TRIED_LOSSY_SIZES):
+                continue
+            ranking = model.ranking("raw" if codec == "native" else codec, nbytes)
+            fastest = ranking[0][0]
+            if codec == "native":
+                trials = [(fastest, Trial("native", nbytes, "native", 1))]
+            else:
+                # Where messages are short the model knows least.
+                factor, most = (4.0, 5) if nbytes <= 4**9 else (1.5, 3 if codec == "raw" else 2)
+                trials = [pair for pair in ranking if pair[0] <= factor * fastest][:most]
+            for expected, trial in trials:
+                left -= (_REPEATS + 1) * (expected + 1e-3)
+                if left > 0:
+                    yield trial
+
+
+def tabulate(model: Model, names: Sequence[str], times: Mapping[Trial, float]) -> dict[str, list[Choice]]:
+    """The fastest that was measured of each size. Between two of these it takes as long as a line in the logarithms
+    says, below the first as long as that, and beyond the last one more in proportion; what was never measured takes as
+    long as the model says."""
+    table = {}
+    for codec in (*names, "native"):
+        best: dict[int, tuple[Trial, float]] = {}
+        for trial, seconds in times.items():
+            if trial.codec == codec and seconds < best.get(trial.nbytes, (trial, math.inf))[1]:
+                best[trial.nbytes] = trial, seconds
+        if best:
+            table[codec] = [_choice(best, nbytes) for nbytes in SIZES]
+        elif codec != "native":
+            ranked = [model.ranking(codec, nbytes)[0] for nbytes in SIZES]
+            table[codec] = [Choice(t.nbytes, t.algorithm, t.segments, seconds, False) for seconds, t in ranked]
+    return table
+
+
+def _choice(best: Mapping[int, tuple[Trial, float]], nbytes: int) -> Choice:
+    near = min(best, key=lambda size: abs(math.log(size / nbytes)))
+    trial, seconds = best[near]
+    below, above = (max((s for s in best if s < nbytes), default=0), min((s for s in best if s > nbytes), default=0))
+    if near != nbytes and below and above:
+        part = math.log(nbytes / below) / math.log(above / below)
+        seconds = best[below][1] ** (1 - part) * best[above][1] ** part
+    elif nbytes > near:
+        seconds *= nbytes / near
+    return Choice(nbytes, trial.algorithm, trial.segments, seconds, near == nbytes)

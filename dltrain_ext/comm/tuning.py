@@ -1,0 +1,156 @@
+"""Which plan, in how many segments, is the fastest for a message of some size: a table, made by measuring."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dltrain_ext import _ops
+from dltrain_ext.codecs import error_bound
+from dltrain_ext.comm.model import Network
+
+VERSION = 1
+_LIKE_THE_FASTEST = 1.1  # as long as that times the fastest is as good
+
+
+@dataclass(frozen=True)
+class Choice:
+    """For messages of about a size.
+
+    Attributes:
+        nbytes: of the tensor in fp32.
+        algorithm, segments: as for ``comm.all_reduce``.
+        seconds: that it takes.
+        measured: so long it took; else it is what the model says.
+    """
+
+    nbytes: int
+    algorithm: str
+    segments: int
+    seconds: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What :meth:`Communicator.tune` has found out about a group: print it, save it, give it to another run.
+
+    Attributes:
+        world_size: ranks of the group.
+        network: what was measured of it, as the model of :mod:`dltrain_ext.sim`.
+        table: by codec, the choices by growing size; for ``"native"`` the backend's own all-reduce.
+    """
+
+    world_size: int
+    network: Network
+    table: Mapping[str, Sequence[Choice]]
+
+    def choose(self, codec: str, nbytes: int) -> Choice:
+        """Of the size next to ``nbytes``, in the logarithm, with the time scaled to it beyond the largest."""
+        choices = self.table[codec]
+        nearest = min(choices, key=lambda choice: abs(math.log(choice.nbytes / max(nbytes, 1))))
+        if nbytes <= choices[-1].nbytes:
+            return nearest
+        return Choice(nbytes, nearest.algorithm, nearest.segments, nearest.seconds * nbytes / nearest.nbytes, False)
+
+    def codec_for(self, nbytes: int) -> str:
+        """The most accurate codec that takes at most 10 % longer than the fastest, or ``"native"`` where that is
+        the backend's own all-reduce. Never sign, whose error is as large as the signal."""
+        seconds = {codec: self.choose(codec, nbytes).seconds for codec in self.table if codec != "sign"}
+        fast = [codec for codec in seconds if seconds[codec] <= _LIKE_THE_FASTEST * min(seconds.values())]
+        exact = [codec for codec in fast if codec in ("raw", "native")]
+        return min(exact or fast, key=lambda codec: (0 if exact else error_bound(codec).rms, seconds[codec]))
+
+    def __str__(self) -> str:
+        network = self.network
+        lines = [
+            f"{self.world_size} ranks: latency {network.latency * 1e6:.0f} us, bandwidth "
+            f"{network.bandwidth * 8e-9:.3g} Gbit/s",
+            f"{'bytes':>10}  " + "".join(f"{codec:>32}" for codec in self.table),
+        ]
+        for nbytes in sorted({choice.nbytes for choices in self.table.values() for choice in choices}):
+            cells = [_cell(next((c for c in choices if c.nbytes == nbytes), None)) for choices in self.table.values()]
+            lines.append(f"{nbytes:>10}  " + "".join(f"{cell:>32}" for cell in cells))
+        return "\n".join([*lines, "plan/segments, and milliseconds; ~ where these are the model's"])
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "version": VERSION,
+                "world_size": self.world_size,
+                "network": self.network.to_dict(),
+                "table": {codec: [asdict(choice) for choice in choices] for codec, choices in self.table.items()},
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tuning":
+        """Raises ValueError where that is no tuning."""
+        try:
+            plain: dict[str, Any] = json.loads(text)
+            if plain["version"] != VERSION:
+                raise ValueError(f"version {plain['version']}, not {VERSION}")
+            table = {codec: [Choice(**choice) for choice in choices] for codec, choices in plain["table"].items()}
+            for codec, choices in table.items():
+                if not choices:
+                    raise ValueError(f"no choice for {codec}")
+                for choice in choices:
+                    _ops.check_names(choice.algorithm, "raw" if codec == "native" else codec)
+            return cls(plain["world_size"], Network.from_dict(plain["network"]), table)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"tuning: expected what Tuning.to_json() wrote, got something else: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As a whole or not at all."""
+        part = Path(f"{os.fspath(path)}.part")
+        part.write_text(self.to_json())
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Tuning":
+        return cls.from_json(Path(path).read_text())
+
+
+def _cell(choice: Choice | None) -> str:
+    if choice is None:
+        return "-"
+    return f"{choice.algorithm}/{choice.segments} {'' if choice.measured else '~'}{choice.seconds * 1e3:.3g}"
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the environment says for ``algorithm="auto"``: ``DLTRAIN_ALGORITHM``, ``DLTRAIN_SEGMENTS`` and
+    ``DLTRAIN_TUNING``, the path of a saved tuning. It has to be the same on all ranks."""
+
+    algorithm: str | None
+    segments: int | None
+    tuning: Tuning | None
+
+    @classmethod
+    def of_environment(cls, world_size: int) -> "Overrides":
+        """Raises ValueError naming the variable."""
+        algorithm, segments, path = (os.environ.get(f"DLTRAIN_{name}") for name in ("ALGORITHM", "SEGMENTS", "TUNING"))
+        if algorithm is not None:
+            try:
+                _ops.check_names(algorithm, "raw")
+            except ValueError as error:
+                raise ValueError(f"DLTRAIN_ALGORITHM: {error}") from error
+        if segments is not None and not (segments.isdecimal() and 0 < int(segments) < 2**31):
+            raise ValueError(f"DLTRAIN_SEGMENTS: expected a number of at least 1, got {segments!r}")
+        tuning = None
+        if path is not None:
+            try:
+                tuning = Tuning.load(path)
+                check_fits(tuning, world_size)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"DLTRAIN_TUNING={path}: {error}") from error
+        return cls(algorithm, int(segments) if segments else None, tuning)
+
+
+def check_fits(tuning: Tuning, world_size: int) -> None:
+    if tuning.world_size != world_size:
+        raise ValueError(f"tuning: expected one of {world_size} ranks, got one of {tuning.world_size}")

@@ -1,0 +1,213 @@
+"""Measuring a group, and choosing plan and codec by it."""
+
+import itertools
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import codecs, comm, ddp, sim
+from dltrain_ext.comm import Choice, Tuning, tuner
+
+NETWORK = sim.Network(speeds={"raw": sim.Speed(float("inf"), 4e9)})
+
+
+def table(**seconds):
+    """A tuning for two ranks in which a codec takes so many seconds at 1 KiB, and a thousand times that at 1 MiB."""
+    return Tuning(
+        2,
+        NETWORK,
+        {
+            codec: [
+                Choice(1 << 10, "native" if codec == "native" else "direct", 1, time, True),
+                Choice(1 << 20, "native" if codec == "native" else "ring", 4, 1000 * time, False),
+            ]
+            for codec, time in seconds.items()
+        },
+    )
+
+
+def test_the_fit_finds_what_the_model_was_given():
+    truth = replace(NETWORK, latency=7e-5, bandwidth=2e8, overhead=3e-5)
+    trials = list(tuner._calibrating(4))
+    model = tuner.Model(truth, 4, 1)
+    start = replace(NETWORK, latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-12)
+    found = tuner.fit(start, 4, 1, {trial: model.seconds(trial) for trial in trials})
+    assert found.bandwidth == pytest.approx(truth.bandwidth, rel=0.1)
+    others = [trial._replace(nbytes=2 * trial.nbytes) for trial in trials]
+    for trial in others:
+        assert tuner.Model(found, 4, 1).seconds(trial) == pytest.approx(model.seconds(trial), rel=0.1)
+
+
+def test_the_table_is_what_was_measured_and_a_line_between():
+    trials = {
+        tuner.Trial("raw", 4**6, "ring", 1): 3.0,
+        tuner.Trial("raw", 4**6, "tree", 2): 1.0,
+        tuner.Trial("raw", 4**8, "direct", 4): 16.0,
+        tuner.Trial("native", 4**6, "native", 1): 2.0,
+    }
+    made = tuner.tabulate(tuner.Model(NETWORK, 4, 1), ("raw", "int8"), trials)
+    raw = {choice.nbytes: choice for choice in made["raw"]}
+    assert tuple(raw) == tuner.SIZES
+    assert raw[4**6] == Choice(4**6, "tree", 2, 1.0, True)
+    assert (raw[4**7].seconds, raw[4**7].measured) == (pytest.approx(4.0), False)
+    assert (raw[4**5].seconds, raw[4**10].seconds) == (1.0, 16.0 * 4**2)
+    model = sim.simulate("direct", 4, 4**13, codec="int8", network=NETWORK, segments=1).seconds
+    assert made["int8"][-1].seconds <= model and not made["int8"][-1].measured
+    assert made["native"][-1].algorithm == "native"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "codec"),
+    [
+        (dict(raw=1.0, native=1.2, fp16=0.95, int8=0.92, int4=0.91), "raw"),
+        (dict(raw=1.2, native=1.0, fp16=0.95, int8=0.92), "native"),
+        (dict(raw=2.0, native=2.0, fp16=1.0, bf16=1.0, int8=0.95), "fp16"),
+        (dict(raw=2.0, native=2.0, fp16=1.0, int8=0.5, int4=0.46), "int8"),
+        (dict(raw=2.0, native=2.0, fp16=1.0, int8=0.5, int4=0.4), "int4"),
+        (dict(raw=2.0, native=2.0, fp16=1.0, int8=0.5, int4=0.4, sign=0.1), "int4"),
+    ],
+)
+def test_the_most_accurate_codec_that_is_fast(seconds, codec):
+    assert table(**seconds).codec_for(1 << 10) == codec
+
+
+def test_sizes_go_to_the_next_one():
+    tuning = table(raw=1e-3)
+    assert tuning.choose("raw", 0).algorithm == tuning.choose("raw", 20_000).algorithm == "direct"
+    assert tuning.choose("raw", 40_000).algorithm == "ring"
+    assert tuning.choose("raw", 4 << 20).seconds == pytest.approx(4.0)
+
+
+def test_a_tuning_is_saved_whole(tmp_path):
+    tuning = table(raw=1.0, int8=0.25, native=1.0)
+    tuning.save(tmp_path / "tuning.json")
+    assert Tuning.load(tmp_path / "tuning.json") == tuning
+    assert [path.name for path in tmp_path.iterdir()] == ["tuning.json"]
+    json.loads((tmp_path / "tuning.json").read_text(), parse_constant=pytest.fail)
+    assert "direct/1 250" in str(tuning) and "ring/4 ~1e+06" in str(tuning)
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"table": {"raw": []}}, {"table": {"int3": []}}, {"network": {}}])
+def test_what_is_no_tuning_is_refused(change):
+    plain = json.loads(table(raw=1.0).to_json())
+    with pytest.raises(ValueError, match=r"tuning: expected what Tuning.to_json\(\) wrote"):
+        Tuning.from_json(json.dumps(plain | change))
+    with pytest.raises(ValueError, match="tuning: expected"):
+        Tuning.from_json("[1")
+
+
+def tune(rank, world_size):
+    communicator = comm.Communicator()
+    assert communicator.plan_for("raw", 1 << 20) == "auto"
+    tuning = communicator.tune(seconds=0.5, codecs=["int8", "int4"])
+    assert tuning is communicator.tuning and tuning.world_size == world_size
+    assert set(tuning.table) == {"raw", "int8", "int4", "native"}
+    assert any(choice.measured for choice in tuning.table["raw"])
+    for codec, numel in itertools.product(("raw", "int8", "auto"), (0, 1, 1000, 100_000)):
+        tensor = torch.full((numel,), 2.0**rank)
+        communicator.all_reduce(tensor, codec=codec)
+        torch.testing.assert_close(tensor, torch.full((numel,), 2.0**world_size - 1), rtol=0.2, atol=0)
+    wide = torch.full((5,), rank, dtype=torch.float64)
+    communicator.all_reduce(wide, codec="auto")
+    assert torch.equal(wide, torch.full((5,), sum(range(world_size)), dtype=torch.float64))
+    return tuning.to_json()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_tune_alike(world_size):
+    first, *others = run_ranks(world_size, tune)
+    assert all(other == first for other in others)
+
+
+def go_by_a_tuning(rank, world_size, path):
+    communicator = comm.Communicator(tuning=path)
+    sent = []
+    for tensor in (torch.ones(256), torch.ones(1 << 18)):
+        before = communicator.stats()["wire_bytes"]
+        communicator.all_reduce(tensor, codec="auto")
+        sent.append((communicator.stats()["wire_bytes"] - before) / tensor.numel())
+    assert communicator.plan_for("int8", 1 << 20) == "ring"
+    with pytest.raises(ValueError, match="codec: expected one by its name where there is a residual, got 'auto'"):
+        communicator.all_reduce(torch.ones(3), codec="auto", residual=torch.zeros(3))
+    with pytest.raises(ValueError, match="tuning: expected one of 2 ranks, got one of 3"):
+        comm.Communicator(tuning=replace(communicator.tuning, world_size=3))
+    return sent
+
+
+def test_auto_goes_by_a_saved_tuning(tmp_path):
+    path = tmp_path / "tuning.json"
+    table(raw=1.0, int8=0.25, native=1.0).save(path)
+    sizes = [codecs.encode(torch.ones(n), "int8").nbytes / n for n in (128, 1 << 18)]  # of direct's halves, of the ring
+    assert run_ranks(2, go_by_a_tuning, path) == [pytest.approx(sizes, rel=0.05)] * 2
+
+
+def obey_the_environment(rank, world_size, path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLTRAIN_TUNING", str(path))
+        assert comm.Communicator().plan_for("raw", 1 << 20) == "ring"
+        patch.setenv("DLTRAIN_ALGORITHM", "oneshot")
+        patch.setenv("DLTRAIN_SEGMENTS", "2")
+        communicator = comm.Communicator()
+        assert communicator.plan_for("raw", 1 << 20) == "oneshot"
+        for algorithm, sent in (("auto", 4000 * (world_size - 1)), ("direct", 4000 * 2 * (world_size - 1) // 3)):
+            before = communicator.stats()["wire_bytes"]
+            communicator.all_reduce(torch.ones(1000), algorithm=algorithm)
+            assert communicator.stats()["wire_bytes"] - before == pytest.approx(sent, rel=0.1)
+        for name, value, match in (
+            ("ALGORITHM", "rign", "DLTRAIN_ALGORITHM: algorithm: expected one of"),
+            ("SEGMENTS", "0", "DLTRAIN_SEGMENTS: expected a number of at least 1, got '0'"),
+            ("TUNING", "/nowhere", "DLTRAIN_TUNING=/nowhere"),
+        ):
+            with pytest.MonkeyPatch.context() as wrong, pytest.raises(ValueError, match=match):
+                wrong.setenv(f"DLTRAIN_{name}", value)
+                comm.Communicator()
+
+
+def test_the_environment_stands_above(tmp_path):
+    path = tmp_path / "tuning.json"
+    replace(table(raw=1.0), world_size=3).save(path)
+    run_ranks(3, obey_the_environment, path)
+
+
+def train(rank, world_size):
+    outcomes = []
+    for tuning in (table(raw=1.0, native=1.0, int8=0.3), table(raw=1.0, native=0.9, int8=0.95)):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(100, 100))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            state = ddp.register(model, codec="auto", tuning=tuning)
+            for _ in range(2):
+                model(torch.full((1, 100), float(rank))).sum().backward()
+        plan, steps = state.communicator.plan_for(state.codec, 25 << 20), state.stats()
+        texts = [str(each.message) for each in told if "codec 'auto'" in str(each.message)]
+        outcomes.append((state.codec, state.algorithm, plan, steps["ratio"] > 3, len(texts)))
+        expected = torch.full((100, 100), (world_size - 1) / 2 * 2)
+        torch.testing.assert_close(model.module.weight.grad, expected, rtol=0.01, atol=0.01)
+    return outcomes
+
+
+def test_the_hook_takes_the_codec_or_none():
+    first, second = run_ranks(2, train)
+    assert first == [("int8", "auto", "ring", True, 0), ("raw", "native", "ring", False, 1)]
+    assert second == [*first[:1], (*first[1][:-1], 0)]  # rank 0 says it, once
+
+
+def test_bad_input_is_named(tmp_path):
+    run_ranks(1, refuse)
+
+
+def refuse(rank, world_size):
+    communicator = comm.Communicator()
+    with pytest.raises(ValueError, match="codec: expected one of"):
+        communicator.tune(codecs=["int3"])
+    with pytest.raises(ValueError, match="seconds: expected a number of at least 0, got -1"):
+        communicator.tune(seconds=-1)
+    with pytest.raises(FileNotFoundError):
+        comm.Communicator(tuning="/nowhere")
