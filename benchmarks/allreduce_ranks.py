@@ -51,6 +51,7 @@ class Job(NamedTuple):
     device: str
     ranks_per_host: int | None
     needs_hosts: bool  # else sides in two levels are left out where there are none
+    tuned: bool = False
 
 
 class Result(NamedTuple):
@@ -133,6 +134,9 @@ def work(rank: int, ranks: int, progress: Progress, job: Job) -> list[Result]:
     ours = connect(job)
     sides = [side for side in job.sides if not side.ours or (side.levels, side.transport) in ours]
     job, connections = job._replace(sides=sides), Connections(peer, ours)
+    for communicator in ours.values() if job.tuned else ():
+        progress(f"tuning on {ranks} ranks", 0.0)
+        communicator.tune(codecs=sorted({side.codec for side in sides}))
     results: list[Result] = []
     for index, nbytes in enumerate(job.sizes):
 

@@ -146,6 +146,7 @@ def simulate(
     ranks_per_host: int,
     inside_latency: float,
     inside_bandwidth: float,
+    burst: float,
     overhead: float,
     copy: float,
     cores: int,

@@ -57,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what carries our messages on CUDA: auto, nccl, c10d, or several of them (default auto)",
     )
     parser.add_argument("--segments", type=at_least(1), help="pieces of a message (default: chosen by its size)")
+    parser.add_argument("--tune", action="store_true", help="measure the group first: auto goes by what that found")
     parser.add_argument("--op", choices=["sum", "avg"], default="sum", help="default %(default)s")
 
 
@@ -86,6 +87,7 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
         device=options.device,
         ranks_per_host=options.ranks_per_host,
         needs_hosts=bool(options.levels) or (options.ranks_per_host or 1) > 1,
+        tuned=options.tune,
     )
     if given:
         results = join_ranks(work, given, job, progress=progress, deadline=DEADLINE)
@@ -96,6 +98,8 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
     place = "over loopback" if options.device == "cpu" else f"on {min(ranks, torch.cuda.device_count())} GPU(s)"
     title = f"all_reduce {options.op}, {ranks} ranks {'under torchrun' if given else place}, fp32"
     rows = [make_row(result, peers[result.nbytes], ranks, options.device) for result in results]
+    if options.tune:
+        compare_choices(rows, results)
     notes = make_notes(options, algorithms, list(dict.fromkeys(result.side for result in results)))
     return Table(title, rows, notes, check_heading="#wrong", x_label="message, bytes")
 
@@ -131,6 +135,8 @@ def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Se
     ]
     if any(side.levels == 2 for side in sides):
         notes.append("2 levels: summed inside each host, then across hosts; wire bytes are then those across alone")
+    if options.tune:
+        notes.append("of the best: the time of the best plan by its name, over that of auto as it was tuned")
     if options.device == "cuda":
         notes += [
             f"us/tick: up to {SMALL >> 10} KiB, the time of a call in one level over the rounds of its plan",
@@ -167,6 +173,20 @@ def make_row(result: Result, peer: list[float], ranks: int, device: str) -> Row:
     if result.error is not None:
         row.figures["codec error"] = result.error
     return row
+
+
+def compare_choices(rows: Sequence[Row], results: Sequence[Result]) -> None:
+    """Hold auto against the plans by their names, in the same codec and levels."""
+    timed = [(row, result.nbytes, result.side) for row, result in zip(rows, results, strict=True) if row.time]
+    for auto, nbytes, side in timed:
+        if side.algorithm == "auto" and auto.time:
+            named = [
+                row.time.median
+                for row, size, other in timed
+                if row.time and size == nbytes and other.algorithm in comm.ALGORITHMS
+                if other == side._replace(algorithm=other.algorithm)
+            ]
+            auto.figures["of the best"] = min(named) / auto.time.median if named else None
 
 
 def rounds_of(side: Side, ranks: int) -> int:

@@ -32,13 +32,19 @@ struct Tick {
 
 using Costs = std::vector<Tick>;
 
-// Where things are done one after another.
+// Where things go one after another, but for a while of `ahead` that was saved up in a pause.
 class Line {
  public:
-  double serve(double from, double seconds) { return free_ = std::max(free_, from) + seconds; }
+  explicit Line(double ahead = 0) : ahead_(ahead), free_(-ahead) {}
+
+  // Returns when that is over which takes so many seconds and can begin at `from`.
+  double serve(double from, double seconds) {
+    free_ = std::max(free_, from - ahead_) + seconds;
+    return std::max(free_, from);
+  }
 
  private:
-  double free_ = 0;
+  double ahead_, free_;
 };
 
 class Cores {
@@ -64,8 +70,9 @@ class Walk {
       : network_(network), clocks_(late), cores_(network.cores), inside_(walkers) {
     clocks_.resize(walkers);
     const int hosts = (walkers + network.ranks_per_host - 1) / network.ranks_per_host;
-    out_.resize(hosts);
-    in_.resize(hosts);
+    const Line link(network.burst / network.bandwidth);
+    out_.resize(hosts, link);
+    in_.resize(hosts, link);
   }
 
   double run(const std::vector<Costs>& programs, int segments) {
@@ -209,6 +216,7 @@ void check_arguments(int world_size, int64_t numel, int segments, const Network&
       {"encode", speed.encode},       {"decode", speed.decode},
   };
   for (const auto& [name, seconds] : times) check(seconds >= 0, name, ": expected at least 0 s, got ", seconds);
+  check(network.burst >= 0, "burst: expected at least 0 bytes, got ", network.burst);
   check(late.empty() || std::ssize(late) == world_size, "late: expected one for each of ", world_size, " ranks, got ", late.size());
   for (const double seconds : late) check(seconds >= 0, "late: expected at least 0 s, got ", seconds);
 }

@@ -23,6 +23,7 @@ struct Network {
   double bandwidth = 0;                             // bytes/s of a host's link, each way
   int ranks_per_host = 1;                           // which share it
   double inside_latency = 0, inside_bandwidth = 0;  // between ranks of one host; of each rank, each way
+  double burst = 0;                                 // bytes that a host's link has let through at once after a pause: a token bucket
   double overhead = 0;                              // s of a rank's own time for each message, at either end
   double copy = 0;                                  // s of a core for each byte, at either end, beside what the rank does
   int cores = 0;                                    // that all ranks share; 0: nobody waits for one

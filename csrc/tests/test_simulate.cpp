@@ -79,6 +79,15 @@ TEST(Simulate, SharesLinksAndCores) {
   EXPECT_NEAR(seconds("oneshot", 8, 1'000'000, narrow, {0, 1e-9}), 4 * 7e-3, 1e-6);
 }
 
+TEST(Simulate, LetsABurstThrough) {
+  Network bucket = network();
+  bucket.latency = 0;
+  bucket.burst = 1e6;
+  EXPECT_NEAR(seconds("oneshot", 2, 200'000, bucket), 0, 1e-9);                         // 0.8 MB
+  EXPECT_NEAR(seconds("oneshot", 2, 1'000'000, bucket), 4e-3 - 1e-3, 1e-9);             // 4 MB
+  EXPECT_NEAR(seconds("recursive_doubling", 4, 1'000'000, bucket), 8e-3 - 1e-3, 1e-9);  // there is no pause
+}
+
 TEST(Simulate, WaitsForTheLate) {
   std::vector<double> late(8);
   late[5] = 0.5;

@@ -41,6 +41,8 @@ class Network:
         bandwidth: bytes a second of a host's link, each way.
         ranks_per_host: neighbouring ranks that share a host and its link.
         inside_latency, inside_bandwidth: between ranks of one host; each has that bandwidth to itself, each way.
+        burst: bytes that a host's link has let through at once after a pause, as token buckets do (``tc tbf``; many
+            cloud instances).
         memory_bandwidth: bytes a second that a rank's codecs and sums move, where ``speeds`` does not tell.
         speeds: of codecs that have been measured, by name.
         overhead: seconds of a rank's own time for each message, at either end.
@@ -56,6 +58,7 @@ class Network:
     ranks_per_host: int = 1
     inside_latency: float = 10e-6
     inside_bandwidth: float = 100e9
+    burst: float = 0.0
     memory_bandwidth: float = 1e12
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     overhead: float = 0.0
@@ -64,7 +67,7 @@ class Network:
 
     def __post_init__(self) -> None:
         _check_positive(self, "bandwidth", "inside_bandwidth", "memory_bandwidth")
-        _check_positive(self, "latency", "inside_latency", "overhead", "copy", zero=True)
+        _check_positive(self, "latency", "inside_latency", "burst", "overhead", "copy", zero=True)
         check_number(self.ranks_per_host, "ranks_per_host", 2**31)
         check_number(self.cores, "cores", 2**31)
         if self.ranks_per_host == 0:
@@ -169,6 +172,7 @@ def _in_one_level(
         ranks_per_host=network.ranks_per_host,
         inside_latency=network.inside_latency,
         inside_bandwidth=network.inside_bandwidth,
+        burst=network.burst,
         overhead=network.overhead,
         copy=network.copy,
         cores=network.cores,

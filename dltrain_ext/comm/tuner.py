@@ -21,7 +21,8 @@ SIZES = tuple(4**power for power in range(5, 14))  # bytes: 1 KiB to 64 MiB
 _TRIED_SIZES = {"raw": SIZES[:-1], "native": SIZES[:-1]}  # up to 16 MiB; of lossy codecs:
 _TRIED_LOSSY_SIZES = (4**8, 4**10, 4**12)
 _CALIBRATING_SIZES = (4**6, 4**9, 4**11)
-_REPEATS = 5
+_REPEATS = (5, 25)  # at least, at most
+_PER_TRIAL = 0.05  # seconds that make more than the least
 _FREE = ("latency", "bandwidth", "overhead", "copy")  # parameters of the model that are fitted
 
 
@@ -53,13 +54,11 @@ def tune(group: Group, start: Network, levels: int, names: Sequence[str], second
     """Collective. start: what is known of the network beforehand; names: of codecs."""
     speeds = {codec: speed_of(codec, group.device) for codec in ("raw", *names)}
     start = replace(start, speeds=_slowest(group, speeds))
-    calibration = list(_calibrating(group.world_size))
-    network = fit(start, group.world_size, levels, dict(zip(calibration, _time(group, calibration), strict=True)))
+    network = fit(start, group.world_size, levels, _time(group, list(_calibrating())))
     model = Model(network, group.world_size, levels)
     agreed = group.share(json.dumps(list(_worth_trying(model, ("raw", *names), seconds))) if group.rank == 0 else "")
     trials = [Trial(*fields) for fields in json.loads(agreed[0])]
-    times = dict(zip(trials, _time(group, trials), strict=True))
-    tuning = Tuning(group.world_size, network, tabulate(model, ("raw", *names), times))
+    tuning = Tuning(group.world_size, network, tabulate(model, ("raw", *names), _time(group, trials)))
     # All have the same samples; but rank 0's words count, in case the processors' arithmetic differs.
     return Tuning.from_json(group.share(tuning.to_json() if group.rank == 0 else "")[0])
 
@@ -93,7 +92,7 @@ def _fastest(call: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter() - began
 
     once()
-    return min(once() for _ in range(_REPEATS))
+    return min(once() for _ in range(_REPEATS[0]))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -101,31 +100,43 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _calibrating(world_size: int) -> Iterator[Trial]:
+def _calibrating() -> Iterator[Trial]:
     for nbytes in _CALIBRATING_SIZES:
         for algorithm in ("ring", "direct", "recursive_doubling", "halving_doubling"):
             yield Trial("raw", nbytes, algorithm, 1)
     yield Trial("raw", _CALIBRATING_SIZES[-1], "ring", 8)
 
 
-def _time(group: Group, trials: Sequence[Trial]) -> list[float]:
-    """Seconds of each, the same on all ranks: the slowest rank's, the fastest but one of the repetitions."""
-    meeting = torch.zeros(1, device=group.device)
-    tensors: dict[int, Tensor] = {}
-    own: list[list[float]] = [[] for _ in trials]
-    for turn in range(-1, _REPEATS):
-        for samples, trial in zip(own, trials, strict=True):
-            tensor = tensors.setdefault(trial.nbytes, torch.zeros(trial.nbytes // 4, device=group.device))
-            group.all_reduce(meeting, Trial("raw", 4, "recursive_doubling", 1))
-            _synchronize(group.device)
-            began = time.perf_counter()
-            group.all_reduce(tensor, trial)
-            _synchronize(group.device)
-            if turn >= 0:
-                samples.append(time.perf_counter() - began)
-    everyones = [json.loads(text) for text in group.share(json.dumps(own))]
-    slowest = [[max(turn) for turn in zip(*ranks, strict=True)] for ranks in zip(*everyones, strict=True)]
-    return [sorted(samples)[1] for samples in slowest]
+def _time(group: Group, trials: Sequence[Trial]) -> dict[Trial, float]:
+    """Seconds of each, the same on all ranks: the median of the slowest rank's."""
+    by_size: dict[int, list[Trial]] = {}
+    for trial in trials:
+        by_size.setdefault(trial.nbytes, []).append(trial)
+    own = [_take_turns(group, nbytes, some) for nbytes, some in by_size.items()]
+    everyones = [json.loads(text) for text in group.share(json.dumps([s for samples in own for s in samples]))]
+    ordered = [trial for some in by_size.values() for trial in some]
+    return {
+        trial: statistics.median(map(max, zip(*samples, strict=True)))
+        for trial, samples in zip(ordered, zip(*everyones, strict=True), strict=True)
+    }
+
+
+def _take_turns(group: Group, nbytes: int, trials: Sequence[Trial]) -> list[list[float]]:
+    tensor, meeting = torch.zeros(nbytes // 4, device=group.device), torch.zeros(1, device=group.device)
+
+    def once(trial: Trial) -> float:
+        group.all_reduce(meeting, Trial("raw", 4, "recursive_doubling", 1))
+        _synchronize(group.device)
+        began = time.perf_counter()
+        group.all_reduce(tensor, trial)
+        _synchronize(group.device)
+        return time.perf_counter() - began
+
+    first = [once(trial) for trial in trials]
+    said = [float(text) for text in group.share(str(min(first)))]
+    turns = int(min(max(_PER_TRIAL / max(said), _REPEATS[0]), _REPEATS[1]))
+    columns = [[once(trial) for trial in trials] for _ in range(turns)]
+    return [list(samples) for samples in zip(*columns, strict=True)]
 
 
 def fit(start: Network, world_size: int, levels: int, times: Mapping[Trial, float]) -> Network:
@@ -196,7 +207,7 @@ def _worth_trying(model: Model, names: Sequence[str], seconds: float) -> Iterato
                 factor, most = (4.0, 5) if nbytes <= 4**9 else (1.5, 3 if codec == "raw" else 2)
                 trials = [pair for pair in ranking if pair[0] <= factor * fastest][:most]
             for expected, trial in trials:
-                left -= (_REPEATS + 1) * (expected + 1e-3)
+                left -= (1 + _REPEATS[0]) * (expected + 1e-3)
                 if left > 0:
                     yield trial
 
