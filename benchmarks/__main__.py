@@ -1,4 +1,4 @@
-"""python -m benchmarks [CASE] [options]: times dltrain_ext against its peers; without a case, all of them."""
+"""python -m benchmarks [CASE] [options]: times dltrain_ext against its peers, or simulates; without a case, all."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     shared.add_argument("--device", choices=["cpu", "cuda"], help="where the tensors are (default cpu)")
     shared.add_argument("--list", action="store_true", help="list the cases and stop")
     shared.add_argument("--json", type=Path, metavar="FILE", help="write everything, with provenance")
-    shared.add_argument("--plot", type=Path, metavar="DIR", help="write a PNG per case")
+    shared.add_argument("--plot", type=Path, metavar="DIR", help="write a PNG per case, or several")
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, parents=[shared])
     commands = parser.add_subparsers(dest="case", metavar="CASE", title="cases (CASE --help lists the options of one)")
     for name, case in CASES.items():
@@ -81,8 +81,10 @@ def main(argv: list[str]) -> int:
     if shared.json and reports:
         report.write_json(shared.json, origin, tables)
     for name, table in tables.items() if shared.plot and reports else ():
-        console.print(f"wrote {report.plot(shared.plot, name, table)}")
-    return status or int(not all(row.correct for table in tables.values() for row in table.rows))
+        draw = getattr(CASES[name], "plot", report.plot)
+        for path in draw(shared.plot, name, table):
+            console.print(f"wrote {path}")
+    return status or int(not all(table.correct for table in tables.values()))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,10 @@ class Table:
     x_label: str = ""
     summary: str = ""
 
+    @property
+    def correct(self) -> bool:
+        return all(row.correct for row in self.rows)
+
 
 def interleave(
     sides: Mapping[str, Callable[[], object]],

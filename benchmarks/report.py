@@ -22,6 +22,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from benchmarks.harness import Progress, Row, Spread, Table
+from benchmarks.simulation import Simulation
 from dltrain_ext import info
 
 matplotlib.use("Agg")
@@ -56,15 +57,36 @@ def live(console: Console, case: str) -> Iterator[Progress]:
         yield progress
 
 
-def show(console: Console, table: Table) -> None:
+def show(console: Console, table: Table | Simulation) -> None:
+    if isinstance(table, Simulation):
+        show_simulation(console, table)
+        return
     summary = [row for row in table.rows if row.workload == table.summary]
     console.print(draw([row for row in table.rows if row.workload != table.summary], table, table.title))
     if summary:
         console.print(draw(summary, table, None))
     reading = "time: median (quartiles) of rounds in which all sides took turns; peer/ours: below 1 we are slower"
-    for note in (reading, *table.notes):
+    show_notes(console, [reading, *table.notes])
+
+
+def show_notes(console: Console, notes: list[str]) -> None:
+    for note in notes:
         console.print(Text(f"  {note}", style="dim"))
     console.print()
+
+
+def show_simulation(console: Console, simulation: Simulation) -> None:
+    console.print(Text(simulation.title, style="bold"))
+    for name, section in simulation.sections.items():
+        grid = Grid(title=f"simulated: {name}", box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
+        headings, lines = section.grid()
+        for heading in headings:
+            named = heading in section.by and all(isinstance(row[heading], str) for row in section.rows)
+            grid.add_column(heading, justify="left" if named else "right")
+        for line in lines:
+            grid.add_row(*(cell if isinstance(cell, str) else number(cell) for cell in line))
+        console.print(grid)
+    show_notes(console, simulation.notes)
 
 
 def draw(rows: list[Row], table: Table, title: str | None) -> Grid:
@@ -108,7 +130,7 @@ def number(value: float | None) -> str:
         return "-"
     if isinstance(value, int) or value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}" if value else "0"
 
 
 def provenance() -> dict[str, str]:
@@ -125,7 +147,7 @@ def headline(origin: Mapping[str, str]) -> str:
     return f"{line}{' (the machine is busy: expect noise)' if busy else ''}"
 
 
-def write_json(path: Path, origin: Mapping[str, str], tables: Mapping[str, Table]) -> None:
+def write_json(path: Path, origin: Mapping[str, str], tables: Mapping[str, Table | Simulation]) -> None:
     """Everything, the samples too (in seconds)."""
     cases = {case: asdict(table) for case, table in tables.items()}
     text = json.dumps({"provenance": dict(origin), "cases": cases}, indent=1)
@@ -134,8 +156,8 @@ def write_json(path: Path, origin: Mapping[str, str], tables: Mapping[str, Table
     path.write_text(text + "\n")
 
 
-def plot(folder: Path, case: str, table: Table) -> Path:
-    """One PNG per case: time over message size as curves, or bars of each workload."""
+def plot(folder: Path, case: str, table: Table) -> list[Path]:
+    """One PNG: time over message size as curves, or bars of each workload."""
     from matplotlib import pyplot
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,4 +196,4 @@ def plot(folder: Path, case: str, table: Table) -> Path:
     path = folder / f"{case}.png"
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-    return path
+    return [path]

@@ -58,6 +58,13 @@ def test_two_levels_spare_the_link():
         sim.simulate("ring", 31, 64 * MB, network=network, levels=2)
 
 
+def test_two_levels_go_in_eight_pieces_at_most():
+    slow = sim.Network(latency=1.0, ranks_per_host=2)
+    one, many = (sim.simulate("direct", 4, n * 2**22, network=slow, segments=1, levels=2) for n in (1, 100))
+    assert 2 < one.seconds < 3  # two rounds across the hosts
+    assert 2 * 8 < many.seconds < 2 * 9
+
+
 def test_thousands_of_ranks_take_seconds():
     start = time.monotonic()
     for algorithm in comm.ALGORITHMS:

@@ -2,11 +2,13 @@
 
 add_options(parser) -> None    its own command line options; every one has a default
 run(options, progress) -> Table    verify each side, time the sides interleaved; raise Failure with a clear text
+
+One that times nothing returns a Simulation, and draws it: plot(folder, name, simulation) -> the files.
 """
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, amp, codec, ddp, optim
+from benchmarks.cases import allreduce, amp, codec, ddp, optim, simulate
 
 CASES: dict[str, ModuleType] = {
     "optim": optim,
@@ -14,4 +16,5 @@ CASES: dict[str, ModuleType] = {
     "allreduce": allreduce,
     "codec": codec,
     "ddp": ddp,
+    "simulate": simulate,
 }

@@ -8,7 +8,7 @@ from typing import Any
 from dltrain_ext import _ops
 from dltrain_ext.codecs.arguments import check_number
 
-_TWO_LEVELS_PIECE = 1 << 20  # elements
+_PIECE, _MOST_PIECES = 1 << 20, 8  # elements; of an all-reduce in two levels, as csrc/comm/two_levels.cpp cuts it
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _in_two_levels(
             f"levels: expected 1 where there are not several hosts of several ranks, got 2 for {world_size} ranks, "
             f"{per_host} per host"
         )
-    pieces = max(1, numel // _TWO_LEVELS_PIECE)
+    pieces = min(max(1, numel // _PIECE), _MOST_PIECES)
     length = numel // pieces
     # A host's ranks work each at a share of the piece, and share the link.
     outside = replace(network, ranks_per_host=1, bandwidth=network.bandwidth / per_host)

@@ -1,0 +1,235 @@
+"""SIMULATED, not timed: all-reduces and training steps on modelled networks, and beside what others have reported."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import published, simulated_plots
+from benchmarks.cases.allreduce import RAW_ALONE, size
+from benchmarks.harness import Failure, Progress, at_least, choices
+from benchmarks.simulation import Cell, Section, Simulation
+from benchmarks.workloads import BACKWARD, RESNET50, TRANSFORMER, Workload, transformer_compute
+from dltrain_ext import codecs, comm, sim
+
+ALL_REDUCE, BREAK_EVEN, TRAINING, PUBLISHED = PARTS = ("all-reduce", "break-even", "training", "published")
+GBIT, US = 1e9 / 8, 1e-6
+
+
+def positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def several(text: str) -> list[float]:
+    return [positive(part) for part in text.split(",")]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", type=choices(PARTS), default=list(PARTS), help=f"out of {', '.join(PARTS)}")
+    parser.add_argument("--nbytes", type=size, default=10**8, help="of an all-reduce, in fp32 (default 100 MB)")
+    parser.add_argument("--max-ranks", type=at_least(2), help="the largest world size (default 4096, --quick: 64)")
+    parser.add_argument("--ranks-per-host", type=at_least(1), default=8, help="that share a link (default %(default)s)")
+    parser.add_argument("--bandwidth", type=positive, default=100.0, help="of all-reduces' links, Gbit/s (default 100)")
+    parser.add_argument("--links", type=several, help="of training steps, Gbit/s (default 10,25,100,400)")
+    parser.add_argument("--latency", type=positive, default=30.0, help="between hosts, microseconds (default 30)")
+    parser.add_argument(
+        "--memory-bandwidth",
+        type=several,
+        default=[1000.0, 10.0],
+        help="of a rank's codecs and sums, GB/s: the first everywhere, all for the break-even (default 1000,10: as of "
+        "a GPU, and of a slow CPU)",
+    )
+    parser.add_argument("--codecs", type=choices(codecs.CODECS), help="default raw,bf16,int8,int4")
+    parser.add_argument(
+        "--algorithms", type=choices(comm.ALGORITHMS), default=list(comm.ALGORITHMS), help="default all"
+    )
+    parser.add_argument(
+        "--resnet-step", type=positive, default=0.1, help="seconds that a GPU computes on 256 images (default 0.1)"
+    )
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=16384, help="of a GPU in a transformer's step (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tflops", type=positive, default=150.0, help="TFLOP/s that a GPU attains on it (default %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace, progress: Progress) -> Simulation:
+    names = options.codecs or (["raw", "int8"] if options.quick else ["raw", "bf16", "int8", "int4"])
+    if "raw" not in names and all(name in RAW_ALONE for name in options.algorithms):
+        raise Failure(f"--algorithms: no codec but raw: {', '.join(options.algorithms)}")
+    largest = options.max_ranks or (64 if options.quick else 4096)
+    if TRAINING in options.parts and largest < options.ranks_per_host:
+        raise Failure(f"--max-ranks: expected at least one host of {options.ranks_per_host} ranks, got {largest}")
+    network = sim.Network(
+        bandwidth=options.bandwidth * GBIT,
+        latency=options.latency * US,
+        ranks_per_host=options.ranks_per_host,
+        memory_bandwidth=options.memory_bandwidth[0] * 1e9,
+    )
+    parts = {
+        ALL_REDUCE: lambda: all_reduces(options, names, largest, network, progress),
+        BREAK_EVEN: lambda: break_evens(options, names, largest, network, progress),
+        TRAINING: lambda: training(options, names, largest, network, progress),
+        PUBLISHED: published.compare,
+    }
+    sections = {}
+    for part in options.parts:
+        progress(part, 0.0)
+        sections[part] = parts[part]()
+    return Simulation(
+        "SIMULATED on a modelled network: nothing was timed, and no model knows all that a real network does",
+        sections,
+        make_notes(options, network),
+    )
+
+
+def doubling(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
+
+
+def all_reduces(
+    options: argparse.Namespace, names: list[str], largest: int, network: sim.Network, progress: Progress
+) -> Section:
+    rows: list[dict[str, Cell]] = []
+    for ranks in doubling(2, largest):
+        progress(f"all-reduces, {ranks} ranks", ranks / largest)
+        hosts = ranks / options.ranks_per_host
+        for codec in names:
+            for algorithm in options.algorithms:
+                if codec != "raw" and algorithm in RAW_ALONE:
+                    continue
+                levels = (1, 2) if 1 < hosts == int(hosts) < ranks else (1,)
+                each = {
+                    n: sim.simulate(algorithm, ranks, options.nbytes, codec=codec, network=network, levels=n)
+                    for n in levels
+                }
+                best = min(each, key=lambda n: each[n].seconds)
+                rows.append(
+                    {
+                        "codec": codec,
+                        "plan": algorithm,
+                        "ranks": ranks,
+                        "levels": best,
+                        "ms": 1e3 * each[best].seconds,
+                        "wire bytes": each[best].wire_bytes,
+                    }
+                )
+    rows.sort(key=lambda row: names.index(str(row["codec"])))
+    return Section(rows, by=["codec", "plan"], across="ranks", value="ms")
+
+
+def break_evens(
+    options: argparse.Namespace, names: list[str], largest: int, network: sim.Network, progress: Progress
+) -> Section:
+    sizes = [options.nbytes] if options.quick else sorted({10**6, options.nbytes})
+    rows: list[dict[str, Cell]] = []
+    for memory in options.memory_bandwidth:
+        there = replace(network, memory_bandwidth=memory * 1e9, ranks_per_host=1)
+        for against in ("raw", "bf16"):
+            for ranks in sorted({min(n, largest) for n in ((4,) if options.quick else (4, 64, 512))}):
+                progress(f"break-even, {memory:g} GB/s, against {against}, {ranks} ranks", 0.0)
+                for nbytes in sizes:
+                    for codec in names:
+                        if codec in ("raw", against):
+                            continue
+                        found = sim.break_even(codec, ranks, nbytes, against=against, network=there)
+                        rows.append(
+                            {
+                                "against": against,
+                                "codec": codec,
+                                "memory GB/s": memory,
+                                "ranks": ranks,
+                                "MB": nbytes / 1e6,
+                                "Gbit/s": "> 1,000" if found is None else found / GBIT,
+                            }
+                        )
+    return Section(rows, by=["memory GB/s", "against", "ranks", "MB"], across="codec", value="Gbit/s")
+
+
+def training(
+    options: argparse.Namespace, names: list[str], largest: int, network: sim.Network, progress: Progress
+) -> Section:
+    links = options.links or ([10.0, 100.0] if options.quick else [10.0, 25.0, 100.0, 400.0])
+    rows: list[dict[str, Cell]] = []
+    for workload in workloads(options):
+        for link in links:
+            there = replace(network, bandwidth=link * GBIT)
+            for codec in names:
+                progress(f"{workload.name}, {link:g} Gbit/s, {codec}", 0.0)
+                for ranks in doubling(options.ranks_per_host, largest):
+                    step = sim.training_step(
+                        ranks,
+                        workload.buckets,
+                        backward=workload.backward,
+                        other=workload.other,
+                        codec=codec,
+                        network=there,
+                    )
+                    rows.append(
+                        {
+                            "model": workload.name,
+                            "link, Gbit/s": link,
+                            "codec": codec,
+                            "ranks": ranks,
+                            "efficiency %": 100 * step.efficiency,
+                            "steps/s": 1 / step.seconds,
+                            "step ms": 1e3 * step.seconds,
+                            "exposed ms": 1e3 * step.exposed,
+                        }
+                    )
+    return Section(rows, by=["model", "link, Gbit/s", "codec"], across="ranks", value="efficiency %")
+
+
+def workloads(options: argparse.Namespace) -> list[Workload]:
+    return [
+        Workload("ResNet-50", RESNET50, options.resnet_step),
+        Workload("transformer, 1.3B", TRANSFORMER, transformer_compute(options.tokens, options.tflops * 1e12)),
+    ]
+
+
+def make_notes(options: argparse.Namespace, network: sim.Network) -> list[str]:
+    resnet, transformer = workloads(options)
+    notes = [
+        f"network: {options.ranks_per_host} ranks a host, which share its link; latency {options.latency:g} us; inside "
+        f"a host {network.inside_latency / US:g} us and {network.inside_bandwidth / 1e9:g} GB/s; codecs and sums move "
+        f"{options.memory_bandwidth[0]:g} GB/s",
+    ]
+    if ALL_REDUCE in options.parts:
+        notes.append(
+            f"{ALL_REDUCE}: ms, {options.nbytes / 1e6:g} MB in fp32, links of {options.bandwidth:g} Gbit/s, in one "
+            "level or in two (inside and across the hosts), whichever is faster"
+        )
+    if BREAK_EVEN in options.parts:
+        notes.append(
+            f"{BREAK_EVEN}: Gbit/s below which a codec is faster than raw fp32 or bf16, each by its best plan; one "
+            "rank a host; a codec takes as long as to read and write its bytes at so many GB/s; > 1,000: faster at 1 "
+            "Tbit/s still; 0: slower even at 1 Mbit/s"
+        )
+    if TRAINING in options.parts:
+        notes += [
+            f"{TRAINING}: efficiency, %: the throughput over that of as many ranks that need not communicate; buckets "
+            f"of 1 and 25 MiB go by the best plan for each, beside backward, which is {BACKWARD:.0%} of the compute",
+            f"ASSUMED, not measured: a GPU computes {resnet.compute:g} s a step on 256 images ({resnet.name}, "
+            f"{resnet.parameters / 1e6:.3g}M parameters), and {transformer.compute:.3g} s on {options.tokens:,} tokens "
+            f"({transformer.name}: 6 x parameters x tokens, at {options.tflops:g} TFLOP/s)",
+        ]
+    if PUBLISHED in options.parts:
+        notes.append(
+            f"{PUBLISHED}: off is simulated over reported, less 1; --json has the inputs, and what else is assumed"
+        )
+    return notes
+
+
+def plot(folder: Path, name: str, simulation: Simulation) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = {ALL_REDUCE: simulated_plots.all_reduces, TRAINING: simulated_plots.efficiency}
+    return [draw[part](folder, section) for part, section in simulation.sections.items() if part in draw]

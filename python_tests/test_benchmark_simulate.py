@@ -1,0 +1,122 @@
+"""The benchmark that simulates: what it shows and draws, that it says so, and that it says what is kept of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dltrain_ext import codecs, comm
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PARTS = ["all-reduce", "break-even", "training", "published"]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", "simulate", "--quick", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ | {"COLUMNS": "200"}
+    )
+
+
+def sections(path: Path) -> dict[str, list[dict[str, object]]]:
+    simulation = json.loads(path.read_text())["cases"]["simulate"]
+    assert simulation["simulated"] and "SIMULATED" in simulation["title"]
+    return {name: section["rows"] for name, section in simulation["sections"].items()}
+
+
+def test_all_parts_are_shown_as_simulated(tmp_path: Path) -> None:
+    done = run("--json", tmp_path / "out.json", "--plot", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"simulated: {part}" in done.stdout for part in PARTS)
+    assert "peer/ours" not in done.stdout  # nor anything else of what is timed
+    found = sections(tmp_path / "out.json")
+    assert list(found) == PARTS
+    assert not any("samples" in row for rows in found.values() for row in rows)
+    for name in ("simulated-allreduce.png", "simulated-efficiency.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+
+    assert {row["plan"] for row in found["all-reduce"]} == set(comm.ALGORITHMS)
+    exact = {name for name in comm.ALGORITHMS if comm.plan(name, 0, 1).exact}
+    lossy = {row["plan"] for row in found["all-reduce"] if row["codec"] == "int8"}
+    assert lossy == set(comm.ALGORITHMS) - exact
+    efficiency = {
+        (row["model"], row["link, Gbit/s"], row["codec"], row["ranks"]): row["efficiency %"]
+        for row in found["training"]
+    }
+    assert len(efficiency) == 2 * 2 * 2 * 4  # models, links, codecs, world sizes
+    for (model, link, codec, ranks), percent in efficiency.items():
+        assert 0 < percent <= 100
+        assert percent <= efficiency[model, 100.0, codec, ranks]
+        assert percent <= efficiency[model, link, "int8", ranks]
+        assert percent <= efficiency[model, link, codec, 8]
+
+
+def test_options_choose_what_is_simulated(tmp_path: Path) -> None:
+    done = run(
+        *("--parts", "all-reduce,break-even", "--max-ranks", 12, "--ranks-per-host", 2, "--nbytes", "1M"),
+        *("--bandwidth", 1, "--codecs", "raw,sign", "--algorithms", "ring,oneshot", "--memory-bandwidth", "5"),
+        *("--json", tmp_path / "out.json"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = sections(tmp_path / "out.json")
+    assert list(found) == ["all-reduce", "break-even"]
+    sides = [(row["codec"], row["plan"], row["ranks"]) for row in found["all-reduce"]]
+    assert sorted(sides) == sorted((c, a, p) for c in ("raw", "sign") for a in ("ring", "oneshot") for p in (2, 4, 8))
+    ring = {row["ranks"]: row for row in found["all-reduce"] if (row["codec"], row["plan"]) == ("raw", "ring")}
+    assert ring[8]["ms"] > 1e3 * 2 * 3 / 4 * 2**20 / (1e9 / 8)  # what a ring of the four hosts takes
+    assert {(row["codec"], row["against"]) for row in found["break-even"]} == {("sign", "raw"), ("sign", "bf16")}
+    assert {row["memory GB/s"] for row in found["break-even"]} == {5.0}
+
+
+def test_the_kept_comparison_is_what_the_code_says(tmp_path: Path) -> None:
+    done = run("--parts", "published", "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    now, kept = (sections(path)["published"] for path in (tmp_path / "out.json", RESULTS / "simulate-published.json"))
+    assert len(now) == len(kept) > 10
+    for row, before in zip(now, kept, strict=True):
+        assert row == pytest.approx(before)
+        assert all(row[name] for name in ("source", "where", "what", "inputs", "assumed"))
+        if row["reported"] is not None:
+            assert row["off %"] == pytest.approx(100 * (row["simulated"] / row["reported"] - 1))
+
+
+def test_the_readme_has_the_kept_comparison() -> None:
+    section = (ROOT / "README.md").read_text().split("### Beside published results")[1].split("\n\n")[1]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
+    kept = [row for row in sections(RESULTS / "simulate-published.json")["published"] if row["reported"] is not None]
+    assert [line[-1] for line in table] == [f"{round(row['off %']):+d} %" for row in kept]
+    for line, row in zip(table, kept, strict=True):
+        digits = 2 if row["unit"] == "x" else 0
+        shown = [float(cell.rstrip("x %ms")) for cell in line[2:4]]
+        assert shown == [round(row["reported"], digits), round(row["simulated"], digits)]
+
+
+@pytest.mark.parametrize(
+    ("code", "answer", "arguments"),
+    [
+        (2, "valid: all-reduce, break-even, training, published", ["--parts", "everything"]),
+        (2, "'-3' is not a number above 0", ["--bandwidth=-3"]),
+        (2, "'fast' is not a number above 0", ["--links", "10,fast"]),
+        (2, "is not a size", ["--nbytes", "10MB"]),
+        (2, ", ".join(codecs.CODECS), ["--codecs", "int3"]),
+        (1, "--algorithms: no codec but raw: recursive_doubling", ["--codecs=int8", "--algorithms=recursive_doubling"]),
+        (1, "--max-ranks: expected at least one host of 16 ranks, got 8", ["--max-ranks=8", "--ranks-per-host=16"]),
+    ],
+)
+def test_mistakes_are_named(
+    code: int, answer: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.__main__ import main
+
+    try:
+        returned = main(["simulate", "--quick", *arguments])
+    except SystemExit as stopped:
+        returned = stopped.code
+    output = "".join(capsys.readouterr())
+    assert returned == code, output
+    assert answer in " ".join(output.split())
