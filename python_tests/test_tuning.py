@@ -34,7 +34,7 @@ def table(**seconds):
 
 def test_the_fit_finds_what_the_model_was_given():
     truth = replace(NETWORK, latency=7e-5, bandwidth=2e8, overhead=3e-5)
-    trials = list(tuner._calibrating(4))
+    trials = list(tuner._calibrating())
     model = tuner.Model(truth, 4, 1)
     start = replace(NETWORK, latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-12)
     found = tuner.fit(start, 4, 1, {trial: model.seconds(trial) for trial in trials})

@@ -23,7 +23,6 @@ _TRIED_LOSSY_SIZES = (4**8, 4**10, 4**12)
 _CALIBRATING_SIZES = (4**6, 4**9, 4**11)
 _REPEATS = (5, 25)  # at least, at most
 _PER_TRIAL = 0.05  # seconds that make more than the least
-_FREE = ("latency", "bandwidth", "overhead", "copy")  # parameters of the model that are fitted
 
 
 class Trial(NamedTuple):
@@ -139,18 +138,24 @@ def _take_turns(group: Group, nbytes: int, trials: Sequence[Trial]) -> list[list
     return [list(samples) for samples in zip(*columns, strict=True)]
 
 
-def fit(start: Network, world_size: int, levels: int, times: Mapping[Trial, float]) -> Network:
-    """The latency, bandwidth, overhead and cost of copying with which the model comes closest to what was measured, by
-    the mean of the logarithms' differences: one of them is changed, or two, by ever smaller factors."""
+def fit(
+    start: Network,
+    world_size: int,
+    levels: int,
+    times: Mapping[Trial, float],
+    free: Sequence[str] = ("latency", "bandwidth", "overhead", "copy"),
+) -> Network:
+    """The network with which the model comes closest to what was measured, by the mean of the logarithms' differences:
+    one of the ``free`` attributes is changed, or two, by ever smaller factors."""
 
     def distance(network: Network) -> float:
         model = Model(network, world_size, levels)
         return statistics.fmean(abs(math.log(model.seconds(trial) / seconds)) for trial, seconds in times.items())
 
-    moves = [move for move in itertools.product((-1, 0, 1), repeat=len(_FREE)) if 1 <= sum(map(abs, move)) <= 2]
+    moves = [move for move in itertools.product((-1, 0, 1), repeat=len(free)) if 1 <= sum(map(abs, move)) <= 2]
     best, network, step = distance(start), start, 4.0
     while step > 1.02:
-        factors = [{name: step**way for name, way in zip(_FREE, move, strict=True)} for move in moves]
+        factors = [{name: step**way for name, way in zip(free, move, strict=True)} for move in moves]
         neighbours = [replace(network, **{n: getattr(network, n) * f for n, f in each.items()}) for each in factors]
         closest, neighbour = min(((distance(each), each) for each in neighbours), key=lambda pair: pair[0])
         if closest < best:

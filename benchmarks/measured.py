@@ -1,0 +1,96 @@
+"""All-reduces that were measured on emulated hosts, beside what the model says that is fitted to some of them."""
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.harness import Failure
+from benchmarks.hosts import BURST
+from benchmarks.simulation import Cell, Section
+from dltrain_ext import comm, sim
+from dltrain_ext.comm import tuner
+
+RESULTS = Path(__file__).parent / "results"
+KEPT = [RESULTS / f"simulate-{hosts}-hosts-1gbit.json" for hosts in (2, 3, 4)]
+FITTED_TO = 1 << 20  # bytes, where there are two ranks
+FREE = ("latency", "bandwidth", "overhead", "copy", "memory_bandwidth")
+
+
+def load(path: Path) -> tuple[int, int, dict[tuple[str, str, int], float]]:
+    """Ranks, the machine's cores, and seconds by plan, codec and bytes, of a JSON that the case allreduce wrote."""
+    try:
+        plain = json.loads(path.read_text())
+        table = plain["cases"]["allreduce"]
+        ranks = int(re.search(r"(\d+) ranks", table["title"])[1])  # type: ignore[index]
+        seconds = {}
+        for row in table["rows"]:
+            algorithm, _, codec = row["side"].partition(" ")
+            if row["ours"] and algorithm in comm.ALGORITHMS and row["samples"]:
+                seconds[algorithm, codec or "raw", row["x"]] = statistics.median(row["samples"])
+        return ranks, int(plain["provenance"]["cores"]), seconds
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise Failure(f"--measured {path}: not what `allreduce --json` writes: {error}") from error
+
+
+def compare(paths: Sequence[Path]) -> tuple[Section, str]:
+    """The medians of how far the model is off, and what was fitted."""
+    runs: dict[int, dict[tuple[str, str, int], float]] = {}
+    cores = 1
+    for path in paths:
+        ranks, cores, seconds = load(path)
+        runs[ranks] = seconds
+    fitted = {key: seconds for key, seconds in runs.get(2, {}).items() if key[2] == FITTED_TO}
+    if not fitted:
+        raise Failure(f"--measured: expected a run of 2 ranks with messages of {FITTED_TO} bytes to fit the model to")
+    network = fit(fitted, cores)
+    errors = {
+        (ranks, *key): predict(network, ranks, key) / seconds - 1
+        for ranks, run in runs.items()
+        for key, seconds in run.items()
+        if (ranks, key[2]) != (2, FITTED_TO)
+    }
+    note = (
+        f"fitted to 2 ranks and {FITTED_TO >> 20} MiB alone: latency {network.latency * 1e6:.0f} us, bandwidth "
+        f"{network.bandwidth * 8e-9:.3g} Gbit/s, {network.overhead * 1e6:.0f} us a message, copying "
+        f"{1e-9 / network.copy:.2g} GB/s, codecs {network.memory_bandwidth * 1e-9:.2g} GB/s"
+    )
+    return Section(list(rows(errors)), by=["what", "runs", "median off %", "worst off %"]), note
+
+
+def fit(times: Mapping[tuple[str, str, int], float], cores: int) -> sim.Network:
+    start = sim.Network(
+        latency=1e-4, bandwidth=1e8, burst=bytes_of(BURST), overhead=2e-5, copy=2e-10, memory_bandwidth=8e9, cores=cores
+    )
+    trials = {tuner.Trial(codec, nbytes, plan, 0): seconds for (plan, codec, nbytes), seconds in times.items()}
+    return tuner.fit(start, 2, 1, trials, FREE)
+
+
+def bytes_of(burst: str) -> int:
+    return int(burst.removesuffix("kb")) * 1024
+
+
+def predict(network: sim.Network, ranks: int, key: tuple[str, str, int]) -> float:
+    algorithm, codec, nbytes = key
+    return sim.simulate(algorithm, ranks, nbytes, codec=codec, network=network).seconds
+
+
+def rows(errors: Mapping[tuple[int, str, str, int], float]) -> list[dict[str, Cell]]:
+    """In all, and by each of what the runs differ in."""
+    out = [summary("all", list(errors.values()))]
+    for place, label in enumerate(("{} ranks", "{}", "{}", "{} KiB")):
+        for value in sorted({key[place] for key in errors}, key=lambda value: (str(type(value)), value)):
+            shown = label.format(value >> 10 if place == 3 else value)  # type: ignore[operator]
+            out.append(summary(shown, [error for key, error in errors.items() if key[place] == value]))
+    return out
+
+
+def summary(what: str, errors: Sequence[float]) -> dict[str, Cell]:
+    worst = max(errors, key=abs)
+    return {
+        "what": what,
+        "runs": len(errors),
+        "median off %": 100 * statistics.median(map(abs, errors)),
+        "worst off %": 100 * worst,
+    }
