@@ -1,5 +1,6 @@
 #include "comm/lookout.h"
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <utility>
@@ -123,14 +124,17 @@ void Lookout::learn(Lock& lock, const Verdict& verdict) {
 // Returns when there is a verdict and the others know it.
 std::string Lookout::settle(Lock& lock) {
   changed_.wait(lock, [this] { return verdict_ || closed_; });
+  if (!verdict_) return {};
+  const Verdict verdict = *verdict_;
   const auto end = Clock::now() + settling;
-  while (!closed_ && !all_know() && Clock::now() < end) {
-    changed_.wait_until(lock, std::min(end, Clock::now() + interval), [this] { return closed_ || all_know(); });
+  const auto settled = [&] { return closed_ || all_know(verdict); };
+  while (!settled() && Clock::now() < end) {
+    changed_.wait_until(lock, std::min(end, Clock::now() + interval), settled);
     for (int peer = 0; peer < std::ssize(peers_); ++peer) {
-      if (peer != channel_->rank() && !peers_[peer].knows) tell(peer, {Notice::Kind::verdict, {}, *verdict_});
+      if (peer != channel_->rank() && !peers_[peer].knows) tell(peer, {Notice::Kind::verdict, {}, verdict});
     }
   }
-  return verdict_ ? describe(*verdict_) : std::string();
+  return describe(verdict);
 }
 
 void Lookout::tell(int peer, const Notice& notice) {
@@ -145,10 +149,10 @@ bool Lookout::all_have_answered() const {
   return true;
 }
 
-bool Lookout::all_know() const {
+bool Lookout::all_know(const Verdict& verdict) const {
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
     const bool silent = inquired_ && !peers_[peer].known.state;
-    const bool blamed = verdict_->manner == Verdict::Manner::silent && verdict_->culprit == global(peer);
+    const bool blamed = verdict.manner == Verdict::Manner::silent && verdict.culprit == global(peer);
     if (peer != channel_->rank() && !peers_[peer].knows && !peers_[peer].known.left && !silent && !blamed) return false;
   }
   return true;

@@ -62,7 +62,7 @@ class Lookout {
   std::string settle(Lock& lock);
   void tell(int peer, const Notice& notice);
   bool all_have_answered() const;
-  bool all_know() const;
+  bool all_know(const Verdict& verdict) const;
   int global(int peer) const { return global_ranks_.empty() ? peer : global_ranks_[peer]; }
 
   const std::unique_ptr<Channel> channel_;
