@@ -226,14 +226,15 @@ TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
 
 TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
   auto channels = in_process_channels(3);
+  std::latch begun(3), over(3);
   const auto watched = [&](Executor& executor) {
     auto lookout = std::make_shared<Lookout>(
         std::move(channels[executor.rank()]), std::vector<int>(),
         Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }});
     executor.set_lookout(lookout);
+    begun.arrive_and_wait();
     return lookout;
   };
-  std::latch over(3);
   const auto wait_and_close = [&](const std::shared_ptr<Lookout>& lookout) {
     over.arrive_and_wait();
     lookout->close();
