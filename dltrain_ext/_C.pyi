@@ -183,7 +183,15 @@ class Bucket:
     def stats(self) -> dict[str, float]: ...
 
 class Communicator:
-    def __init__(self, across: Level, inside: Level | None, device: torch.device, timeout: float) -> None: ...
+    def __init__(
+        self,
+        across: Level,
+        inside: Level | None,
+        control: Backend | None,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout: float,
+    ) -> None: ...
     def all_reduce(
         self,
         tensor: Tensor,

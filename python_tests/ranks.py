@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -18,15 +19,9 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.nn.parallel", "dltrain_ext"])
 
 
-def _rank(body: Callable, rank: int, world_size: int, folder: str, results: Any, args: tuple) -> None:
+def _rank(body: Callable, rank: int, world_size: int, where: str | int, results: Any, args: tuple) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(Path(folder, "store")), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+    join_group(where, rank, world_size)
     try:
         # Pickled here: the queue would pass tensors by file descriptor, which a rank that has left no longer serves.
         results.put((rank, pickle.dumps(body(rank, world_size, *args)), None))
@@ -37,24 +32,54 @@ def _rank(body: Callable, rank: int, world_size: int, folder: str, results: Any,
     dist.destroy_process_group()
 
 
+def join_group(where: str | int, rank: int, world_size: int) -> None:
+    """Makes the default group: where is the file of its store, or the port of one that rank 0 is the host of."""
+    store: dist.Store
+    if isinstance(where, int):
+        store = dist.TCPStore("127.0.0.1", where, world_size, is_master=rank == 0)
+    else:
+        store = dist.FileStore(where, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def semaphore() -> Any:
+    """One that ranks can be given, to tell the test how far they are."""
+    return _context.Semaphore(0)
+
+
 def run_ranks(
-    world_size: int, body: Callable, *args: Any, dying: tuple[int, ...] = (), timeout: float = 60
+    world_size: int,
+    body: Callable,
+    *args: Any,
+    dying: tuple[int, ...] = (),
+    timeout: float = 60,
+    port: int | None = None,
+    meanwhile: Callable[[list[int]], None] | None = None,
 ) -> list[Any]:
     """Calls ``body(rank, world_size, *args)`` on every rank and returns what each returned (None for the ``dying``).
 
-    Fails when a rank raises, hangs or leaves with an exit status other than 0.
+    Fails when a rank raises, hangs or leaves with an exit status other than 0. With a port the store is on rank 0;
+    ``meanwhile`` is called, with the ranks' process ids, when they have started.
     """
     deadline = time.monotonic() + timeout
     results: dict[int, Any] = dict.fromkeys(dying)
     with tempfile.TemporaryDirectory() as folder:
+        where = str(Path(folder, "store")) if port is None else port
         queue = _context.Queue()
         processes = [
-            _context.Process(target=_rank, args=(body, rank, world_size, folder, queue, args))
+            _context.Process(target=_rank, args=(body, rank, world_size, where, queue, args))
             for rank in range(world_size)
         ]
         for process in processes:
             process.start()
         try:
+            if meanwhile:
+                meanwhile([process.pid for process in processes])
             while len(results) < world_size:
                 rank, result, error = queue.get(timeout=max(0.1, deadline - time.monotonic()))
                 assert error is None, f"rank {rank}:\n{error}"

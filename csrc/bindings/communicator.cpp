@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/arguments.h"
+#include "bindings/channel.h"
 #include "bindings/module.h"
 
 namespace dltrain::bindings {
@@ -90,17 +91,29 @@ bool AllReduceOptions::is_native(at::ScalarType type) const {
   return call.algorithm == "native" || (call.algorithm == "auto" && call.codec == "raw" && !fits_plans(type));
 }
 
-Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const c10::Device& device,
-                           std::chrono::milliseconds timeout)
-    : device_(device), work_(std::make_shared<Work>(std::move(across), std::move(inside), timeout)) {
+Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
+                           std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout)
+    : device_(device), work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(ranks), timeout)) {
   if constexpr (built_with_cuda) {
     if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
   }
 }
 
-Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, std::chrono::milliseconds timeout)
+Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
+                         std::vector<int> ranks, std::chrono::milliseconds timeout)
     : across(std::move(across)), inside(std::move(inside)), timeout(timeout) {
   if (this->inside) two_levels.emplace(this->inside->executor(), this->across->executor());
+  if (!control) return;
+  lookout = std::make_shared<comm::Lookout>(
+      std::make_unique<GlooChannel>(std::move(control)), std::move(ranks),
+      comm::Lookout::Calls{[this] { return waiting(); }, [this](const std::string& finding) { give_up(finding); }});
+  for (const auto& level : {this->across, this->inside}) {
+    if (level) level->executor().set_lookout(lookout);
+  }
+}
+
+Communicator::Work::~Work() {
+  if (lookout) lookout->close();
 }
 
 Communicator::~Communicator() {
@@ -125,6 +138,7 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
 void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor dense = tensor.contiguous();
+  if (lookout) lookout->begin();
   try {
     if (options.is_native(tensor.scalar_type())) {
       all_reduce_natively(place, dense, options.call.average);
@@ -173,6 +187,21 @@ void Communicator::Work::abort(const std::string& reason) {
   for (const auto& level : {across, inside}) {
     if (level) level->executor().abort(reason);
   }
+}
+
+void Communicator::Work::give_up(const std::string& finding) {
+  for (const auto& level : {across, inside}) {
+    if (level) level->executor().give_up(finding);
+  }
+}
+
+// In two levels either may wait, or both.
+comm::Waiting Communicator::Work::waiting() const {
+  comm::Waiting waiting = across->executor().waiting();
+  if (!inside) return waiting;
+  const comm::Waiting more = inside->executor().waiting();
+  waiting.peers.insert(waiting.peers.end(), more.peers.begin(), more.peers.end());
+  return waiting;
 }
 
 void Communicator::Work::close() {
@@ -247,6 +276,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
 
 void Communicator::close() {
   work_->abort("the communicator was closed");
+  if (work_->lookout) work_->lookout->close();  // a call that asks it for the culprit need not wait for an answer
   queue_.close();
   work_->close();
 }
@@ -306,11 +336,15 @@ void bind_communicator(py::module_& module) {
       "The seconds that a group's own collectives wait.");
   py::class_<Communicator> communicator(module, "Communicator");
   communicator
-      .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const c10::Device& device, double timeout) {
+      .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside,
+                       const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, std::vector<int> ranks, const c10::Device& device,
+                       double timeout) {
              const std::chrono::milliseconds milliseconds(static_cast<int64_t>(timeout * 1e3));
-             return std::make_unique<Communicator>(std::move(across), std::move(inside), device, milliseconds);
+             return std::make_unique<Communicator>(std::move(across), std::move(inside),
+                                                   control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(ranks), device,
+                                                   milliseconds);
            }),
-           py::arg("across"), py::arg("inside"), py::arg("device"), py::arg("timeout"))
+           py::arg("across"), py::arg("inside"), py::arg("control"), py::arg("ranks"), py::arg("device"), py::arg("timeout"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
       .def("stats", [](const Communicator& self) {

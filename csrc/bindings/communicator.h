@@ -5,6 +5,8 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "bindings/bucket.h"
 #include "bindings/level.h"
@@ -28,7 +30,9 @@ struct AllReduceOptions {
 // across the hosts, in two.
 class Communicator {
  public:
-  Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const c10::Device& device, std::chrono::milliseconds timeout);
+  // control: of all ranks, which are those of the world; null where there is one rank.
+  Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
+               std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout);
   ~Communicator();
 
   // In place: on the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current stream.
@@ -50,18 +54,23 @@ class Communicator {
 
  private:
   struct Work {
-    Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, std::chrono::milliseconds timeout);
+    Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control, std::vector<int> ranks,
+         std::chrono::milliseconds timeout);
+    ~Work();
     void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
     void all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average);
     void all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::AllReduce& call);
     std::string failure() const;
     void abort(const std::string& reason);
+    void give_up(const std::string& finding);
+    comm::Waiting waiting() const;
     void close();
 
     std::shared_ptr<Level> across, inside;  // inside: null where there is one level
     std::optional<comm::TwoLevels> two_levels;
     std::chrono::milliseconds timeout;
     std::atomic<int64_t> calls = 0;
+    std::shared_ptr<comm::Lookout> lookout;  // null where there is one rank
   };
 
   void check(const at::Tensor& tensor, const AllReduceOptions& options) const;

@@ -62,14 +62,7 @@ void Level::all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::mil
   executor_.meet(call, timeout);
   if (tensor.numel() == 0) return;
   if (average) tensor.div_(executor_.world_size());
-  try {
-    gloo_->all_reduce(std::move(tensor), deadline, [this] { return !executor_.failure().empty(); });
-  } catch (const comm::TransportError& error) {
-    executor_.abort(text("all_reduce with native on rank ", executor_.global_rank(), " in a group of ", executor_.world_size(),
-                         " (deadline ", std::chrono::duration<double>(timeout).count(), " s): ", error.what()));
-    executor_.close();
-    throw comm::AllReduceError(executor_.failure());
-  }
+  executor_.all_reduce_natively(timeout, [&] { gloo_->all_reduce(tensor, deadline, [this] { return !executor_.failure().empty(); }); });
 }
 
 void bind_levels(py::module_& module) {

@@ -1,6 +1,7 @@
 #include "comm/choice.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "comm/plan.h"
 
@@ -10,10 +11,10 @@ namespace {
 
 constexpr int64_t kib = 1 << 10;
 
-const char* plan_for(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
+std::string_view plan_for(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
   const bool small = nbytes <= 64 * kib;
   if (algorithm == "butterfly") return !lossy && small ? "recursive_doubling" : "halving_doubling";
-  if (algorithm != "auto") return algorithm.c_str();
+  if (algorithm != "auto") return algorithm;
   // Small messages want few rounds. direct has the fewest of those that do not send everything to everybody; from some size on the ring
   // wins, since it never has several ranks send to one at a time.
   if (small && world_size == 2) return "oneshot";

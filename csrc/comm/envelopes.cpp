@@ -99,7 +99,9 @@ class Envelopes::Received : public Request {
     poll();
     envelope_->request->wait(deadline);
     const Header header = envelope_->header();
-    if (header.bytes == failed || header.call != call_) throw Disagreement(difference(header, call_));
+    const bool agrees = header.call == call_;
+    if (header.bytes == failed && (agrees || header.call.number != call_.number)) throw Farewell(difference(header, call_));
+    if (!agrees) throw Disagreement(difference(header, call_));
     if (header.bytes != bytes_) throw Disagreement(text("it sends ", header.bytes, " bytes, this rank expects ", bytes_));
     if (!rest_ && bytes_ > 0) std::memcpy(data_, envelope_->message(), static_cast<size_t>(bytes_));
   }

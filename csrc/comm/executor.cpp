@@ -18,6 +18,17 @@ bool is_captured(const Place& place) {
   return false;
 }
 
+class UnderWay {
+ public:
+  explicit UnderWay(std::atomic<bool>& flag) : flag_(flag) { flag_ = true; }
+  ~UnderWay() { flag_ = false; }
+  UnderWay(const UnderWay&) = delete;
+  UnderWay& operator=(const UnderWay&) = delete;
+
+ private:
+  std::atomic<bool>& flag_;
+};
+
 int index_of(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
 
 }  // namespace
@@ -122,6 +133,10 @@ void Executor::all_reduce_natively(const Place& place, void* values, int64_t num
   enqueue("native", place, spoilt, numel, timeout, [&] { transport_->collectives()->all_reduce(place, values, numel, number, average); });
 }
 
+void Executor::all_reduce_natively(std::chrono::milliseconds timeout, const std::function<void()>& collective) {
+  enqueue("native", {}, {nullptr}, 1, timeout, collective);
+}
+
 void Executor::enqueue(const std::string& name, const Place& place, const Elements& values, int64_t numel,
                        std::chrono::milliseconds timeout, const std::function<void()>& collective) {
   check_open();
@@ -134,6 +149,8 @@ void Executor::enqueue(const std::string& name, const Place& place, const Elemen
       if (rank != this->rank()) waiting.peers.push_back(rank);
     }
     const auto start = Clock::now();
+    traffic_->wait_for(waiting);
+    const UnderWay under_way(under_way_);
     try {
       collective();
       if (place.on_cuda()) watch_over(work, {{Event::record(place), waiting}}, start);
@@ -177,6 +194,7 @@ void Executor::check_open() const {
 
 void Executor::run(const Work& work) {
   const auto start = Clock::now();
+  const UnderWay under_way(under_way_);
   try {
     auto stages = traffic_->run(work, start + work.call.timeout);
     if (!stages.empty()) watch_over(work, std::move(stages), start);
@@ -191,21 +209,33 @@ void Executor::watch_over(const Work& work, std::vector<Stage> stages, Clock::ti
   if (is_captured(work.place)) return failure_.captured();  // and its events never pass
   const auto give_up = [this, start, algorithm = work.algorithm, timeout = work.call.timeout, rounds = work.program.rounds](
                            const Stage& stage, const std::string& why) {
-    abort(describe(algorithm, stage.waiting, rounds, Clock::now() - start, timeout, why));
+    const auto after = Clock::now() - start;
+    const std::string finding = find_culprit(stage.waiting);
+    abort(describe(algorithm, stage.waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
   };
   watch_.add({std::move(stages), start + work.call.timeout, give_up});
+}
+
+std::string Executor::find_culprit(const Waiting& waiting, const std::exception* error) {
+  if (!lookout_ || failure_.is_set()) return {};
+  const Waiting by_name = in_the_world(waiting);
+  if (dynamic_cast<const Disagreement*>(error)) return lookout_->declare(Verdict::Manner::disagreement, by_name);
+  if (error && !dynamic_cast<const TransportError*>(error)) return lookout_->declare(Verdict::Manner::failure, by_name);
+  return lookout_->explain(by_name);
 }
 
 // Whatever it was, messages are out of step from now on.
 void Executor::fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after) {
   std::string what = error.what();
+  const std::string finding = find_culprit(waiting, &error);  // before this rank closes: the others shall not take it for the culprit
   std::lock_guard lock(closing_);
-  if (failure().empty()) {
-    const bool named = dynamic_cast<const Disagreement*>(&error);  // what the peer does is said
+  if (!failure_.is_set()) {
+    const bool named = dynamic_cast<const Disagreement*>(&error) || dynamic_cast<const Farewell*>(&error);  // what the peer does is said
     for (int peer = 0; peer < world_size() && !named; ++peer) {
       const std::string words = peer == rank() ? "" : transport_->last_words(peer);
       if (!words.empty()) what += text("; rank ", global(peer), ": ", words);
     }
+    if (!finding.empty()) what += "; " + finding;
     failure_.set(describe(work.algorithm, waiting, work.program.rounds, after, work.call.timeout, what));
   }
   transport_->close();  // while sends are under way still: they are ahead of what it tells
@@ -227,6 +257,19 @@ void Executor::abort(const std::string& reason) {
   failure_.set(reason);
   traffic_->abort();
   transport_->abort();
+}
+
+void Executor::give_up(const std::string& finding) {
+  failure_.set_for_now(text("all_reduce on rank ", global(rank()), " in a group of ", world_size(), ": ", finding));
+  traffic_->abort();
+  transport_->abort();
+}
+
+Waiting Executor::waiting() { return in_the_world(under_way_ ? traffic_->waiting() : watch_.waiting()); }
+
+Waiting Executor::in_the_world(Waiting waiting) const {
+  for (int& peer : waiting.peers) peer = global(peer);
+  return waiting;
 }
 
 void Executor::close() noexcept {

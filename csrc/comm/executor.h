@@ -13,6 +13,7 @@
 
 #include "comm/collectives.h"
 #include "comm/failure.h"
+#include "comm/lookout.h"
 #include "comm/traffic.h"
 #include "comm/watch.h"
 #include "comm/work.h"
@@ -47,14 +48,24 @@ class Executor {
   void reduce_scatter(const Place& place, float* values, int64_t numel, bool average, std::chrono::milliseconds timeout);
   void all_gather(const Place& place, float* values, int64_t numel, std::chrono::milliseconds timeout);
 
-  // The backend's own; for transports that have it.
+  // The backend's own; for transports that have it. In the second form the caller does it, and throws TransportError.
   void all_reduce_natively(const Place& place, void* values, int64_t numel, Number number, bool average, std::chrono::milliseconds timeout);
+  void all_reduce_natively(std::chrono::milliseconds timeout, const std::function<void()>& collective);
 
   // For a call that is none of the executor's: returns when the rank before this one is in the same.
   void meet(Call call, std::chrono::milliseconds timeout);
 
   // From any thread: what is under way and all that comes later fails with `reason`.
   void abort(const std::string& reason);
+
+  // The same where only the finding is known: the call that is under way, if there is one, will say the rest.
+  void give_up(const std::string& finding);
+
+  // Whom to ask why a wait has failed; before the first call. Without one the error says what this rank alone can know.
+  void set_lookout(std::shared_ptr<Lookout> lookout) { lookout_ = std::move(lookout); }
+
+  // What the call under way waits for, by the global ranks; nothing where there is none. From any thread.
+  Waiting waiting();
 
   // Returns when what has been enqueued is done, or has failed.
   void drain() { watch_.drain(); }
@@ -70,6 +81,7 @@ class Executor {
   int64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank
 
  private:
+  Waiting in_the_world(Waiting waiting) const;
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
   const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place);
   Work work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place, const Elements& values,
@@ -80,6 +92,7 @@ class Executor {
                const std::function<void()>& collective);
   void watch_over(const Work& work, std::vector<Stage> stages, Clock::time_point start);
   [[noreturn]] void fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
+  std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
   std::vector<Span> shares(int64_t numel) const;
   std::string describe(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
                        const std::string& what) const;
@@ -93,6 +106,8 @@ class Executor {
   using Key = std::tuple<std::tuple<int, int, int64_t, int, bool>, Layout>;
   std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
+  std::atomic<bool> under_way_ = false;
+  std::shared_ptr<Lookout> lookout_;
   std::mutex closing_;
   Failure failure_;
   Watch watch_{[this] { return transport_->error(); }};  // the last: its thread uses the others

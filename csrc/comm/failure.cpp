@@ -11,16 +11,26 @@ void Failure::prepare_for_device() {
   *static_cast<int*>(flag_.data()) = 0;
 }
 
-void Failure::set(const std::string& reason) {
+void Failure::set(const std::string& reason) { set(reason, true); }
+
+void Failure::set_for_now(const std::string& reason) { set(reason, false); }
+
+void Failure::set(const std::string& reason, bool whole) {
   std::lock_guard lock(mutex_);
-  if (!reason_.empty()) return;
+  if (!reason_.empty() && (whole_ || !whole)) return;
   reason_ = reason;
+  whole_ = whole;
   if (auto* const flag = static_cast<int*>(flag_.data())) __atomic_store_n(flag, 1, __ATOMIC_SEQ_CST);
 }
 
 std::string Failure::reason() const {
   std::lock_guard lock(mutex_);
   return reason_;
+}
+
+bool Failure::is_set() const {
+  std::lock_guard lock(mutex_);
+  return whole_;
 }
 
 void Failure::spoil(const Place& place, const Elements& values, int64_t numel) {

@@ -17,7 +17,10 @@ class Failure {
   void prepare_for_device();
 
   void set(const std::string& reason);
+  // The same, but for a reason that is not the whole one: it makes room for the one that set brings.
+  void set_for_now(const std::string& reason);
   std::string reason() const;  // empty where there is none
+  bool is_set() const;         // to the whole one
 
   // Enqueues: if there is a reason when the device comes to it, the values become NaN, so that nobody takes them for a result.
   void spoil(const Place& place, const Elements& values, int64_t numel);
@@ -27,8 +30,11 @@ class Failure {
   void drain() const { read_.synchronize(); }
 
  private:
+  void set(const std::string& reason, bool whole);
+
   mutable std::mutex mutex_;
   std::string reason_;
+  bool whole_ = false;
   Memory flag_;  // an int that devices read
   Event read_;   // for the last time
 };

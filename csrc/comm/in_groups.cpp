@@ -82,25 +82,26 @@ class InGroups : public Traffic {
   void post(const Work& work, Group& group) {
     const During during(work.call.observer, Phase::send);
     const auto& waited_for = receives_.empty() ? sends_ : receives_;
-    waiting_ = {{}, waited_for.front().round};
+    Waiting waiting{{}, waited_for.front().round};
     std::vector<Posting> postings;
     for (const auto* transfers : {&sends_, &receives_}) {
       for (const Transfer& transfer : *transfers) {
         postings.push_back({transfers == &sends_, transfer.peer, work.at(transfer.location), transfer.bytes});
-        auto& peers = waiting_.peers;
+        auto& peers = waiting.peers;
         if (transfers == &waited_for && std::find(peers.begin(), peers.end(), transfer.peer) == peers.end()) peers.push_back(transfer.peer);
       }
     }
+    wait_for(waiting);
     check_not_aborted();
     auto request = transport_.exchange(work.place, postings);
     std::lock_guard lock(mutex_);
-    group = {std::move(request), waiting_};
+    group = {std::move(request), std::move(waiting)};
     if (aborted_) group.request->abort();
   }
 
   void complete(const Work& work, Group& group, Deadline deadline) {
     const During during(work.call.observer, Phase::wait);
-    waiting_ = group.waiting;
+    wait_for(group.waiting);
     group.request->wait(deadline);
     std::lock_guard lock(mutex_);
     group.request.reset();

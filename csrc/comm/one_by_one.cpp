@@ -64,7 +64,7 @@ class OneByOne : public Traffic {
   void post(const Work& work, const Transfer& transfer, bool send) {
     std::lock_guard lock(mutex_);
     if (aborted_) throw TransportError("aborted");
-    wait_for(transfer);
+    wait_for(transfer.peer, transfer.round);
     Segment& segment = segments_[transfer.segment];
     char* const data = work.at(transfer.location);
     if (send) {
@@ -78,17 +78,12 @@ class OneByOne : public Traffic {
   void complete(const Work& work, Segment& segment, Deadline deadline) {
     const During during(work.call.observer, Phase::wait);
     for (Posted& posted : segment.now) {
-      wait_for(posted.transfer);
+      wait_for(posted.transfer.peer, posted.transfer.round);
       posted.request->wait(deadline);
     }
     std::lock_guard lock(mutex_);
     segment.now.clear();
     segment.now.swap(segment.ahead);
-  }
-
-  void wait_for(const Transfer& transfer) {
-    waiting_.peers.assign(1, transfer.peer);
-    waiting_.round = transfer.round;
   }
 
   Transport& transport_;

@@ -81,9 +81,9 @@ const std::vector<std::string>& other_algorithms() {
 
 bool is_pipelined(int index) { return registry()[index].pipelined; }
 
-int index_of(const std::string& algorithm) {
+int index_of(std::string_view algorithm) {
   const auto found = std::find(plan_names().begin(), plan_names().end(), algorithm);
-  if (found == plan_names().end()) unknown_name("algorithm", algorithms(), algorithm);
+  if (found == plan_names().end()) unknown_name("algorithm", algorithms(), std::string(algorithm));
   return static_cast<int>(found - plan_names().begin());
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace dltrain::comm {
@@ -58,7 +59,7 @@ const std::vector<std::string>& other_algorithms();
 Plan make_plan(const std::string& algorithm, int rank, int world_size);
 
 // A plan's place in plan_names().
-int index_of(const std::string& algorithm);
+int index_of(std::string_view algorithm);
 
 // Whether a rank has nothing to do in most rounds, so that many segments are what keeps all busy.
 bool is_pipelined(int index);

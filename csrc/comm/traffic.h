@@ -1,19 +1,15 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "comm/transport.h"
+#include "comm/verdict.h"
 #include "comm/work.h"
 #include "core/event.h"
 
 namespace dltrain::comm {
-
-// What a call cannot go on without.
-struct Waiting {
-  std::vector<int> peers;  // one of them
-  int round = 0;
-};
 
 // Of a call that has only been enqueued: passed when what was waited for has come.
 struct Stage {
@@ -32,10 +28,13 @@ class Traffic {
   virtual void abort() = 0;   // from any thread: what is under way fails, and what is posted from then on
   virtual void forget() = 0;  // what was under way, after a failure
 
-  // For what was posted or waited for last.
-  const Waiting& waiting() const { return waiting_; }
+  // What the call under way waits for; any thread may ask.
+  Waiting waiting() const;
+  void wait_for(const Waiting& waiting);
+  void wait_for(int peer, int round);
 
- protected:
+ private:
+  mutable std::mutex mutex_;
   Waiting waiting_;
 };
 

@@ -29,6 +29,12 @@ class Disagreement : public TransportError {
   using TransportError::TransportError;
 };
 
+// The peer has said that none will come any more.
+class Farewell : public TransportError {
+ public:
+  using TransportError::TransportError;
+};
+
 // A posted send or receive. Dropping it gives its memory back, whether it has completed or not.
 class Request {
  public:

@@ -28,6 +28,11 @@ void Watch::drain() {
   changed_.wait(lock, [this] { return closed_ || calls_.empty(); });
 }
 
+Waiting Watch::waiting() {
+  std::lock_guard lock(mutex_);
+  return calls_.empty() ? Waiting() : calls_.front().stages[passed_].waiting;
+}
+
 void Watch::run() {
   constexpr auto interval = std::chrono::milliseconds(1);
   if constexpr (built_with_cuda) cuda::stay_out_of_captures();
@@ -51,6 +56,7 @@ void Watch::run() {
     const bool over = done == call.stages.size();
     if (!over && !why.empty()) call.give_up(call.stages[done], why);
     lock.lock();
+    passed_ = over || !why.empty() ? 0 : done;
     if (over || !why.empty()) {
       calls_.pop_front();
       changed_.notify_all();

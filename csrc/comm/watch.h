@@ -28,6 +28,9 @@ class Watch {
   void add(Call call);
   void drain();  // returns when all calls are done or given up
 
+  // What the first call that is not done waits for; none where all are.
+  Waiting waiting();
+
  private:
   void run();
 
@@ -35,6 +38,7 @@ class Watch {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Call> calls_;
+  size_t passed_ = 0;  // stages of the first
   bool closed_ = false;
   std::thread thread_;  // started by the first call
 };

@@ -7,6 +7,7 @@
 #include <latch>
 #include <random>
 
+#include "comm/in_process_channel.h"
 #include "comm/plan.h"
 #include "kernels/codec.h"
 #include "tests/nccl_ranks.h"
@@ -221,6 +222,35 @@ TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
         error);
     expect_in("(deadline 0.3 s): nothing came", error);
   });
+}
+
+TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
+  auto channels = in_process_channels(3);
+  std::latch begun(3), over(3);
+  const auto watched = [&](Executor& executor) {
+    auto lookout = std::make_shared<Lookout>(
+        std::move(channels[executor.rank()]), std::vector<int>(),
+        Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }});
+    executor.set_lookout(lookout);
+    begun.arrive_and_wait();
+    return lookout;
+  };
+  const auto wait_and_close = [&](const std::shared_ptr<Lookout>& lookout) {
+    over.arrive_and_wait();
+    lookout->close();
+  };
+  expect_spoilt(
+      3,
+      [&](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+        const auto lookout = watched(executor);
+        lookout->begin();
+        const auto deadline = executor.rank() == 0 ? std::chrono::milliseconds(300) : generous;
+        runner.all_reduce(executor, {array.data()}, 100, by_ring(deadline));
+        executor.drain();
+        expect_in("the culprit is rank 2: it is alive, but has not made call 1 (found by rank 0 in round 0 of call 1)", executor.failure());
+        wait_and_close(lookout);
+      },
+      [&](Executor& executor) { wait_and_close(watched(executor)); });
 }
 
 TEST_P(NcclDeadline, AnAbortComesBeforeIt) {

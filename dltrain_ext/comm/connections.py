@@ -61,7 +61,12 @@ class Connections:
             levels = self._over_nccl_if_all_can(store, device)
         if levels is None:
             levels = self._levels(store, device, self._over_torch)
-        return _ops.Communicator(*levels, device, self._timeout.total_seconds())
+        control = self._control(dist.PrefixStore("control", store)) if len(self._ranks) > 1 else None
+        return _ops.Communicator(*levels, control, self._ranks, device, self._timeout.total_seconds())
+
+    def _control(self, store: dist.Store) -> Any:
+        """Of all ranks, on any device: where they ask each other why a call has failed."""
+        return self._gloo(store, self._ranks, self._rank)
 
     def _levels(self, store: dist.Store, device: torch.device, make: Make) -> tuple["_ops.Level", "_ops.Level | None"]:
         """Across the hosts and inside this one; of all ranks, and none, where there is one level."""
@@ -77,6 +82,9 @@ class Connections:
         return level(f"across/{counterparts[0]}", counterparts), inside
 
     def _over_gloo(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
+        return _ops.Level.over_backend(self._gloo(store, ranks, rank), device, ranks)
+
+    def _gloo(self, store: dist.Store, ranks: list[int], rank: int) -> Any:
         try:
             backend: Any = dist.ProcessGroupGloo(store, rank, len(ranks), self._timeout)
         except RuntimeError as error:
@@ -84,7 +92,7 @@ class Connections:
                 f"communicator of ranks {ranks}: could not connect in {self._timeout}: {error}"
             ) from error
         meet(store, "connected", ranks, rank, "", self._timeout)  # who is done first may leave, and break the last ones
-        return _ops.Level.over_backend(backend, device, ranks)
+        return backend
 
     def _over_torch(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
         # The backend's watchdog ends the process, so that comes last.

@@ -1,0 +1,61 @@
+#include "bindings/channel.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <exception>
+#include <type_traits>
+
+namespace dltrain::bindings {
+
+namespace {
+
+static_assert(std::is_trivially_copyable_v<comm::Notice>);
+
+std::vector<at::Tensor> bytes_of(comm::Notice& notice) { return {at::from_blob(&notice, {sizeof notice}, at::kByte)}; }
+
+}  // namespace
+
+GlooChannel::GlooChannel(c10::intrusive_ptr<c10d::Backend> backend)
+    : rank_(backend->getRank()), world_size_(backend->getSize()), backend_(std::move(backend)) {}
+
+bool GlooChannel::send(int peer, const comm::Notice& notice) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!backend_) return true;
+  sent_.push_back({notice, {}});
+  try {
+    auto tensors = bytes_of(sent_.back().notice);
+    sent_.back().work = backend_->send(tensors, peer, 0);
+    return true;
+  } catch (const std::exception&) {
+    sent_.pop_back();
+    return false;
+  }
+}
+
+std::optional<comm::Channel::Received> GlooChannel::receive() {
+  constexpr auto for_ever = std::chrono::hours(24 * 365);  // without one it would be the backend's own
+  c10::intrusive_ptr<c10d::Work> work;
+  try {
+    {
+      std::lock_guard lock(mutex_);
+      if (!backend_) return {};
+      auto tensors = bytes_of(received_);
+      work = receiving_ = backend_->recvAnysource(tensors, 0);
+    }
+    if (!work->wait(for_ever)) return {};
+    return Received{work->sourceRank(), received_};
+  } catch (const std::exception&) {
+    return {};  // all peers have left
+  }
+}
+
+// What is still to be sent is dropped: a peer that is stopped would never take it.
+void GlooChannel::close() noexcept {
+  std::lock_guard lock(mutex_);
+  if (receiving_) receiving_->abort();
+  receiving_.reset();
+  sent_.clear();
+  backend_.reset();
+}
+
+}  // namespace dltrain::bindings

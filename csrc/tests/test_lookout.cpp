@@ -1,0 +1,262 @@
+#include "comm/lookout.h"
+
+#include <gtest/gtest.h>
+
+#include <latch>
+
+#include "comm/in_process_channel.h"
+#include "core/check.h"
+#include "tests/ranks.h"
+
+namespace dltrain::comm {
+namespace {
+
+using Manner = Verdict::Manner;
+using Ms = std::chrono::milliseconds;
+
+Known waits(int64_t begun, const std::vector<int>& peers) { return {false, State::of(begun, {peers, 0})}; }
+Known is_idle(int64_t begun) { return waits(begun, {}); }
+const Known has_left{true, {}}, is_silent{};
+
+// By rank 0, which waits for rank 1 in call 7.
+void expect_verdict(const std::map<int, Known>& others, Manner manner, int culprit, const std::vector<int>& waited_for = {1}) {
+  const Verdict verdict = judge(0, 7, {waited_for, 2}, others);
+  EXPECT_EQ(verdict.manner, manner) << describe(verdict);
+  EXPECT_EQ(verdict.culprit, culprit) << describe(verdict);
+}
+
+TEST(Verdict, IsAtTheEndOfTheChain) {
+  expect_verdict({{1, has_left}, {2, is_silent}, {3, is_idle(6)}}, Manner::left, 1);
+  expect_verdict({{1, waits(7, {2})}, {2, waits(7, {3})}, {3, is_silent}}, Manner::silent, 3);
+  expect_verdict({{1, waits(7, {3})}, {2, is_idle(6)}, {3, has_left}}, Manner::left, 3);
+  expect_verdict({{1, waits(7, {2})}, {2, is_idle(6)}, {3, is_idle(7)}}, Manner::late, 2);
+  expect_verdict({{1, waits(6, {3})}, {2, is_idle(6)}, {3, is_idle(5)}}, Manner::late, 3);  // which is behind even that call
+}
+
+TEST(Verdict, TakesTheSurestOfSeveralEnds) {
+  expect_verdict({{1, waits(7, {2, 3})}, {2, is_idle(6)}, {3, is_silent}}, Manner::silent, 3);
+  expect_verdict({{1, is_silent}, {2, is_idle(6)}, {3, has_left}}, Manner::left, 3, {1, 2, 3});
+}
+
+TEST(Verdict, LooksBeyondTheChainForTheDeadAlone) {
+  expect_verdict({{1, waits(7, {0})}, {2, is_silent}, {3, is_idle(6)}}, Manner::silent, 2);
+  expect_verdict({{1, waits(7, {0})}, {2, waits(7, {1})}, {3, is_idle(6)}}, Manner::none, -1);
+  expect_verdict({{1, is_idle(7)}, {2, is_idle(8)}}, Manner::none, -1);
+}
+
+TEST(Verdict, FollowsARankThatWaitsForMoreThanItCanName) {
+  std::map<int, Known> others;
+  std::vector<int> all;
+  for (int rank = 1; rank < 40; ++rank) {
+    all.push_back(rank);
+    others[rank] = is_idle(7);
+  }
+  others[1] = waits(7, all);
+  others[39] = is_idle(6);
+  expect_verdict(others, Manner::late, 39);
+}
+
+TEST(Verdict, IsToldInOneSentence) {
+  const auto said = [](Manner manner, int culprit) { return describe({manner, culprit, 0, 2, 7}); };
+  EXPECT_EQ(said(Manner::left, 3), "the culprit is rank 3: it has left (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Manner::silent, 3), "the culprit is rank 3: it does not answer (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Manner::late, 3), "the culprit is rank 3: it is alive, but has not made call 7 (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Manner::none, -1), "no rank is to blame: all answer and have made the call (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Manner::disagreement, 3), "rank 0 does not agree with rank 3 on the call (found by rank 0 in round 2 of call 7)");
+}
+
+// Ranks that each wait for the next one in call 1, with a lookout each; all are called ten times what they are. The last one has none: its
+// end of the channel is open, and nobody reads it.
+class Chain {
+ public:
+  explicit Chain(int world_size) : channels_(in_process_channels(world_size)), found_(world_size) {
+    std::vector<int> names;
+    for (int rank = 0; rank < world_size; ++rank) names.push_back(10 * rank);
+    for (int rank = 0; rank + 1 < world_size; ++rank) {
+      const Waiting waiting{{names[rank + 1]}, rank};
+      lookouts_.push_back(std::make_unique<Lookout>(
+          std::move(channels_[rank]), names,
+          Lookout::Calls{[waiting] { return waiting; }, [this, rank](const std::string& finding) { give_up(rank, finding); }}));
+      lookouts_.back()->begin();
+    }
+    last_ = std::move(channels_.back());
+  }
+  ~Chain() {
+    for (auto& lookout : lookouts_) lookout->close();
+  }
+
+  Lookout& operator[](int rank) { return *lookouts_[rank]; }
+  Channel& last() { return *last_; }
+  std::unique_ptr<Channel> take_last() { return std::move(last_); }
+  std::string explain(int rank) { return lookouts_[rank]->explain({{10 * (rank + 1)}, rank}); }
+
+  // Why a rank's calls are to be given up. It closes for that: who knows a verdict may still be about to act on it.
+  std::string found(int rank) {
+    lookouts_[rank]->close();
+    std::lock_guard lock(mutex_);
+    return found_[rank];
+  }
+
+ private:
+  void give_up(int rank, const std::string& finding) {
+    std::lock_guard lock(mutex_);
+    EXPECT_EQ(found_[rank], "") << "twice";
+    found_[rank] = finding;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Channel>> channels_;
+  std::vector<std::string> found_;
+  std::vector<std::unique_ptr<Lookout>> lookouts_;
+  std::unique_ptr<Channel> last_;
+};
+
+TEST(Lookout, TellsAllWhoDoesNotAnswer) {
+  Chain ranks(4);
+  const auto start = Clock::now();
+  const std::string finding = ranks.explain(1);
+  EXPECT_LT(Clock::now() - start, Ms(500));
+  EXPECT_EQ(finding, "the culprit is rank 30: it does not answer (found by rank 10 in round 1 of call 1)");
+  EXPECT_EQ(ranks.explain(0), finding);
+  for (int rank : {0, 1, 2}) EXPECT_EQ(ranks.found(rank), finding) << rank;
+}
+
+TEST(Lookout, SeesAtOnceWhoHasLeft) {
+  Chain ranks(4);
+  ranks.last().close();
+  const auto start = Clock::now();
+  EXPECT_EQ(ranks.explain(0), "the culprit is rank 30: it has left (found by rank 0 in round 0 of call 1)");
+  EXPECT_LT(Clock::now() - start, Ms(200));
+}
+
+TEST(Lookout, NamesALateRankAndTellsIt) {
+  Chain ranks(3);
+  std::string told;
+  Lookout late(ranks.take_last(), {0, 10, 20}, {[] { return Waiting(); }, [&](const std::string& finding) { told = finding; }});
+  const std::string finding = ranks.explain(0);
+  late.close();
+  EXPECT_EQ(finding, "the culprit is rank 20: it is alive, but has not made call 1 (found by rank 0 in round 0 of call 1)");
+  EXPECT_EQ(told, finding);
+}
+
+TEST(Lookout, BlamesNobodyWhereAllAreWell) {
+  Chain ranks(3);
+  Lookout last(ranks.take_last(), {0, 10, 20}, {[] { return Waiting{{0}, 0}; }, [](const std::string&) {}});
+  last.begin();
+  EXPECT_EQ(ranks.explain(0), "no rank is to blame: all answer and have made the call (found by rank 0 in round 0 of call 1)");
+}
+
+TEST(Lookout, SeveralThatFailAtOnceNameTheSame) {
+  for (const bool left : {false, true}) {
+    constexpr int others = 7;
+    Chain ranks(others + 1);
+    if (left) ranks.last().close();
+    std::vector<std::string> findings(others);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < others; ++rank) threads.emplace_back([&, rank] { findings[rank] = ranks.explain(rank); });
+    for (auto& thread : threads) thread.join();
+    for (const std::string& finding : findings) {
+      EXPECT_EQ(finding.find(left ? "the culprit is rank 70: it has left (" : "the culprit is rank 70: it does not answer ("), 0u)
+          << finding;
+    }
+  }
+}
+
+// Each ends as soon as it is told; nobody may be blamed for having ended.
+TEST(Lookout, WhoEndsAfterAVerdictIsNotBlamed) {
+  for (int i = 0; i < 50; ++i) {
+    Chain ranks(5);
+    ranks.last().close();
+    std::vector<std::string> findings(4);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 4; ++rank) {
+      threads.emplace_back([&, rank] {
+        findings[rank] = ranks.explain(rank);
+        ranks[rank].close();
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    for (const std::string& finding : findings) EXPECT_EQ(finding.find("the culprit is rank 40: it has left"), 0u) << finding;
+  }
+}
+
+TEST(Lookout, ClosingEndsAnInquiry) {
+  Chain ranks(2);  // whose other rank never answers
+  std::thread closing([&] {
+    std::this_thread::sleep_for(Ms(50));
+    ranks[0].close();
+  });
+  const auto start = Clock::now();
+  EXPECT_EQ(ranks.explain(0), "");
+  EXPECT_LT(Clock::now() - start, Ms(200));
+  closing.join();
+  EXPECT_EQ(ranks.explain(0), "");
+  EXPECT_EQ(ranks.found(0), "");
+}
+
+TEST(Lookout, ADisagreementAbortsNobodyButIsTheAnswer) {
+  Chain ranks(3);
+  ranks.last().close();
+  EXPECT_NE(ranks[0].declare(Manner::disagreement, {{10}, 0}), "");
+  EXPECT_EQ(ranks.explain(1), "rank 0 does not agree with rank 10 on the call (found by rank 0 in round 0 of call 1)");
+  EXPECT_EQ(ranks.found(1), "");
+}
+
+TEST(Lookout, ARankThatFailsByItselfIsTheCulprit) {
+  Chain ranks(4);
+  ranks.last().close();
+  const std::string finding = ranks[1].declare(Manner::failure, {{20}, 3});
+  EXPECT_EQ(finding, "the culprit is rank 10: its part of the call has failed (found by rank 10 in round 3 of call 1)");
+  for (int rank : {0, 1, 2}) EXPECT_EQ(ranks.found(rank), finding) << rank;
+}
+
+// Errors of all-reduces on ranks with lookouts, the last of which never makes its call; empty for that one.
+std::vector<std::string> errors_without_the_last(int world_size, const std::string& algorithm, bool answers) {
+  auto channels = in_process_channels(world_size);
+  std::vector<std::string> errors(world_size);
+  std::latch over(world_size);
+  on_ranks(world_size, [&](Executor& executor, Runner&) {
+    const int rank = executor.rank();
+    std::shared_ptr<Lookout> lookout;
+    if (rank + 1 < world_size || answers) {
+      lookout = std::make_shared<Lookout>(
+          std::move(channels[rank]), std::vector<int>(),
+          Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }});
+      executor.set_lookout(lookout);
+    }
+    if (rank + 1 < world_size) {
+      lookout->begin();
+      std::vector<float> values(1000, 1.0f);
+      AllReduce call;
+      call.algorithm = algorithm;
+      call.segments = 3;
+      call.timeout = Ms(rank == 0 ? 200 : 20000);  // who waits longest is told
+      try {
+        executor.all_reduce({}, {values.data()}, std::ssize(values), call);
+      } catch (const AllReduceError& error) {
+        errors[rank] = error.what();
+      }
+    }
+    over.arrive_and_wait();
+    if (lookout) lookout->close();
+  });
+  return errors;
+}
+
+TEST(Lookout, ExplainsWhyAnAllReduceFails) {
+  for (const std::string& algorithm : algorithms()) {
+    for (const bool answers : {false, true}) {
+      const auto errors = errors_without_the_last(4, algorithm, answers);
+      const std::string culprit = text("; the culprit is rank 3: it ", answers ? "is alive, but has not made call 1" : "does not answer",
+                                       " (found by rank 0 in round ");
+      for (int rank : {0, 1, 2}) {
+        EXPECT_EQ(errors[rank].find(text("all_reduce with ", algorithm, " on rank ", rank, " in a group of 4: waiting for rank ")), 0u)
+            << errors[rank];
+        EXPECT_NE(errors[rank].find(culprit), std::string::npos) << errors[rank];
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace dltrain::comm

@@ -1,0 +1,221 @@
+"""Ranks killed or stopped at any moment: all others raise in time and name the culprit, and no result is wrong."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from contributions import LOSSY, fitting
+from ranks import free_port, join_group, run_ranks, semaphore
+from test_benchmark_hosts import REASON, ROOT
+
+from benchmarks import hosts
+from dltrain_ext import comm
+
+DEADLINE = timedelta(seconds=2)  # where it has to pass
+FAR = timedelta(seconds=60)  # where it has not
+SLACK = 3.0  # seconds that a loaded machine may add
+MOMENTS = 4  # of faults, for each plan, number of ranks and way to die
+AT_ONCE = 4  # groups
+CULPRIT = re.compile(
+    r"the culprit is rank (\d+): (it has left|it does not answer) \(found by rank \d+ in round \d+ of call \d+\)"
+)
+SAID = {signal.SIGKILL: "it has left", signal.SIGSTOP: "it does not answer"}
+
+
+def cases(algorithm):
+    """Codec, elements, segments, and how many are under way at once."""
+    yield from (("raw", 10, 1, 1), ("raw", 40_000, 5, 1), ("raw", 3_000, 1, 3))
+    if algorithm in fitting(LOSSY[0]):
+        yield from (("int8", 2_000, 1, 1), ("int8", 40_000, 3, 2))
+
+
+def reduce(communicator, rank, world_size, algorithm, codec, numel, segments, at_once):
+    """Multiples of 127 are exact in int8."""
+    tensors = [torch.full((numel,), 127.0 * (rank + i + 1)) for i in range(at_once)]
+    works = [
+        communicator.all_reduce(
+            tensor, algorithm=algorithm, codec=codec, segments=segments or None, async_op=at_once > 1
+        )
+        for tensor in tensors
+    ]
+    for work in works:
+        if work:
+            work.wait()
+    for i, tensor in enumerate(tensors):
+        total = 127.0 * sum(r + i + 1 for r in range(world_size))
+        assert torch.equal(tensor, torch.full((numel,), total)), f"wrong: {tensor} is not {total}"
+
+
+def endure(rank, world_size, algorithm, deadline, ready, per_host):
+    """Reduces until it fails; returns why and when."""
+    communicator = comm.Communicator(timeout=deadline, ranks_per_host=per_host)
+    kinds = list(cases(algorithm))
+    for kind in kinds:
+        reduce(communicator, rank, world_size, algorithm, *kind)
+    ready.release()
+    try:
+        while True:
+            for kind in kinds:
+                reduce(communicator, rank, world_size, algorithm, *kind)
+    except dist.DistBackendError as error:
+        failed = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match="the culprit is rank"):  # at once, from now on
+            communicator.all_reduce(torch.ones(1))
+        return str(error), failed
+
+
+def strike(world_size, algorithm, how, victim, after, *, port=None, per_host=1):
+    """Has the victim die that many seconds after all ranks have begun. Returns the seconds until the last one knew."""
+    ready = semaphore()
+    struck = []
+
+    def hit(processes):
+        for _ in range(world_size):
+            assert ready.acquire(timeout=40), "the ranks do not begin"
+        time.sleep(after)
+        struck.append(time.monotonic())
+        os.kill(processes[victim], how)
+
+    deadline = DEADLINE if how == signal.SIGSTOP else FAR
+    results = run_ranks(
+        world_size, endure, algorithm, deadline, ready, per_host, dying=(victim,), port=port, meanwhile=hit, timeout=90
+    )
+    gone = time.monotonic()
+    del results[victim]
+    for text, _ in results:
+        named = CULPRIT.search(text)
+        assert named, text
+        assert (int(named[1]), named[2]) == (victim, SAID[how]), text
+        assert text.startswith("all_reduce "), text
+    last = max(failed for _, failed in results)
+    took = last - struck[0]
+    assert took < (DEADLINE.total_seconds() if how == signal.SIGSTOP else 0) + SLACK
+    assert gone - last < SLACK
+    return took
+
+
+@pytest.mark.parametrize("algorithm", [*comm.ALGORITHMS, "native"])
+def test_the_culprit_is_named_on_all_ranks_in_time(algorithm):
+    chance = random.Random(algorithm)
+    faults = [
+        (world_size, algorithm, how, chance.randrange(world_size), chance.uniform(0, 0.05))
+        for world_size in (2, 3, 4, 5)
+        for how in (signal.SIGKILL, signal.SIGSTOP)
+        for _ in range(MOMENTS)
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        took = list(pool.map(lambda fault: strike(*fault), faults))
+    for how in SAID:
+        seconds = [each for each, fault in zip(took, faults, strict=True) if fault[2] == how]
+        print(f"{algorithm}: {len(seconds)} x {how.name}: {min(seconds):.2f} to {max(seconds):.2f} s")
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_the_culprit_is_named_in_two_levels(how):
+    chance = random.Random(how)
+    for victim in range(4):
+        strike(4, "ring", how, victim, chance.uniform(0, 0.05), per_host=2)
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_the_dead_rank_was_host_of_the_store(how):
+    strike(3, "ring", how, 0, 0.01, port=free_port())
+
+
+def go_on(rank, world_size, how, victim, where):
+    communicator = comm.Communicator(timeout=DEADLINE)
+    reduce(communicator, rank, world_size, "ring", "int8", 1000, 1, 1)
+    if rank == victim:
+        os.kill(os.getpid(), how)
+    with pytest.raises(dist.DistBackendError, match=f"the culprit is rank {victim}: {SAID[how]}"):
+        reduce(communicator, rank, world_size, "ring", "int8", 1000, 1, 1)
+    dist.destroy_process_group()
+
+    survivors = [each for each in range(world_size) if each != victim]
+    join_group(where, survivors.index(rank), len(survivors))
+    communicator = comm.Communicator(timeout=FAR)
+    for algorithm in comm.ALGORITHMS:
+        reduce(communicator, survivors.index(rank), len(survivors), algorithm, "raw", 1000, 3, 2)
+
+
+@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize("store", ["file", "port"])
+def test_survivors_make_a_new_group_in_the_same_processes(tmp_path, store, how):
+    """Although the dead rank had the old store."""
+    where = str(tmp_path / "store") if store == "file" else free_port()
+    run_ranks(4, go_on, how, 0, where, dying=(0,), port=free_port())
+
+
+def test_the_example_goes_on():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "survivors.py"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"\d: 3 ranks add up", done.stdout)) == 3, done.stdout
+    assert len(re.findall(r"the culprit is rank 2: it has left", done.stdout)) == 3, done.stdout
+
+
+def endure_over_links(folder):
+    """Reduces until rank 0 sees the file that asks it to stop, or until it fails."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    communicator = comm.Communicator(timeout=DEADLINE, ranks_per_host=1)
+    error = ""
+    try:
+        stop = torch.zeros(1)
+        while not stop:
+            for algorithm in comm.ALGORITHMS:
+                reduce(communicator, rank, world_size, algorithm, "raw", 40_000, 3, 2)
+            Path(folder, f"began {rank}").touch()
+            stop = torch.tensor([float(rank == 0 and Path(folder, "stop").exists())])
+            communicator.all_reduce(stop)
+    except dist.DistBackendError as caught:
+        error = str(caught)
+    Path(folder, f"error {rank}").write_text(error)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
+@pytest.mark.parametrize("seconds", [0.3, DEADLINE.total_seconds() + 2])
+def test_a_link_that_goes_down_and_up(tmp_path, seconds):
+    """Ranks recover or fail, whichever it is, and never hold a wrong sum."""
+    spaces = [f"dltrain-{os.getpid()}-{name}" for name in ("switch", 0, 1, 2)]
+    switch, *names = spaces
+    ranks = []
+    try:
+        hosts.connect(switch, names, "none")
+        code = f"import test_fault_sweep as test; test.endure_over_links({str(tmp_path)!r})"
+        for rank, space in enumerate(names):
+            path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])}
+            environment = os.environ | hosts.variables(rank, len(names), 1) | path
+            ranks.append(subprocess.Popen(["ip", "netns", "exec", space, sys.executable, "-c", code], env=environment))
+        until = time.monotonic() + 40
+        while not all(Path(tmp_path, f"began {rank}").exists() for rank in range(3)):
+            assert time.monotonic() < until, "the ranks do not begin"
+            time.sleep(0.05)
+        hosts.call("ip", "-n", switch, "link", "set", "host1", "down")
+        time.sleep(seconds)
+        hosts.call("ip", "-n", switch, "link", "set", "host1", "up")
+        Path(tmp_path, "stop").touch()
+        assert [rank.wait(20) for rank in ranks] == [0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        hosts.remove(spaces)
+    errors = [Path(tmp_path, f"error {rank}").read_text() for rank in range(3)]
+    if seconds > DEADLINE.total_seconds():
+        assert all("the culprit is rank 1: it does not answer" in errors[rank] for rank in (0, 2)), errors
+        assert re.search("the culprit is rank [02]: it does not answer", errors[1]), errors  # as it looks from there
+    else:
+        assert all(not error or "the culprit is rank" in error for error in errors), errors
