@@ -12,7 +12,7 @@ from dltrain_ext import codecs, comm
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PARTS = ["all-reduce", "break-even", "training", "published"]
+PARTS = ["all-reduce", "break-even", "training", "published", "measured"]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -95,13 +95,29 @@ def test_the_readme_has_the_kept_comparison() -> None:
         assert shown == [round(row["reported"], digits), round(row["simulated"], digits)]
 
 
+def test_the_model_foresees_what_was_measured(tmp_path: Path) -> None:
+    done = run("--parts", "measured", "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["what"]: row for row in sections(tmp_path / "out.json")["measured"]}
+    assert found["all"]["median off %"] <= 15
+    assert found["all"]["figures"] == sum(found[f"{ranks} ranks"]["figures"] for ranks in (2, 3, 4)) > 300
+    section = (ROOT / "README.md").read_text().split("### Beside what was measured")[1].split("\n\n")[1]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
+    assert [line[0] for line in table] == list(found)
+    for what, figures, median, worst in table:
+        row = found[what]
+        assert (int(figures), median) == (row["figures"], f"{row['median off %']:.0f} %"), what
+        assert worst == f"{row['worst off %']:+.0f} %", what
+
+
 @pytest.mark.parametrize(
     ("code", "answer", "arguments"),
     [
-        (2, "valid: all-reduce, break-even, training, published", ["--parts", "everything"]),
+        (2, "valid: all-reduce, break-even, training, published, measured", ["--parts", "everything"]),
         (2, "'-3' is not a number above 0", ["--bandwidth=-3"]),
         (2, "'fast' is not a number above 0", ["--links", "10,fast"]),
         (2, "is not a size", ["--nbytes", "10MB"]),
+        (1, "--measured /nowhere: not what", ["--parts=measured", "--measured=/nowhere"]),
         (2, ", ".join(codecs.CODECS), ["--codecs", "int3"]),
         (1, "--algorithms: no codec but raw: recursive_doubling", ["--codecs=int8", "--algorithms=recursive_doubling"]),
         (1, "--max-ranks: expected at least one host of 16 ranks, got 8", ["--max-ranks=8", "--ranks-per-host=16"]),

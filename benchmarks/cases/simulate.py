@@ -5,14 +5,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import published, simulated_plots
+from benchmarks import measured, published, simulated_plots
 from benchmarks.cases.allreduce import RAW_ALONE, size
 from benchmarks.harness import Failure, Progress, at_least, choices
 from benchmarks.simulation import Cell, Section, Simulation
 from benchmarks.workloads import BACKWARD, RESNET50, TRANSFORMER, Workload, transformer_compute
 from dltrain_ext import codecs, comm, sim
 
-ALL_REDUCE, BREAK_EVEN, TRAINING, PUBLISHED = PARTS = ("all-reduce", "break-even", "training", "published")
+ALL_REDUCE, BREAK_EVEN, TRAINING, PUBLISHED, MEASURED = PARTS = (
+    "all-reduce",
+    "break-even",
+    "training",
+    "published",
+    "measured",
+)
 GBIT, US = 1e9 / 8, 1e-6
 
 
@@ -32,6 +38,13 @@ def several(text: str) -> list[float]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", type=choices(PARTS), default=list(PARTS), help=f"out of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--measured",
+        type=lambda text: [Path(part) for part in text.split(",")],
+        default=measured.KEPT,
+        metavar="FILES",
+        help="what `allreduce --json` wrote on `hosts`, for 2 ranks and for others (default: those kept)",
+    )
     parser.add_argument("--nbytes", type=size, default=10**8, help="of an all-reduce, in fp32 (default 100 MB)")
     parser.add_argument("--max-ranks", type=at_least(2), help="the largest world size (default 4096, --quick: 64)")
     parser.add_argument("--ranks-per-host", type=at_least(1), default=8, help="that share a link (default %(default)s)")
@@ -79,14 +92,18 @@ def run(options: argparse.Namespace, progress: Progress) -> Simulation:
         TRAINING: lambda: training(options, names, largest, network, progress),
         PUBLISHED: published.compare,
     }
-    sections = {}
+    sections, notes = {}, make_notes(options, network)
     for part in options.parts:
         progress(part, 0.0)
-        sections[part] = parts[part]()
+        if part == MEASURED:
+            sections[part], note = measured.compare(options.measured)
+            notes.append(f"{MEASURED}: simulated over measured, less 1; {note}")
+        else:
+            sections[part] = parts[part]()
     return Simulation(
         "SIMULATED on a modelled network: nothing was timed, and no model knows all that a real network does",
         sections,
-        make_notes(options, network),
+        notes,
     )
 
 
