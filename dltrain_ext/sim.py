@@ -47,7 +47,7 @@ class StepEstimate:
 
     @property
     def efficiency(self) -> float:
-        return self.compute / self.seconds
+        return self.compute / self.seconds if self.seconds else 1.0
 
 
 def training_step(

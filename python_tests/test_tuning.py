@@ -56,7 +56,11 @@ def test_the_table_is_what_was_measured_and_a_line_between():
     assert tuple(raw) == tuner.SIZES
     assert raw[4**6] == Choice(4**6, "tree", 2, 1.0, True)
     assert (raw[4**7].seconds, raw[4**7].measured) == (pytest.approx(4.0), False)
-    assert (raw[4**5].seconds, raw[4**10].seconds) == (1.0, 16.0 * 4**2)
+    assert raw[4**5].seconds == 1.0
+    foreseen = tuner.Model(NETWORK, 4, 1)
+    expected, trial = foreseen.ranking("raw", 4**10)[0]
+    last = foreseen.seconds(tuner.Trial("raw", 4**8, "direct", 4))
+    assert raw[4**10] == Choice(4**10, trial.algorithm, trial.segments, expected * 16.0 / last, False)
     model = sim.simulate("direct", 4, 4**13, codec="int8", network=NETWORK, segments=1).seconds
     assert made["int8"][-1].seconds <= model and not made["int8"][-1].measured
     assert made["native"][-1].algorithm == "native"
@@ -93,7 +97,9 @@ def test_a_tuning_is_saved_whole(tmp_path):
     assert "direct/1 250" in str(tuning) and "ring/4 ~1e+06" in str(tuning)
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"table": {"raw": []}}, {"table": {"int3": []}}, {"network": {}}])
+@pytest.mark.parametrize(
+    "change", [{"version": 2}, {"table": {"raw": []}}, {"table": {"int3": []}}, {"table": []}, {"network": {}}]
+)
 def test_what_is_no_tuning_is_refused(change):
     plain = json.loads(table(raw=1.0).to_json())
     with pytest.raises(ValueError, match=r"tuning: expected what Tuning.to_json\(\) wrote"):
@@ -104,8 +110,8 @@ def test_what_is_no_tuning_is_refused(change):
 
 def tune(rank, world_size):
     communicator = comm.Communicator()
-    assert communicator.plan_for("raw", 1 << 20) == "auto"
-    tuning = communicator.tune(seconds=0.5, codecs=["int8", "int4"])
+    assert communicator.plan_for("raw", 1 << 20) == ("auto", None)
+    tuning = communicator.tune(seconds=3, codecs=["int8", "int4"])
     assert tuning is communicator.tuning and tuning.world_size == world_size
     assert set(tuning.table) == {"raw", "int8", "int4", "native"}
     assert any(choice.measured for choice in tuning.table["raw"])
@@ -132,7 +138,7 @@ def go_by_a_tuning(rank, world_size, path):
         before = communicator.stats()["wire_bytes"]
         communicator.all_reduce(tensor, codec="auto")
         sent.append((communicator.stats()["wire_bytes"] - before) / tensor.numel())
-    assert communicator.plan_for("int8", 1 << 20) == "ring"
+    assert communicator.plan_for("int8", 1 << 20) == ("ring", 4)
     with pytest.raises(ValueError, match="codec: expected one by its name where there is a residual, got 'auto'"):
         communicator.all_reduce(torch.ones(3), codec="auto", residual=torch.zeros(3))
     with pytest.raises(ValueError, match="tuning: expected one of 2 ranks, got one of 3"):
@@ -150,23 +156,30 @@ def test_auto_goes_by_a_saved_tuning(tmp_path):
 def obey_the_environment(rank, world_size, path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLTRAIN_TUNING", str(path))
-        assert comm.Communicator().plan_for("raw", 1 << 20) == "ring"
+        assert comm.Communicator().plan_for("raw", 1 << 20) == ("ring", 4)
         patch.setenv("DLTRAIN_ALGORITHM", "oneshot")
         patch.setenv("DLTRAIN_SEGMENTS", "2")
         communicator = comm.Communicator()
-        assert communicator.plan_for("raw", 1 << 20) == "oneshot"
+        assert communicator.plan_for("raw", 1 << 20) == ("oneshot", 2)
         for algorithm, sent in (("auto", 4000 * (world_size - 1)), ("direct", 4000 * 2 * (world_size - 1) // 3)):
             before = communicator.stats()["wire_bytes"]
             communicator.all_reduce(torch.ones(1000), algorithm=algorithm)
             assert communicator.stats()["wire_bytes"] - before == pytest.approx(sent, rel=0.1)
         for name, value, match in (
             ("ALGORITHM", "rign", "DLTRAIN_ALGORITHM: algorithm: expected one of"),
+            ("ALGORITHM", "auto", "DLTRAIN_ALGORITHM: expected a plan's name, got 'auto'"),
             ("SEGMENTS", "0", "DLTRAIN_SEGMENTS: expected a number of at least 1, got '0'"),
             ("TUNING", "/nowhere", "DLTRAIN_TUNING=/nowhere"),
         ):
             with pytest.MonkeyPatch.context() as wrong, pytest.raises(ValueError, match=match):
                 wrong.setenv(f"DLTRAIN_{name}", value)
                 comm.Communicator()
+        patch.setenv("DLTRAIN_ALGORITHM", "native")
+        with pytest.raises(ValueError, match=r"DLTRAIN_ALGORITHM: algorithm \(for the codec int8\): expected one of"):
+            comm.Communicator().all_reduce(torch.ones(3), codec="int8")
+        patch.setenv("DLTRAIN_SEGMENTS", str(1 + rank))
+        with pytest.raises(ValueError, match="_SEGMENTS: expected the same on all ranks"):
+            comm.Communicator()
 
 
 def test_the_environment_stands_above(tmp_path):
@@ -185,7 +198,7 @@ def train(rank, world_size):
             state = ddp.register(model, codec="auto", tuning=tuning)
             for _ in range(2):
                 model(torch.full((1, 100), float(rank))).sum().backward()
-        plan, steps = state.communicator.plan_for(state.codec, 25 << 20), state.stats()
+        plan, steps = state.communicator.plan_for(state.codec, 25 << 20)[0], state.stats()
         texts = [str(each.message) for each in told if "codec 'auto'" in str(each.message)]
         outcomes.append((state.codec, state.algorithm, plan, steps["ratio"] > 3, len(texts)))
         expected = torch.full((100, 100), (world_size - 1) / 2 * 2)
@@ -199,7 +212,7 @@ def test_the_hook_takes_the_codec_or_none():
     assert second == [*first[:1], (*first[1][:-1], 0)]  # rank 0 says it, once
 
 
-def test_bad_input_is_named(tmp_path):
+def test_bad_input_is_named():
     run_ranks(1, refuse)
 
 
@@ -211,3 +224,5 @@ def refuse(rank, world_size):
         communicator.tune(seconds=-1)
     with pytest.raises(FileNotFoundError):
         comm.Communicator(tuning="/nowhere")
+    with pytest.raises(TypeError, match="tuning: expected a Tuning or the path of a saved one, got 5"):
+        comm.Communicator(tuning=5)

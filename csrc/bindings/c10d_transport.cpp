@@ -92,30 +92,30 @@ bool are_equal(const std::vector<comm::Span>& shares) {
 std::unique_ptr<comm::Request> C10dTransport::send(const Place& place, int peer, const void* data, int64_t bytes, int tag) {
   if (in_groups()) return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
   auto tensors = bytes_at(data, bytes);
-  return guarded([&] { return std::make_unique<C10dRequest>(backend().send(tensors, peer, tag)); });
+  return guarded([&] { return std::make_unique<C10dRequest>(backend()->send(tensors, peer, tag)); });
 }
 
 std::unique_ptr<comm::Request> C10dTransport::recv(const Place& place, int peer, void* data, int64_t bytes, int tag) {
   if (in_groups()) return exchange(place, {{false, peer, data, bytes}});
   auto tensors = bytes_at(data, bytes);
-  return guarded([&] { return std::make_unique<C10dRequest>(backend().recv(tensors, peer, tag)); });
+  return guarded([&] { return std::make_unique<C10dRequest>(backend()->recv(tensors, peer, tag)); });
 }
 
 std::unique_ptr<comm::Request> C10dTransport::exchange(const Place& place, const std::vector<comm::Posting>& postings) {
   if (!in_groups()) return Transport::exchange(place, postings);
   const OnStream current(place);
   return guarded([&] {
-    backend().startCoalescing();
+    backend()->startCoalescing();
     std::exception_ptr error;  // a group that was begun has to be ended
     try {
       for (const comm::Posting& each : postings) {
         auto tensors = bytes_at(each.data, each.bytes);
-        each.sent ? backend().send(tensors, each.peer, 0) : backend().recv(tensors, each.peer, 0);
+        each.sent ? backend()->send(tensors, each.peer, 0) : backend()->recv(tensors, each.peer, 0);
       }
     } catch (...) {
       error = std::current_exception();
     }
-    auto work = backend().endCoalescing();
+    auto work = backend()->endCoalescing();
     if (error) std::rethrow_exception(error);
     return std::make_unique<EnqueuedRequest>(place, std::move(work));
   });
@@ -127,7 +127,7 @@ void C10dTransport::all_reduce(const Place& place, void* values, int64_t numel, 
     std::vector<at::Tensor> tensors = {tensor_at(values, numel, type_of(number))};
     c10d::AllreduceOptions options;
     options.reduceOp = op_of(average);
-    backend().allreduce(tensors, options)->wait();
+    backend()->allreduce(tensors, options)->wait();
   });
 }
 
@@ -139,7 +139,7 @@ void C10dTransport::reduce_scatter(const Place& place, float* values, const std:
       auto all = tensor_at(values, shares.back().first + shares.back().count, at::kFloat), mine = tensor_of(shares[rank_]);
       c10d::ReduceScatterOptions options;
       options.reduceOp = op_of(average);
-      backend()._reduce_scatter_base(mine, all, options)->wait();
+      backend()->_reduce_scatter_base(mine, all, options)->wait();
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
@@ -148,7 +148,7 @@ void C10dTransport::reduce_scatter(const Place& place, float* values, const std:
       c10d::ReduceOptions options;
       options.reduceOp = op_of(average);
       options.rootRank = root;
-      backend().reduce(tensors, options)->wait();
+      backend()->reduce(tensors, options)->wait();
     }
   });
 }
@@ -159,7 +159,7 @@ void C10dTransport::all_gather(const Place& place, float* values, const std::vec
     const auto tensor_of = [&](const comm::Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
     if (are_equal(shares)) {
       auto all = tensor_at(values, shares.back().first + shares.back().count, at::kFloat), mine = tensor_of(shares[rank_]);
-      backend()._allgather_base(all, mine)->wait();
+      backend()->_allgather_base(all, mine)->wait();
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
@@ -167,7 +167,7 @@ void C10dTransport::all_gather(const Place& place, float* values, const std::vec
       if (tensors[0].numel() == 0) continue;
       c10d::BroadcastOptions options;
       options.rootRank = root;
-      backend().broadcast(tensors, options)->wait();
+      backend()->broadcast(tensors, options)->wait();
     }
   });
 }
@@ -178,7 +178,7 @@ void C10dTransport::all_reduce(at::Tensor tensor, comm::Deadline deadline, const
   guarded([&] {
     c10d::AllreduceOptions options;
     options.timeout = until(deadline);
-    native_ = backend().allreduce(tensors, options);
+    native_ = backend()->allreduce(tensors, options);
     while (!native_->isCompleted()) {
       if (given_up()) throw comm::TransportError("given up");
       if (comm::Clock::now() > deadline + slice) throw comm::TransportError("nothing came");
@@ -194,7 +194,7 @@ void C10dTransport::all_reduce(at::Tensor tensor, comm::Deadline deadline, const
 
 std::string C10dTransport::error() {
   return guarded([&]() -> std::string {
-    switch (backend().getError()) {
+    switch (backend()->getError()) {
       case c10d::ErrorType::SUCCESS: return {};
       case c10d::ErrorType::TIMEOUT: return "the backend has timed out";
       case c10d::ErrorType::REMOTE_ERROR: return "a peer's connections have failed";
@@ -204,9 +204,9 @@ std::string C10dTransport::error() {
 }
 
 void C10dTransport::abort() noexcept {
-  if (!in_groups() || !backend_) return;
+  if (!in_groups()) return;
   try {
-    backend_->abort();
+    backend()->abort();
   } catch (const std::exception&) {
     return;  // it has ended already
   }
@@ -215,15 +215,17 @@ void C10dTransport::abort() noexcept {
 void C10dTransport::close() noexcept {
   abort();
   // The backend goes when its work has ended, which Gloo cannot break off.
-  if (native_ && !native_->isCompleted()) {
-    std::thread([backend = std::move(backend_)]() mutable { backend.reset(); }).detach();
-  }
-  backend_.reset();
+  std::unique_lock lock(mutex_);
+  auto backend = std::move(backend_);
+  lock.unlock();
+  if (native_ && !native_->isCompleted()) std::thread([backend = std::move(backend)]() mutable { backend.reset(); }).detach();
 }
 
-c10d::Backend& C10dTransport::backend() const {
+// Kept by whoever uses it: another thread may close.
+c10::intrusive_ptr<c10d::Backend> C10dTransport::backend() const {
+  std::lock_guard lock(mutex_);
   if (!backend_) throw comm::TransportError("the connections were closed");
-  return *backend_;
+  return backend_;
 }
 
 at::Tensor C10dTransport::tensor_at(const void* data, int64_t numel, at::ScalarType type) const {

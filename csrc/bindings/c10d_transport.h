@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <functional>
+#include <mutex>
 #include <utility>
 
 #include "comm/collectives.h"
@@ -37,10 +38,11 @@ class C10dTransport : public comm::Transport, public comm::Collectives {
   void all_reduce(at::Tensor tensor, comm::Deadline deadline, const std::function<bool()>& given_up);
 
  private:
-  c10d::Backend& backend() const;
+  c10::intrusive_ptr<c10d::Backend> backend() const;
   at::Tensor tensor_at(const void* data, int64_t numel, at::ScalarType type) const;
   std::vector<at::Tensor> bytes_at(const void* data, int64_t bytes) const { return {tensor_at(data, bytes, at::kByte)}; }
 
+  mutable std::mutex mutex_;  // guards what follows
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10::intrusive_ptr<c10d::Work> native_;  // the latest
   const c10::Device device_;

@@ -2,7 +2,9 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <chrono>
 #include <exception>
+#include <thread>
 #include <type_traits>
 
 namespace dltrain::bindings {
@@ -34,19 +36,25 @@ bool GlooChannel::send(int peer, const comm::Notice& notice) noexcept {
 
 std::optional<comm::Channel::Received> GlooChannel::receive() {
   constexpr auto for_ever = std::chrono::hours(24 * 365);  // without one it would be the backend's own
-  c10::intrusive_ptr<c10d::Work> work;
-  try {
-    {
-      std::lock_guard lock(mutex_);
-      if (!backend_) return {};
-      auto tensors = bytes_of(received_);
-      work = receiving_ = backend_->recvAnysource(tensors, 0);
+  constexpr auto pause = std::chrono::milliseconds(10);
+  for (;;) {
+    try {
+      const auto work = post_receive();
+      if (!work) return {};
+      if (work->wait(for_ever)) return Received{work->sourceRank(), received_};
+    } catch (const std::exception&) {
+      std::this_thread::sleep_for(pause);  // a peer has left that was about to send, or all have
     }
-    if (!work->wait(for_ever)) return {};
-    return Received{work->sourceRank(), received_};
-  } catch (const std::exception&) {
-    return {};  // all peers have left
   }
+}
+
+// Null once closed.
+c10::intrusive_ptr<c10d::Work> GlooChannel::post_receive() {
+  std::lock_guard lock(mutex_);
+  receiving_.reset();
+  if (!backend_) return {};
+  auto tensors = bytes_of(received_);
+  return receiving_ = backend_->recvAnysource(tensors, 0);
 }
 
 // What is still to be sent is dropped: a peer that is stopped would never take it.

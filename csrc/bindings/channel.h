@@ -23,6 +23,8 @@ class GlooChannel : public comm::Channel {
   void close() noexcept override;
 
  private:
+  c10::intrusive_ptr<c10d::Work> post_receive();
+
   struct Sent {
     comm::Notice notice;
     c10::intrusive_ptr<c10d::Work> work;

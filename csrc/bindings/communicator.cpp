@@ -183,6 +183,12 @@ std::string Communicator::Work::failure() const {
   return reason.empty() && inside ? inside->executor().failure() : reason;
 }
 
+void Communicator::Work::refuse(const std::string& reason) {
+  for (const auto& level : {across, inside}) {
+    if (level) level->executor().refuse(reason);
+  }
+}
+
 void Communicator::Work::abort(const std::string& reason) {
   for (const auto& level : {across, inside}) {
     if (level) level->executor().abort(reason);
@@ -275,8 +281,11 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
 }
 
 void Communicator::close() {
-  work_->abort("the communicator was closed");
-  if (work_->lookout) work_->lookout->close();  // a call that asks it for the culprit need not wait for an answer
+  const std::string reason = "the communicator was closed";
+  // Before a call fails: nobody is told that this rank is well, and a call that asks for the culprit need not wait for an answer.
+  work_->refuse(reason);
+  if (work_->lookout) work_->lookout->close();
+  work_->abort(reason);
   queue_.close();
   work_->close();
 }

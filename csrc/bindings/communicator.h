@@ -61,6 +61,7 @@ class Communicator {
     void all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average);
     void all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::AllReduce& call);
     std::string failure() const;
+    void refuse(const std::string& reason);
     void abort(const std::string& reason);
     void give_up(const std::string& finding);
     comm::Waiting waiting() const;

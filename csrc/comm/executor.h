@@ -70,6 +70,9 @@ class Executor {
   // Returns when what has been enqueued is done, or has failed.
   void drain() { watch_.drain(); }
 
+  // What comes from now on fails with `reason`; what is under way goes on.
+  void refuse(const std::string& reason) { failure_.set(reason); }
+
   // When nothing is under way any more: lets the peers know.
   void close() noexcept;
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <numeric>
+#include <utility>
 
 #include "comm/choice.h"
 #include "comm/program.h"
@@ -37,10 +38,14 @@ class Line {
  public:
   explicit Line(double ahead = 0) : ahead_(ahead), free_(-ahead) {}
 
-  // Returns when that is over which takes so many seconds and can begin at `from`.
-  double serve(double from, double seconds) {
+  struct Turn {
+    double begins, ends;
+  };
+  // Of what takes so many seconds and can begin at `from`.
+  Turn serve(double from, double seconds) {
+    const double begins = std::max(free_, from);
     free_ = std::max(free_, from - ahead_) + seconds;
-    return std::max(free_, from);
+    return {begins, std::max(free_, from)};
   }
 
  private:
@@ -87,7 +92,8 @@ class Walk {
 
  private:
   struct Sending {
-    double time;  // when it is posted; then when it would come if nothing came before it
+    double time;  // when it is posted; then when its first byte could come
+    double last;  // byte could come, if nothing came before it
     int walker;
     const Message* message;
   };
@@ -109,7 +115,7 @@ class Walk {
       clock = cores_.serve(clock, mine.before);
       for (const Message& message : mine.sends) {
         clock += network_.overhead;
-        sendings_.push_back({clock, walker, &message});
+        sendings_.push_back({clock, 0, walker, &message});
       }
       clock += network_.overhead * mine.receives;
     }
@@ -132,17 +138,18 @@ class Walk {
     const Message& message = *sending.message;
     const double copying = static_cast<double>(message.bytes) * network_.copy, copied = cores_.serve(sending.time, copying);
     Line& link = message.leaves_host ? out_[sending.walker / network_.ranks_per_host] : inside_[sending.walker];
-    const double sent = std::max(link.serve(copied - copying, on_link(message)), copied);
+    const Line::Turn turn = link.serve(copied - copying, on_link(message));
+    const double sent = std::max(turn.ends, copied), latency = message.leaves_host ? network_.latency : network_.inside_latency;
     done_[sending.walker][segment] = std::max(done_[sending.walker][segment], sent);
-    sending.time = sent + (message.leaves_host ? network_.latency : network_.inside_latency);
+    sending.time = turn.begins + latency;
+    sending.last = sent + latency;
   }
 
   void receive(const Sending& sending, int segment) {
     const Message& message = *sending.message;
-    const double began = sending.time - on_link(message);
-    double came = sending.time;
-    if (message.leaves_host) came = std::max(in_[message.to / network_.ranks_per_host].serve(began, on_link(message)), came);
-    came = std::max(cores_.serve(began, static_cast<double>(message.bytes) * network_.copy), came);
+    double came = sending.last;
+    if (message.leaves_host) came = std::max(in_[message.to / network_.ranks_per_host].serve(sending.time, on_link(message)).ends, came);
+    came = std::max(cores_.serve(sending.time, static_cast<double>(message.bytes) * network_.copy), came);
     done_[message.to][segment] = std::max(done_[message.to][segment], came);
   }
 
@@ -170,6 +177,7 @@ double seconds_of(const SumStep& step, const Speed& speed) {
 
 Costs costs_of(const Program& program, int walkers, int rank, const Network& network, const Speed& speed) {
   Costs costs;
+  int posted = static_cast<int>(program.first.size());
   for (const auto& parts : program.ticks) {
     Tick& tick = costs.emplace_back();
     tick.first = parts.empty() ? 0 : parts.front().segment;
@@ -177,7 +185,7 @@ Costs costs_of(const Program& program, int walkers, int rank, const Network& net
       Share& share = tick.shares.emplace_back();
       for (const SumStep& step : part.sums) share.before += seconds_of(step, speed);
       for (const DecodeStep& step : part.decodes) share.after += static_cast<double>(step.region.span.count) * speed.decode;
-      share.receives = static_cast<int>(part.ahead.size());
+      share.receives = static_cast<int>(part.ahead.size()) + std::exchange(posted, 0);
       for (const Transfer& transfer : part.sends) {
         const bool leaves_host = transfer.peer / network.ranks_per_host != rank / network.ranks_per_host;
         share.sends.push_back({transfer.peer % walkers, leaves_host, transfer.bytes});

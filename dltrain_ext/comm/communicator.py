@@ -1,6 +1,7 @@
 """All-reduce over a torch.distributed group, on connections of its own."""
 
 import collections
+import hashlib
 import itertools
 import os
 import threading
@@ -18,7 +19,8 @@ from dltrain_ext.codecs.arguments import check_number, is_stochastic
 from dltrain_ext.comm import tuner
 from dltrain_ext.comm.connections import TRANSPORTS, Connections, tell_once
 from dltrain_ext.comm.model import Network
-from dltrain_ext.comm.tuning import Overrides, Tuning, check_fits
+from dltrain_ext.comm.plans import ALGORITHMS, plan
+from dltrain_ext.comm.tuning import Overrides, Tuning, as_tuning, check_override
 
 _IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
 
@@ -99,10 +101,7 @@ class Communicator:
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
         ranks = dist.get_process_group_ranks(group)
-        if isinstance(tuning, str | os.PathLike):
-            tuning = Tuning.load(tuning)
-        if tuning is not None:
-            check_fits(tuning, len(ranks))
+        tuning = as_tuning(tuning, len(ranks))
         self._overrides = Overrides.of_environment(len(ranks))
         self.tuning = self._overrides.tuning or tuning
         self._rank, self._world_size = ranks.index(dist.get_rank()), len(ranks)
@@ -112,6 +111,11 @@ class Communicator:
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _close, self._by_device)
+        chosen = hashlib.sha256(repr((self.tuning, self._overrides)).encode()).hexdigest()
+        if len(set(self._connections.share(chosen))) > 1:
+            raise ValueError(
+                "tuning, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks"
+            )
         self._device = _device_of(group)
         self._on(self._device)
 
@@ -155,9 +159,11 @@ class Communicator:
         if codec == "auto":
             if residual is not None:
                 raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
-            algorithm, codec = self._codec_for(tensor, algorithm)
-        if tensor.dtype in _IN_PLANS:
-            algorithm, segments = self._plan_for(algorithm, codec, 4 * tensor.numel(), segments)
+            fits = tensor.dtype in _IN_PLANS
+            algorithm, codec = self.codec_for(4 * tensor.numel(), algorithm) if fits else (algorithm, "raw")
+        if algorithm == "auto" and tensor.dtype in _IN_PLANS:
+            algorithm, chosen = self.plan_for(codec, 4 * tensor.numel())
+            segments = segments or chosen
         given: dict[str, Any] = {
             "average": _averages(op),
             "algorithm": algorithm,
@@ -209,33 +215,27 @@ class Communicator:
         codec = "raw" if trial.codec == "native" else trial.codec
         self.all_reduce(tensor, algorithm=trial.algorithm, codec=codec, segments=trial.segments)
 
-    def plan_for(self, codec: str, nbytes: int) -> str:
-        """What ``algorithm="auto"`` stands for, with tensors of so many bytes in fp32; ``"auto"`` before tuning."""
-        return self._plan_for("auto", codec, nbytes, None)[0]
-
-    def _plan_for(self, algorithm: str, codec: str, nbytes: int, segments: int | None) -> tuple[str, int | None]:
-        overrides = self._overrides
-        if algorithm != "auto":
-            return algorithm, segments
+    def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
+        """What ``algorithm="auto"`` stands for, with tensors of so many bytes in fp32: a plan, and the number of
+        segments where that is decided; ``"auto"`` before tuning."""
+        overrides, choice = self._overrides, None
         if overrides.algorithm is not None:
-            return overrides.algorithm, segments or overrides.segments
-        if self.tuning is None or codec not in self.tuning.table:
-            return algorithm, segments or overrides.segments
-        choice = self.tuning.choose(codec, nbytes)
-        return choice.algorithm, segments or overrides.segments or choice.segments
+            check_override(overrides.algorithm, codec)
+        elif self.tuning is not None and codec in self.tuning.table:
+            choice = self.tuning.choose(codec, nbytes)
+        algorithm = overrides.algorithm or (choice.algorithm if choice else "auto")
+        return algorithm, overrides.segments or (choice.segments if choice else None)
 
-    def codec_for(self, nbytes: int) -> str:
-        """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32: a codec or, where compressing would
-        lose, ``"native"``. Before tuning this tunes, which is collective."""
+    def codec_for(self, nbytes: int, algorithm: str = "auto") -> tuple[str, str]:
+        """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32, and the algorithm to go with it:
+        ``"native"`` where compressing would lose. Before tuning this tunes, which is collective."""
+        if algorithm == "native" or (algorithm in ALGORITHMS and plan(algorithm, 0, 1).exact):
+            return algorithm, "raw"  # they take no other
         tuning = self.tuning or self.tune()
         codec = tuning.codec_for(nbytes)
         if codec in ("raw", "native") and self._rank == 0:
             gbits = tuning.network.bandwidth * 8e-9
             tell_once(f"codec 'auto': compression would lose at {gbits:.3g} Gbit/s, so there is none")
-        return codec
-
-    def _codec_for(self, tensor: torch.Tensor, algorithm: str) -> tuple[str, str]:
-        codec = self.codec_for(4 * tensor.numel()) if tensor.dtype in _IN_PLANS else "raw"
         if codec == "native":
             return ("native" if algorithm == "auto" else algorithm), "raw"
         return algorithm, codec

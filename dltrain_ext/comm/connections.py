@@ -48,8 +48,8 @@ class Connections:
 
     def share(self, text: str) -> list[str]:
         """The texts of all ranks, in their order. Collective."""
-        about = f"share {next(self._shared)}"
-        return meet(self._store, about, self._ranks, self._rank, text, self._timeout)
+        about, patience = f"share {next(self._shared)}", max(self._timeout, _CONNECTING)  # one of them may think first
+        return meet(self._store, about, self._ranks, self._rank, text, patience)
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device, whose number may differ between the ranks."""

@@ -42,7 +42,7 @@ class Network:
         ranks_per_host: neighbouring ranks that share a host and its link.
         inside_latency, inside_bandwidth: between ranks of one host; each has that bandwidth to itself, each way.
         burst: bytes that a host's link has let through at once after a pause, as token buckets do (``tc tbf``; many
-            cloud instances).
+            cloud instances). Each all-reduce begins after a pause.
         memory_bandwidth: bytes a second that a rank's codecs and sums move, where ``speeds`` does not tell.
         speeds: of codecs that have been measured, by name.
         overhead: seconds of a rank's own time for each message, at either end.
@@ -196,13 +196,16 @@ def _in_two_levels(
     pieces = min(max(1, numel // _PIECE), _MOST_PIECES)
     length = numel // pieces
     # A host's ranks work each at a share of the piece, and share the link.
-    outside = replace(network, ranks_per_host=1, bandwidth=network.bandwidth / per_host)
+    share = replace(network, bandwidth=network.bandwidth / per_host, burst=network.burst / per_host, ranks_per_host=1)
     inside = [
         _in_one_level(half, per_host, length, "raw", network, 1, ()).seconds
         for half in ("reduce_scatter", "all_gather")
     ]
-    across = _in_one_level(algorithm, world_size // per_host, length // per_host, codec, outside, segments, ())
-    slowest = max(sum(inside), across.seconds)
+    across, later = (
+        _in_one_level(algorithm, world_size // per_host, length // per_host, codec, link, segments, ())
+        for link in (share, replace(share, burst=0))  # the first piece has used it up
+    )
+    slowest = max(sum(inside), later.seconds)
     seconds = max(late, default=0.0) + sum(inside) + across.seconds + (pieces - 1) * slowest
     return replace(across, seconds=seconds, wire_bytes=across.wire_bytes * pieces)
 

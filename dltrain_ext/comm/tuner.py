@@ -21,8 +21,9 @@ SIZES = tuple(4**power for power in range(5, 14))  # bytes: 1 KiB to 64 MiB
 _TRIED_SIZES = {"raw": SIZES[:-1], "native": SIZES[:-1]}  # up to 16 MiB; of lossy codecs:
 _TRIED_LOSSY_SIZES = (4**8, 4**10, 4**12)
 _CALIBRATING_SIZES = (4**6, 4**9, 4**11)
-_REPEATS = (5, 25)  # at least, at most
-_PER_TRIAL = 0.05  # seconds that make more than the least
+_REPEATS = (5, 40)  # at least, at most
+_PER_TRIAL = 0.08  # seconds that make more than the least
+_SHORT = 4**9  # bytes up to which the model knows too little to leave a plan out
 
 
 class Trial(NamedTuple):
@@ -50,16 +51,22 @@ class Group:
 
 
 def tune(group: Group, start: Network, levels: int, names: Sequence[str], seconds: float) -> Tuning:
-    """Collective. start: what is known of the network beforehand; names: of codecs."""
-    speeds = {codec: speed_of(codec, group.device) for codec in ("raw", *names)}
-    start = replace(start, speeds=_slowest(group, speeds))
-    network = fit(start, group.world_size, levels, _time(group, list(_calibrating())))
-    model = Model(network, group.world_size, levels)
-    agreed = group.share(json.dumps(list(_worth_trying(model, ("raw", *names), seconds))) if group.rank == 0 else "")
-    trials = [Trial(*fields) for fields in json.loads(agreed[0])]
-    tuning = Tuning(group.world_size, network, tabulate(model, ("raw", *names), _time(group, trials)))
-    # All have the same samples; but rank 0's words count, in case the processors' arithmetic differs.
-    return Tuning.from_json(group.share(tuning.to_json() if group.rank == 0 else "")[0])
+    """Collective. start: what is known of the network beforehand; names: of codecs. Rank 0 decides."""
+    if len(set(group.share(json.dumps([seconds, *names])))) > 1:
+        raise ValueError("seconds, codecs: expected the same on all ranks")
+    names = ("raw", *names)
+    speeds = _slowest(group, {codec: speed_of(codec, group.device) for codec in names})
+    times = _time(group, list(_calibrating()))
+    plan = []
+    if group.rank == 0:
+        network = fit(replace(start, speeds=speeds), group.world_size, levels, times)
+        model = Model(network, group.world_size, levels)
+        plan = list(_worth_trying(model, names, seconds))
+    times = _time(group, [Trial(*fields) for fields in json.loads(group.share(json.dumps(plan))[0])])
+    tuning = ""
+    if group.rank == 0:
+        tuning = Tuning(group.world_size, network, tabulate(model, names, times)).to_json()
+    return Tuning.from_json(group.share(tuning)[0])
 
 
 def _slowest(group: Group, speeds: Mapping[str, Speed]) -> dict[str, Speed]:
@@ -143,10 +150,13 @@ def fit(
     world_size: int,
     levels: int,
     times: Mapping[Trial, float],
-    free: Sequence[str] = ("latency", "bandwidth", "overhead", "copy"),
+    free: Sequence[str] | None = None,
 ) -> Network:
     """The network with which the model comes closest to what was measured, by the mean of the logarithms' differences:
     one of the ``free`` attributes is changed, or two, by ever smaller factors."""
+    if free is None:
+        inside = ("inside_latency", "inside_bandwidth") if levels == 2 else ()
+        free = ("latency", "bandwidth", "overhead", "copy", *inside)
 
     def distance(network: Network) -> float:
         model = Model(network, world_size, levels)
@@ -190,7 +200,7 @@ class Model:
         for algorithm in ALGORITHMS:
             if codec != "raw" and plan(algorithm, 0, 1).exact:
                 continue
-            counts = [count for count in (1, 2, 4, 8, 16) if count <= min(most, max(1, nbytes >> 16))]
+            counts = [count for count in (1, 2, 4, 8, 16) if count <= min(most, max(1, nbytes >> 18))]
             trials = [Trial(codec, nbytes, algorithm, count) for count in counts]
             found.append(min(((self.seconds(trial), trial) for trial in trials), key=lambda pair: pair[0]))
         return sorted(found, key=lambda pair: pair[0])
@@ -208,40 +218,49 @@ def _worth_trying(model: Model, names: Sequence[str], seconds: float) -> Iterato
             if codec == "native":
                 trials = [(fastest, Trial("native", nbytes, "native", 1))]
             else:
-                # Where messages are short the model knows least.
-                factor, most = (4.0, 5) if nbytes <= 4**9 else (1.5, 3 if codec == "raw" else 2)
-                trials = [pair for pair in ranking if pair[0] <= factor * fastest][:most]
+                promising = [pair for pair in ranking if pair[0] <= 1.5 * fastest][: 3 if codec == "raw" else 2]
+                trials = ranking if nbytes <= _SHORT else promising
             for expected, trial in trials:
-                left -= (1 + _REPEATS[0]) * (expected + 1e-3)
-                if left > 0:
+                cost = (1 + _REPEATS[0]) * (expected + 1e-3)
+                if cost <= left:
+                    left -= cost
                     yield trial
 
 
 def tabulate(model: Model, names: Sequence[str], times: Mapping[Trial, float]) -> dict[str, list[Choice]]:
-    """The fastest that was measured of each size. Between two of these it takes as long as a line in the logarithms
-    says, below the first as long as that, and beyond the last one more in proportion; what was never measured takes as
-    long as the model says."""
+    """The fastest that was measured of each size. Up to the largest of these, what lies between takes as long as a line
+    in the logarithms says, and what lies below as long as the smallest; beyond it the model says what is the fastest,
+    and how much longer that takes."""
     table = {}
     for codec in (*names, "native"):
         best: dict[int, tuple[Trial, float]] = {}
         for trial, seconds in times.items():
             if trial.codec == codec and seconds < best.get(trial.nbytes, (trial, math.inf))[1]:
                 best[trial.nbytes] = trial, seconds
-        if best:
-            table[codec] = [_choice(best, nbytes) for nbytes in SIZES]
-        elif codec != "native":
-            ranked = [model.ranking(codec, nbytes)[0] for nbytes in SIZES]
-            table[codec] = [Choice(t.nbytes, t.algorithm, t.segments, seconds, False) for seconds, t in ranked]
+        if best or codec != "native":
+            largest = max(best, default=0)
+            within = [_between(best, nbytes) for nbytes in SIZES if nbytes <= largest]
+            table[codec] = within + [_beyond(model, best, codec, nbytes) for nbytes in SIZES if nbytes > largest]
     return table
 
 
-def _choice(best: Mapping[int, tuple[Trial, float]], nbytes: int) -> Choice:
+def _between(best: Mapping[int, tuple[Trial, float]], nbytes: int) -> Choice:
     near = min(best, key=lambda size: abs(math.log(size / nbytes)))
     trial, seconds = best[near]
-    below, above = (max((s for s in best if s < nbytes), default=0), min((s for s in best if s > nbytes), default=0))
-    if near != nbytes and below and above:
+    below, above = (max((s for s in best if s < nbytes), default=0), min(s for s in best if s >= nbytes))
+    if near != nbytes and below:
         part = math.log(nbytes / below) / math.log(above / below)
         seconds = best[below][1] ** (1 - part) * best[above][1] ** part
-    elif nbytes > near:
-        seconds *= nbytes / near
     return Choice(nbytes, trial.algorithm, trial.segments, seconds, near == nbytes)
+
+
+def _beyond(model: Model, best: Mapping[int, tuple[Trial, float]], codec: str, nbytes: int) -> Choice:
+    if not best:
+        expected, trial = model.ranking(codec, nbytes)[0]
+        return Choice(nbytes, trial.algorithm, trial.segments, expected, False)
+    largest = max(best)
+    last, seconds = best[largest]
+    if codec == "native":
+        return Choice(nbytes, "native", 1, seconds * nbytes / largest, False)
+    expected, trial = model.ranking(codec, nbytes)[0]
+    return Choice(nbytes, trial.algorithm, trial.segments, expected * seconds / model.seconds(last), False)

@@ -99,9 +99,11 @@ class Tuning:
                 if not choices:
                     raise ValueError(f"no choice for {codec}")
                 for choice in choices:
+                    if not (choice.nbytes > 0 and choice.seconds > 0 and choice.segments > 0):
+                        raise ValueError(f"{choice} is none")
                     _ops.check_names(choice.algorithm, "raw" if codec == "native" else codec)
             return cls(plain["world_size"], Network.from_dict(plain["network"]), table)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"tuning: expected what Tuning.to_json() wrote, got something else: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -121,6 +123,16 @@ def _cell(choice: Choice | None) -> str:
     return f"{choice.algorithm}/{choice.segments} {'' if choice.measured else '~'}{choice.seconds * 1e3:.3g}"
 
 
+def as_tuning(given: "Tuning | str | os.PathLike[str] | None", world_size: int) -> Tuning | None:
+    """Of an argument."""
+    tuning = Tuning.load(given) if isinstance(given, str | os.PathLike) else given
+    if tuning is not None and not isinstance(tuning, Tuning):
+        raise TypeError(f"tuning: expected a Tuning or the path of a saved one, got {given!r}")
+    if tuning is not None:
+        check_fits(tuning, world_size)
+    return tuning
+
+
 @dataclass(frozen=True)
 class Overrides:
     """What the environment says for ``algorithm="auto"``: ``DLTRAIN_ALGORITHM``, ``DLTRAIN_SEGMENTS`` and
@@ -135,10 +147,7 @@ class Overrides:
         """Raises ValueError naming the variable."""
         algorithm, segments, path = (os.environ.get(f"DLTRAIN_{name}") for name in ("ALGORITHM", "SEGMENTS", "TUNING"))
         if algorithm is not None:
-            try:
-                _ops.check_names(algorithm, "raw")
-            except ValueError as error:
-                raise ValueError(f"DLTRAIN_ALGORITHM: {error}") from error
+            check_override(algorithm, "raw")
         if segments is not None and not (segments.isdecimal() and 0 < int(segments) < 2**31):
             raise ValueError(f"DLTRAIN_SEGMENTS: expected a number of at least 1, got {segments!r}")
         tuning = None
@@ -149,6 +158,15 @@ class Overrides:
             except (OSError, ValueError) as error:
                 raise ValueError(f"DLTRAIN_TUNING={path}: {error}") from error
         return cls(algorithm, int(segments) if segments else None, tuning)
+
+
+def check_override(algorithm: str, codec: str) -> None:
+    try:
+        if algorithm == "auto":
+            raise ValueError("expected a plan's name, got 'auto'")
+        _ops.check_names(algorithm, codec)
+    except ValueError as error:
+        raise ValueError(f"DLTRAIN_ALGORITHM: {error}") from error
 
 
 def check_fits(tuning: Tuning, world_size: int) -> None:

@@ -98,9 +98,7 @@ class AllReduceState:
             process_group, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
         if codec == "auto":
-            codec = self.communicator.codec_for(_BUCKET)
-        if codec == "native":
-            algorithm, codec = ("native" if algorithm == "auto" else algorithm), "raw"
+            algorithm, codec = self.communicator.codec_for(_BUCKET, algorithm)
         group = dist.group.WORLD if process_group is None else process_group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self.codec, self.algorithm, self.scaler = codec, algorithm, scaler
@@ -129,18 +127,18 @@ class AllReduceState:
             with_squares=self.scaler is not None,
         )
 
-    @property
-    def _plan(self) -> str:
-        """One for buckets of any size, since a parameter may come to be in another one."""
+    def _plan(self) -> tuple[str, int | None]:
+        """And its segments: one for buckets of any size, since a parameter may come to be in another one."""
         if self.algorithm != "auto":
-            return self.algorithm
-        if (tuned := self.communicator.plan_for(self.codec, _BUCKET)) != "auto":
-            return tuned
+            return self.algorithm, None
+        tuned, segments = self.communicator.plan_for(self.codec, _BUCKET)
+        if tuned != "auto":
+            return tuned, segments
         # By measurement for 2 and 4; each hop of the ring encodes once more, so it is not for many.
-        return "ring" if self._world_size <= 8 else "direct"
+        return "ring" if self._world_size <= 8 else "direct", segments
 
-    def _is_by_parameter(self, codec: str) -> bool:
-        in_any_order = self._world_size <= 2 or self._plan in _IN_RANK_ORDER
+    def _is_by_parameter(self, plan: str, codec: str) -> bool:
+        in_any_order = self._world_size <= 2 or plan in _IN_RANK_ORDER
         return not (codec == "raw" and in_any_order)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -155,7 +153,8 @@ class AllReduceState:
             self.steps += 1
         is_plain = self._world_size == 1 or self.steps <= self.warmup_steps
         codec = "raw" if is_plain else self.codec
-        laid = self._buckets.find(bucket, codec, self._is_by_parameter(codec))
+        plan, segments = self._plan()
+        laid = self._buckets.find(bucket, codec, self._is_by_parameter(plan, codec))
         # A rank that has joined is called outside of backward. Its scaler stands still, so what is lost now it cannot
         # put in units that will fit later.
         feeds = laid.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
@@ -165,7 +164,8 @@ class AllReduceState:
             buffer,
             laid.handle,
             feeds=feeds,
-            algorithm=self._plan,
+            algorithm=plan,
+            segments=segments or 0,
             codec=codec,
             loss_scale=self._loss_scale(buffer.device) if feeds else None,
             stochastic=self._stochastic,
