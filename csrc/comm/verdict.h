@@ -25,7 +25,7 @@ struct State {
   static State of(int64_t begun, const Waiting& waiting);
 };
 
-// Why a call of a group has failed, for all ranks the same.
+// Why a call of a group has failed: for all ranks the same, unless several found out at one moment.
 struct Verdict {
   enum class Manner : int32_t { left, silent, late, none, disagreement, failure };
   Manner manner = Manner::none;

@@ -304,11 +304,11 @@ def all_reduce(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
         torch.distributed.DistBackendError: a rank is gone or late; names the rank waited for, the algorithm, the
-            round and the deadline, and then, the same on all ranks, the culprit: ``the culprit is rank 3: it has left``
-            (at once), ``it does not answer`` or ``it is alive, but has not made call 7`` (a second after the first
-            deadline at the latest). Or the ranks disagree on what to reduce: names both calls. The communicator is of
-            no use afterwards; the group is, if its ranks live. On CUDA the call has returned by then: the tensor
-            becomes NaN, and the next call raises.
+            round and the deadline, and then the culprit, as a rule the same on all ranks: ``the culprit is rank 3: it
+            has left`` (at once), ``it does not answer`` or ``it is alive, but has not made call 7`` (two seconds after
+            the first deadline at the latest). Or the ranks disagree on what to reduce: names both calls. The
+            communicator is of no use afterwards; the group is, if its ranks live. On CUDA the call has returned by
+            then: the tensor becomes NaN, and the next call raises.
     """
     group = _group(group)
     communicator = _communicators.get(group)
