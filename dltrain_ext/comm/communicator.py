@@ -1,7 +1,6 @@
 """All-reduce over a torch.distributed group, on connections of its own."""
 
 import collections
-import hashlib
 import itertools
 import os
 import threading
@@ -17,10 +16,10 @@ from dltrain_ext import _ops
 from dltrain_ext.codecs import CODECS
 from dltrain_ext.codecs.arguments import check_number, is_stochastic
 from dltrain_ext.comm import tuner
-from dltrain_ext.comm.connections import TRANSPORTS, Connections, tell_once
+from dltrain_ext.comm.choosing import Chooser, codec_for, is_raw_alone
+from dltrain_ext.comm.connections import TRANSPORTS, Connections
 from dltrain_ext.comm.model import Network
-from dltrain_ext.comm.plans import ALGORITHMS, plan
-from dltrain_ext.comm.tuning import Overrides, Tuning, as_tuning, check_override
+from dltrain_ext.comm.tuning import Tuning
 
 _IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
 
@@ -101,9 +100,7 @@ class Communicator:
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
         ranks = dist.get_process_group_ranks(group)
-        tuning = as_tuning(tuning, len(ranks))
-        self._overrides = Overrides.of_environment(len(ranks))
-        self.tuning = self._overrides.tuning or tuning
+        self._chooser = Chooser(tuning, len(ranks))
         self._rank, self._world_size = ranks.index(dist.get_rank()), len(ranks)
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
@@ -111,8 +108,7 @@ class Communicator:
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _close, self._by_device)
-        chosen = hashlib.sha256(repr((self.tuning, self._overrides)).encode()).hexdigest()
-        if len(set(self._connections.share(chosen))) > 1:
+        if len(set(self._connections.share(self._chooser.digest))) > 1:
             raise ValueError(
                 "tuning, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks"
             )
@@ -208,37 +204,29 @@ class Communicator:
         per_host = self._connections.ranks_per_host
         group = tuner.Group(self._rank, self._world_size, self._device, self._try, self._connections.share)
         start = Network(latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-10, ranks_per_host=per_host)
-        self.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
-        return self.tuning
+        self._chooser.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
+        return self._chooser.tuning
 
     def _try(self, tensor: torch.Tensor, trial: tuner.Trial) -> None:
         codec = "raw" if trial.codec == "native" else trial.codec
         self.all_reduce(tensor, algorithm=trial.algorithm, codec=codec, segments=trial.segments)
 
+    @property
+    def tuning(self) -> Tuning | None:
+        """What ``"auto"`` goes by; None before there is one."""
+        return self._chooser.tuning
+
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
         """What ``algorithm="auto"`` stands for, with tensors of so many bytes in fp32: a plan, and the number of
         segments where that is decided; ``"auto"`` before tuning."""
-        overrides, choice = self._overrides, None
-        if overrides.algorithm is not None:
-            check_override(overrides.algorithm, codec)
-        elif self.tuning is not None and codec in self.tuning.table:
-            choice = self.tuning.choose(codec, nbytes)
-        algorithm = overrides.algorithm or (choice.algorithm if choice else "auto")
-        return algorithm, overrides.segments or (choice.segments if choice else None)
+        return self._chooser.plan_for(codec, nbytes)
 
     def codec_for(self, nbytes: int, algorithm: str = "auto") -> tuple[str, str]:
-        """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32, and the algorithm to go with it:
+        """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32, behind the algorithm to go with it:
         ``"native"`` where compressing would lose. Before tuning this tunes, which is collective."""
-        if algorithm == "native" or (algorithm in ALGORITHMS and plan(algorithm, 0, 1).exact):
-            return algorithm, "raw"  # they take no other
-        tuning = self.tuning or self.tune()
-        codec = tuning.codec_for(nbytes)
-        if codec in ("raw", "native") and self._rank == 0:
-            gbits = tuning.network.bandwidth * 8e-9
-            tell_once(f"codec 'auto': compression would lose at {gbits:.3g} Gbit/s, so there is none")
-        if codec == "native":
-            return ("native" if algorithm == "auto" else algorithm), "raw"
-        return algorithm, codec
+        if is_raw_alone(algorithm):
+            return algorithm, "raw"
+        return codec_for(self.tuning or self.tune(), nbytes, algorithm, tells=self._rank == 0)
 
     def stats(self) -> dict[str, int]:
         """``calls`` completed (on CUDA: enqueued) and ``wire_bytes`` sent by this rank, in two levels across the hosts;
