@@ -24,7 +24,7 @@ LOST = {PLAIN: 1e-5, FP16: 2**-10, BF16: 2**-7}  # of the largest magnitude, an 
 
 
 class Side(NamedTuple):
-    """How gradients are averaged: one of torch's ways, or a codec of ours; and what is done with them then."""
+    """How gradients are averaged: one of torch's ways, or a codec of ours, "auto" among them; and what is done then."""
 
     way: str
     algorithm: str = "auto"
@@ -32,7 +32,7 @@ class Side(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        return self.way in codecs.CODECS
+        return self.way in (*codecs.CODECS, "auto")
 
     @property
     def name(self) -> str:
@@ -55,6 +55,7 @@ class Result(NamedTuple):
 
     workload: str
     side: Side
+    chosen: str  # by "auto"
     wrong: int
     error: float
     wire_bytes: int | None
@@ -71,7 +72,8 @@ class Runner:
         self.model = DistributedDataParallel(
             nn.Sequential(*layers).to(job.device), process_group=group, gradient_as_bucket_view=True
         )
-        self.side, self.state = side, None
+        self.side = side
+        self.state: ddp.AllReduceState | None = None
         self.scaler: torch.amp.GradScaler | None = None
         if side.finish:
             scalers = amp.LossScaler if side.ours else torch.amp.GradScaler
@@ -83,6 +85,17 @@ class Runner:
         elif hook := TORCH_HOOKS.get(side.way):
             self.model.register_comm_hook(group, hook)
 
+    @property
+    def lost(self) -> float:
+        """Of the largest magnitude, at most, by one encoding."""
+        return codecs.error_bound(self.state.codec).max if self.state else LOST[self.side.way]
+
+    @property
+    def chosen(self) -> str:
+        if self.side.way != "auto" or self.state is None:
+            return ""
+        return "native" if self.state.algorithm == "native" else self.state.codec
+
     def backward(self, x: Tensor) -> None:
         self.model.zero_grad()
         loss = loss_of(self.model, x)
@@ -92,7 +105,7 @@ class Runner:
         self.backward(x)
         if self.scaler is None:
             return
-        if self.side.ours:
+        if self.state:
             told = {"grad_stats": self.state.grad_stats} if self.side.finish == "told the norm" else {}
             self.scaler.step(self.optimizer, max_norm=1.0, **told)
         else:
@@ -144,7 +157,7 @@ def measure(
         advance(0.0)
         runner.backward(x)
         gradients = runner.gradients()
-        off = count_wrong(gradients, exact, tolerance(runner.side, ranks) * magnitude)
+        off = count_wrong(gradients, exact, tolerance(runner.lost, ranks) * magnitude)
         wrong[name] = off + (0 if are_identical(gradients) else gradients.numel())
         errors[name] = relative_error(gradients, exact)
     wrong_anywhere = dict(zip(runners, over_ranks(list(wrong.values()), "sum"), strict=True))
@@ -165,6 +178,7 @@ def measure(
             Result(
                 workload,
                 runner.side,
+                runner.chosen,
                 int(wrong_anywhere[name]),
                 errors[name],
                 stats["wire_bytes"] // passes if stats else None,
@@ -186,9 +200,8 @@ def average(model: nn.Module, ranks: int, job: Job) -> tuple[Tensor, float]:
     return total.float(), magnitude
 
 
-def tolerance(side: Side, ranks: int) -> float:
+def tolerance(lost: float, ranks: int) -> float:
     """Of each of p contributions, and of the result, which are encoded once; the sum is fp32's."""
-    lost = LOST[side.way] if not side.ours else codecs.error_bound(side.way).max
     return (ranks + 1) * lost + 1e-5
 
 

@@ -13,8 +13,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=at_least(1), help="processes (default 2; under torchrun WORLD_SIZE)")
     parser.add_argument(
         "--codecs",
-        type=choices(codecs.CODECS),
-        help=f"out of {', '.join(codecs.CODECS)}; default raw, bf16, int8, int4 and sign (--quick: raw and int8)",
+        type=choices([*codecs.CODECS, "auto"]),
+        help=f"out of {', '.join(codecs.CODECS)}, auto; default raw, bf16, int8, int4 and sign (--quick: raw and int8)",
     )
     parser.add_argument(
         "--algorithms",
@@ -79,7 +79,8 @@ def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dic
 
 def make_row(result: Result, plain: list[float]) -> Row:
     side = result.side
-    row = Row(result.workload, side.name, side.ours, result.wrong == 0, str(result.wrong), result.samples)
+    name = side.name + (f": {result.chosen}" if result.chosen else "")
+    row = Row(result.workload, name, side.ours, result.wrong == 0, str(result.wrong), result.samples)
     if row.time and plain and side.way != PLAIN:
         row.ratio = Spread.of(plain).median / row.time.median
     row.figures = {"wire bytes": result.wire_bytes, "error": result.error}
