@@ -130,6 +130,8 @@ def number(value: float | None) -> str:
         return "-"
     if isinstance(value, int) or value >= 100:
         return f"{value:,.0f}"
+    if not math.isfinite(value):
+        return str(value)
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}" if value else "0"
 
 
