@@ -1,9 +1,11 @@
 """Several ranks for a test: real processes in a real Gloo group."""
 
 import multiprocessing
+import multiprocessing.connection
 import pickle
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 # Children fork from a server that has imported once what all of them need, and never started a thread.
 _context = multiprocessing.get_context("forkserver")
+_polling = threading.Lock()  # a process that is started polls all others, and two threads must not poll the same one
 _context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.nn.parallel", "dltrain_ext"])
 
 
@@ -52,6 +55,13 @@ def semaphore() -> Any:
     return _context.Semaphore(0)
 
 
+def _join(process: Any, timeout: float | None) -> int | None:
+    """Waits for its end, and returns its exit status; None while it lives."""
+    multiprocessing.connection.wait([process.sentinel], timeout)
+    with _polling:
+        return process.exitcode
+
+
 def run_ranks(
     world_size: int,
     body: Callable,
@@ -76,7 +86,8 @@ def run_ranks(
             for rank in range(world_size)
         ]
         for process in processes:
-            process.start()
+            with _polling:
+                process.start()
         try:
             if meanwhile:
                 meanwhile([process.pid for process in processes])
@@ -85,10 +96,10 @@ def run_ranks(
                 assert error is None, f"rank {rank}:\n{error}"
                 results[rank] = pickle.loads(result)
             for rank in set(range(world_size)) - set(dying):
-                processes[rank].join(max(0.1, deadline - time.monotonic()))
-                assert processes[rank].exitcode == 0, f"rank {rank} left with {processes[rank].exitcode}"
+                status = _join(processes[rank], max(0.1, deadline - time.monotonic()))
+                assert status == 0, f"rank {rank} left with {status}"
         finally:
             for process in processes:
                 process.kill()
-                process.join()
+                _join(process, None)
     return [results[rank] for rank in range(world_size)]
