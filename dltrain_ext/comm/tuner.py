@@ -207,24 +207,26 @@ class Model:
 
 
 def _worth_trying(model: Model, names: Sequence[str], seconds: float) -> Iterator[Trial]:
-    """Those that could be the fastest, the smallest sizes first, as far as the time goes."""
-    left = seconds
+    """Those that could be the fastest, as far as the time goes: first the likeliest of each codec and size."""
+    candidates = []
     for nbytes in SIZES:
         for codec in ("native", *names):
             if nbytes not in _TRIED_SIZES.get(codec, _TRIED_LOSSY_SIZES):
                 continue
             ranking = model.ranking("raw" if codec == "native" else codec, nbytes)
-            fastest = ranking[0][0]
             if codec == "native":
-                trials = [(fastest, Trial("native", nbytes, "native", 1))]
-            else:
-                promising = [pair for pair in ranking if pair[0] <= 1.5 * fastest][: 3 if codec == "raw" else 2]
-                trials = ranking if nbytes <= _SHORT else promising
-            for expected, trial in trials:
-                cost = (1 + _REPEATS[0]) * (expected + 1e-3)
-                if cost <= left:
-                    left -= cost
-                    yield trial
+                candidates.append([(ranking[0][0], Trial("native", nbytes, "native", 1))])
+                continue
+            promising = [pair for pair in ranking if pair[0] <= 1.5 * ranking[0][0]][: 3 if codec == "raw" else 2]
+            candidates.append(ranking if nbytes <= _SHORT else promising)
+    likeliest = [pairs[0] for pairs in candidates]
+    others = [pair for pairs in candidates for pair in pairs[1:]]
+    left = seconds
+    for expected, trial in likeliest + others:
+        cost = (1 + _REPEATS[0]) * (expected + 1e-3)
+        if cost <= left:
+            left -= cost
+            yield trial
 
 
 def tabulate(model: Model, names: Sequence[str], times: Mapping[Trial, float]) -> dict[str, list[Choice]]:
