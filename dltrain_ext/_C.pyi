@@ -242,4 +242,7 @@ def make_plan(algorithm: str, rank: int, world_size: int, /) -> Plan: ...
 def timeout_of(group: ProcessGroup, /) -> float:
     """The seconds that a group's own collectives wait."""
 
+def two_level_pieces(numel: int, /) -> int:
+    """What an all-reduce in two levels makes of so many elements."""
+
 def verify(plans: Sequence[Plan], /) -> None: ...

@@ -44,6 +44,7 @@ from dltrain_ext._C import (
     sum_squares_of,
     supported_devices,
     timeout_of,
+    two_level_pieces,
     verify,
 )
 
@@ -83,6 +84,7 @@ __all__ = [
     "sum_squares_of",
     "supported_devices",
     "timeout_of",
+    "two_level_pieces",
     "verify",
 ]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dltrain_ext.codecs import CODECS
-from dltrain_ext.comm import ALGORITHMS, plan
+from dltrain_ext.comm import algorithms_for
 from dltrain_ext.comm.model import Estimate, Network, Speed, simulate
 
 __all__ = ["Estimate", "Network", "Speed", "StepEstimate", "best", "break_even", "simulate", "training_step"]
@@ -20,8 +20,7 @@ def best(world_size: int, nbytes: int, *, codec: str = "raw", network: Network |
     return min(
         (
             simulate(algorithm, world_size, nbytes, codec=codec, network=network, levels=levels)
-            for algorithm in ALGORITHMS
-            if codec == "raw" or not plan(algorithm, 0, 1).exact
+            for algorithm in algorithms_for(codec)
             for levels in ((1, 2) if two_levels else (1,))
         ),
         key=lambda estimate: estimate.seconds,

@@ -13,7 +13,7 @@ from dltrain_ext import codecs, comm
 DEFAULT = {"cpu": [*comm.ALGORITHMS, "auto"], "cuda": [*comm.ALGORITHMS, "auto", "native"]}
 ALGORITHMS = [*comm.ALGORITHMS, "auto", "butterfly", "native"]
 NARROW_PEERS = {"cpu": ["fp16"], "cuda": ["fp16", "bf16"]}
-RAW_ALONE = [*(name for name in comm.ALGORITHMS if comm.plan(name, 0, 1).exact), "native"]
+RAW_ALONE = [*(name for name in comm.ALGORITHMS if name not in comm.algorithms_for("int8")), "native"]
 
 
 def size(text: str) -> int:

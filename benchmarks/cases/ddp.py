@@ -65,8 +65,7 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
 
 def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dict[str, list[Side]]:
     """A lossy codec goes with every algorithm but those that encode more than once."""
-    exact = [name for name in comm.ALGORITHMS if comm.plan(name, 0, 1).exact]
-    pairs = [(name, algorithm) for name in names for algorithm in algorithms if name == "raw" or algorithm not in exact]
+    pairs = [(name, a) for name in names for a in algorithms if a in ("auto", *comm.algorithms_for(name))]
     if not pairs:
         raise Failure(f"no codec but raw: {', '.join(algorithms)}")
     name, algorithm = pairs[-1] if len(pairs) < 3 else pairs[len(pairs) // 2]

@@ -13,7 +13,6 @@
 
 #include "bindings/arguments.h"
 #include "bindings/channel.h"
-#include "bindings/module.h"
 
 namespace dltrain::bindings {
 
@@ -299,77 +298,6 @@ void Communicator::drain() {
   for (const auto& level : {work_->inside, work_->across}) {
     if (level) level->executor().drain();
   }
-}
-
-namespace {
-
-// A method of the tensor and, by name, the options.
-template <class Method>
-auto with_options(Method method) {
-  return [method](Communicator& self, py::object tensor, const std::string& algorithm, const std::string& codec, bool average, int segments,
-                  std::optional<at::Tensor> residual, bool stochastic, uint64_t seed, std::optional<uint32_t> step,
-                  std::shared_ptr<Bucket> bucket, bool feeds, std::optional<at::Tensor> loss_scale) {
-    AllReduceOptions options;
-    options.call.algorithm = algorithm;
-    options.call.codec = codec;
-    options.call.average = average;
-    options.call.segments = segments;
-    options.call.stochastic = stochastic;
-    options.call.seed = seed;
-    options.call.step = step;
-    options.feedback.residual = std::move(residual);
-    if (bucket && feeds) options.feedback = bucket->feedback();
-    options.feedback.loss_scale = std::move(loss_scale);
-    options.bucket = std::move(bucket);
-    return method(self, std::move(tensor), options);
-  };
-}
-
-template <class Class, class Function>
-void def_with_options(Class& communicator, const char* name, Function method) {
-  communicator.def(name, with_options(method), py::arg("tensor"), py::kw_only(), py::arg("algorithm"), py::arg("codec"), py::arg("average"),
-                   py::arg("segments") = 0, py::arg("residual") = py::none(), py::arg("stochastic") = false, py::arg("seed") = 0,
-                   py::arg("step") = py::none(), py::arg("bucket") = py::none(), py::arg("feeds") = false,
-                   py::arg("loss_scale") = py::none());
-}
-
-}  // namespace
-
-void bind_communicator(py::module_& module) {
-  module.def("check_names", &comm::check_names);
-  module.def(
-      "timeout_of",
-      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-        return std::chrono::duration<double>(group->getDefaultBackend()->getBackendOptions()->timeout).count();
-      },
-      "The seconds that a group's own collectives wait.");
-  py::class_<Communicator> communicator(module, "Communicator");
-  communicator
-      .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside,
-                       const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, std::vector<int> ranks, const c10::Device& device,
-                       double timeout) {
-             const std::chrono::milliseconds milliseconds(static_cast<int64_t>(timeout * 1e3));
-             return std::make_unique<Communicator>(std::move(across), std::move(inside),
-                                                   control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(ranks), device,
-                                                   milliseconds);
-           }),
-           py::arg("across"), py::arg("inside"), py::arg("control"), py::arg("ranks"), py::arg("device"), py::arg("timeout"))
-      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
-      .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
-      .def("stats", [](const Communicator& self) {
-        py::dict out;
-        const auto stats = self.stats();
-        out["calls"] = stats.calls;
-        out["wire_bytes"] = stats.wire_bytes;
-        out["inside_bytes"] = stats.inside_bytes;
-        return out;
-      });
-  def_with_options(communicator, "all_reduce", [](Communicator& self, const py::object& tensor, const AllReduceOptions& options) {
-    self.all_reduce(tensor.cast<at::Tensor>(), options);
-  });
-  def_with_options(communicator, "submit", [](Communicator& self, py::object tensor, const AllReduceOptions& options) {
-    return self.submit(std::move(tensor), options);
-  });
 }
 
 }  // namespace dltrain::bindings

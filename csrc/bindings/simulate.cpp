@@ -1,6 +1,7 @@
 #include "comm/simulate.h"
 
 #include "bindings/module.h"
+#include "comm/two_levels.h"
 
 namespace dltrain::bindings {
 
@@ -11,6 +12,7 @@ void bind_simulate(py::module_& module) {
       .def_readonly("rounds", &comm::Estimate::rounds)
       .def_readonly("segments", &comm::Estimate::segments)
       .def_readonly("algorithm", &comm::Estimate::algorithm);
+  module.def("two_level_pieces", &comm::pieces_of);
   module.def(
       "simulate",
       [](const std::string& algorithm, int world_size, int64_t numel, const std::string& codec, int segments, double latency,

@@ -79,7 +79,6 @@ class Executor {
   std::string failure() const { return failure_.reason(); }  // why calls fail now; empty while they do not
 
   int rank() const { return transport_->rank(); }
-  int global_rank() const { return global(rank()); }
   int world_size() const { return transport_->world_size(); }
   int64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank
 

@@ -7,15 +7,11 @@
 
 namespace dltrain::comm {
 
-namespace {
-
 // Enough to hide one level behind the other; more only add messages.
 int64_t pieces_of(int64_t numel) {
   constexpr int64_t size = 1 << 20, most = 8;  // elements
   return std::clamp<int64_t>(numel / size, 1, most);
 }
-
-}  // namespace
 
 void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call) {
   const auto pieces = static_cast<int>(pieces_of(numel));

@@ -9,6 +9,9 @@
 
 namespace dltrain::comm {
 
+// How many an all-reduce in two levels makes of so many elements.
+int64_t pieces_of(int64_t numel);
+
 // An all-reduce in two levels. Inside, the ranks of a host add up and share out; across, each rank has its share reduced with those that
 // stand where it stands on the other hosts, by a plan and a codec; and inside again all get all shares. So a host's link carries what one
 // of its ranks would send, and not what all of them would.

@@ -1,7 +1,7 @@
 """All-reduce by plans that are data: choose, print and verify them, and run them over a torch.distributed group."""
 
 from dltrain_ext.comm.communicator import Communicator, Work, all_reduce
-from dltrain_ext.comm.plans import ALGORITHMS, Plan, Step, plan, verify, verify_plans
+from dltrain_ext.comm.plans import ALGORITHMS, Plan, Step, algorithms_for, plan, verify, verify_plans
 from dltrain_ext.comm.tuning import Choice, Tuning
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Step",
     "Tuning",
     "Work",
+    "algorithms_for",
     "all_reduce",
     "plan",
     "verify",

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from dltrain_ext import _ops
 from dltrain_ext.comm.connections import tell_once
-from dltrain_ext.comm.plans import ALGORITHMS, plan
+from dltrain_ext.comm.plans import ALGORITHMS, algorithms_for
 from dltrain_ext.comm.tuning import Tuning
 
 
 class Chooser:
-    """Args: tuning, as for ``Communicator``; the size of the group."""
+    """Of one communicator, whose ``tuning`` argument it is given."""
 
     def __init__(self, tuning: Tuning | str | os.PathLike[str] | None, world_size: int):
         given = _as_tuning(tuning, world_size)
@@ -48,7 +48,7 @@ def codec_for(tuning: Tuning, nbytes: int, algorithm: str, *, tells: bool) -> tu
 
 def is_raw_alone(algorithm: str) -> bool:
     """Whether it takes no other codec."""
-    return algorithm == "native" or (algorithm in ALGORITHMS and plan(algorithm, 0, 1).exact)
+    return algorithm == "native" or algorithm in set(ALGORITHMS) - set(algorithms_for("int8"))
 
 
 def _as_tuning(given: Tuning | str | os.PathLike[str] | None, world_size: int) -> Tuning | None:

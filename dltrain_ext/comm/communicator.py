@@ -187,7 +187,8 @@ class Communicator:
         A few all-reduces are timed, and the latency, the bandwidth and the costs of messages and copies with which the
         model of :mod:`dltrain_ext.sim` comes closest to them; codecs are timed on each rank. Of all plans and numbers
         of segments those that the model takes for the fastest are then timed, as many as there is time for, and the
-        fastest makes the table; the model, corrected, stands for what was not timed. Rank 0 decides for all.
+        fastest makes the table. Between the sizes that were timed it draws a line; beyond them the model speaks,
+        corrected by how far it was off at the largest. Rank 0 decides for all.
 
         Args:
             seconds: about how long it may try out plans; some more go to the calibration.
@@ -273,8 +274,8 @@ def all_reduce(
         group: the default group where None.
         algorithm: one of ``comm.ALGORITHMS``; ``"butterfly"``, recursive doubling or, for long messages and lossy
             codecs, halving-doubling; ``"native"``, the backend's own, which sums as that does; or ``"auto"``: by
-            size, or as :meth:`Communicator.tune` has found.
-            ``"recursive_doubling"`` encodes more than once, so it takes ``"raw"`` alone.
+            size, or as :meth:`Communicator.tune` has found. ``"recursive_doubling"`` encodes more than once, so it
+            takes ``"raw"`` alone.
         codec: one of ``codecs.CODECS``: what partial sums and results are sent as. ``"auto"``: the most accurate one
             that takes at most 10 % longer than the fastest on this group (never sign), or the backend's own all-reduce
             where compressing would lose. The first such call measures the group for some seconds, if it has no tuning:

@@ -8,8 +8,6 @@ from typing import Any
 from dltrain_ext import _ops
 from dltrain_ext.codecs.arguments import check_number
 
-_PIECE, _MOST_PIECES = 1 << 20, 8  # elements; of an all-reduce in two levels, as csrc/comm/two_levels.cpp cuts it
-
 
 @dataclass(frozen=True)
 class Speed:
@@ -193,7 +191,7 @@ def _in_two_levels(
             f"levels: expected 1 where there are not several hosts of several ranks, got 2 for {world_size} ranks, "
             f"{per_host} per host"
         )
-    pieces = min(max(1, numel // _PIECE), _MOST_PIECES)
+    pieces = _ops.two_level_pieces(numel)
     length = numel // pieces
     # A host's ranks work each at a share of the piece, and share the link.
     share = replace(network, bandwidth=network.bandwidth / per_host, burst=network.burst / per_host, ranks_per_host=1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dltrain_ext._ops import Plan, Step, algorithms, make_plan
 from dltrain_ext._ops import verify as _verify
 
-__all__ = ["ALGORITHMS", "Plan", "Step", "plan", "verify", "verify_plans"]
+__all__ = ["ALGORITHMS", "Plan", "Step", "algorithms_for", "plan", "verify", "verify_plans"]
 
 ALGORITHMS: tuple[str, ...] = tuple(algorithms())
 
@@ -22,6 +22,11 @@ def plan(algorithm: str, rank: int, world_size: int) -> Plan:
         ValueError: naming the argument, what was expected and what came.
     """
     return make_plan(algorithm, rank, world_size)
+
+
+def algorithms_for(codec: str) -> tuple[str, ...]:
+    """Those of ``ALGORITHMS`` that take a codec: who encodes more than once takes ``"raw"`` alone."""
+    return tuple(name for name in ALGORITHMS if codec == "raw" or not plan(name, 0, 1).exact)
 
 
 def verify(algorithm: str, world_size: int) -> None:

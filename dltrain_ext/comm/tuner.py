@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dltrain_ext import codecs
 from dltrain_ext.comm.model import Network, Speed, simulate
-from dltrain_ext.comm.plans import ALGORITHMS, plan
+from dltrain_ext.comm.plans import algorithms_for
 from dltrain_ext.comm.tuning import Choice, Tuning
 
 SIZES = tuple(4**power for power in range(5, 14))  # bytes: 1 KiB to 64 MiB
@@ -57,12 +57,12 @@ def tune(group: Group, start: Network, levels: int, names: Sequence[str], second
     names = ("raw", *names)
     speeds = _slowest(group, {codec: speed_of(codec, group.device) for codec in names})
     times = _time(group, list(_calibrating()))
-    plan = []
+    trials: list[Trial] = []
     if group.rank == 0:
         network = fit(replace(start, speeds=speeds), group.world_size, levels, times)
         model = Model(network, group.world_size, levels)
-        plan = list(_worth_trying(model, names, seconds))
-    times = _time(group, [Trial(*fields) for fields in json.loads(group.share(json.dumps(plan))[0])])
+        trials = list(_worth_trying(model, names, seconds))
+    times = _time(group, [Trial(*fields) for fields in json.loads(group.share(json.dumps(trials))[0])])
     tuning = ""
     if group.rank == 0:
         tuning = Tuning(group.world_size, network, tabulate(model, names, times)).to_json()
@@ -197,9 +197,7 @@ class Model:
         """The plans, each in the best number of segments, the fastest first."""
         most = 16 if self.world_size <= 64 else 1
         found = []
-        for algorithm in ALGORITHMS:
-            if codec != "raw" and plan(algorithm, 0, 1).exact:
-                continue
+        for algorithm in algorithms_for(codec):
             counts = [count for count in (1, 2, 4, 8, 16) if count <= min(most, max(1, nbytes >> 18))]
             trials = [Trial(codec, nbytes, algorithm, count) for count in counts]
             found.append(min(((self.seconds(trial), trial) for trial in trials), key=lambda pair: pair[0]))
