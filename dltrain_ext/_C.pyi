@@ -207,6 +207,7 @@ class Communicator:
         bucket: Bucket | None = None,
         feeds: bool = False,
         loss_scale: Tensor | None = None,
+        share: Tensor | None = None,
     ) -> None: ...
     # A torch._C.Future, which has the methods of this one, and is what torch's own stubs call so.
     def submit(
@@ -224,6 +225,7 @@ class Communicator:
         bucket: Bucket | None = None,
         feeds: bool = False,
         loss_scale: Tensor | None = None,
+        share: Tensor | None = None,
     ) -> Future[Tensor]: ...
     def close(self) -> None: ...
     def drain(self) -> None: ...

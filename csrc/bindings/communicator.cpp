@@ -28,6 +28,29 @@ bool fits_backend(at::ScalarType type) {
   return fits_plans(type) || is_one_of(type, {at::kDouble, at::kByte, at::kChar, at::kInt, at::kLong});
 }
 
+void check_places(const at::Tensor& tensor, const std::string& name) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, name,
+                    ": expected elements that each have a place of their own, got shape ", tensor.sizes(), " with strides ",
+                    tensor.strides());
+}
+
+void check_share(const at::Tensor& share, const at::Tensor& input, const c10::Device& device, int world_size, bool in_two_levels) {
+  TORCH_CHECK_VALUE(!in_two_levels, "reduce_scatter: expected a communicator with ranks_per_host=1, got one of two levels");
+  check_plain(share, "output");
+  check_plain(input, "input");
+  for (const auto& [tensor, name] : {std::pair(&share, "output"), std::pair(&input, "input")}) {
+    TORCH_CHECK_VALUE(tensor->device() == device, name, ": expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(),
+                      ", got one on ", tensor->device());
+    TORCH_CHECK_TYPE(fits_plans(tensor->scalar_type()), name, ": expected dtype float32, float16 or bfloat16, got ", tensor->scalar_type());
+  }
+  TORCH_CHECK_TYPE(share.scalar_type() == input.scalar_type(), "output: expected the dtype of input, ", input.scalar_type(), ", got ",
+                   share.scalar_type());
+  TORCH_CHECK_VALUE(input.numel() == share.numel() * world_size, "input: expected ", world_size, " times as many elements as output, ",
+                    share.numel() * world_size, ", got ", input.numel());
+  check_places(share, "output");
+  bindings::check_apart({{share, "output", true}, {input, "input", true}});
+}
+
 void check_values(const at::Tensor& tensor, const c10::Device& device, const AllReduceOptions& options) {
   check_plain(tensor, "tensor");
   TORCH_CHECK_VALUE(tensor.device() == device, "tensor: expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(), ", got one on ",
@@ -42,9 +65,7 @@ void check_values(const at::Tensor& tensor, const c10::Device& device, const All
                      " and the codec ", options.call.codec, " (others are for the algorithms auto and native with the codec raw), got ",
                      type);
   }
-  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
-                    "tensor: expected elements that each have a place of their own, got shape ", tensor.sizes(), " with strides ",
-                    tensor.strides());
+  check_places(tensor, "tensor");
   if (options.bucket) {
     TORCH_CHECK_TYPE(fits_plans(type), "bucket: expected dtype float32, float16 or bfloat16, got ", type);
     options.bucket->check(tensor);
@@ -57,7 +78,7 @@ void check_values(const at::Tensor& tensor, const c10::Device& device, const All
 }
 
 void changed(const at::Tensor& tensor, const AllReduceOptions& options) {
-  bindings::changed({{tensor, "tensor", true}});
+  bindings::changed({{options.share.value_or(tensor), options.share ? "output" : "tensor", true}});
   for (const auto* written : {&options.feedback.residual, &options.feedback.spare}) {
     if (*written) bindings::changed({{**written, "residual", true}});
   }
@@ -130,6 +151,7 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
   comm::check_names(options.call.algorithm, options.call.codec);
+  if (options.share) check_share(*options.share, tensor, device_, work_->across->executor().world_size(), work_->inside != nullptr);
   check_values(tensor, device_, options);
 }
 
@@ -149,7 +171,9 @@ void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor
         call.layout = options.bucket->layout();
         call.observer = options.bucket.get();
       }
-      if (inside) {
+      if (options.share) {
+        reduce_scatter(place, dense, *options.share, call);
+      } else if (inside) {
         all_reduce_in_two_levels(place, dense, call);
       } else {
         across->executor().all_reduce(place, {dense.mutable_data_ptr(), dtype_of(dense)}, dense.numel(), call);
@@ -160,9 +184,17 @@ void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor
     close();
     C10_THROW_ERROR(DistBackendError, error.what());
   }
-  if (!dense.is_same(tensor)) tensor.copy_(dense);
+  if (!dense.is_same(tensor) && !options.share) tensor.copy_(dense);
   if (options.bucket) options.bucket->add_up(place, tensor);
   ++calls;
+}
+
+void Communicator::Work::reduce_scatter(const Place& place, const at::Tensor& tensor, const at::Tensor& share,
+                                        const comm::AllReduce& call) {
+  const at::Tensor dense = share.is_contiguous() ? share : at::empty_like(share, at::MemoryFormat::Contiguous);
+  across->executor().reduce_scatter(place, {dense.mutable_data_ptr(), dtype_of(dense)}, {tensor.mutable_data_ptr(), dtype_of(tensor)},
+                                    tensor.numel(), call);
+  if (!dense.is_same(share)) share.copy_(dense);
 }
 
 void Communicator::Work::all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average) {
@@ -237,7 +269,8 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
   changed(tensor, options);
   const std::vector<c10::Device> devices(device_.is_cuda() ? 1 : 0, device_);
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get(), devices);
-  c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(c10::make_intrusive<TensorHolder>(std::move(object))));
+  c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
+      c10::make_intrusive<TensorHolder>(options.share ? py::cast(*options.share) : std::move(object))));
   // The profiler, say; mostly there is none.
   std::optional<at::ThreadLocalState> observed;
   if (options.bucket && at::hasThreadLocalCallbacks()) observed.emplace();
@@ -268,6 +301,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
         const OnStream current(side);  // the future's events are recorded there
         task(side);
         cuda_keep_for(side, tensor);
+        if (options.share) cuda_keep_for(side, *options.share);
         options.feedback.keep_for(side);
         if (options.bucket) options.bucket->keep_for(side);
       });

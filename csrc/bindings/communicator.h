@@ -18,7 +18,8 @@
 namespace dltrain::bindings {
 
 struct AllReduceOptions {
-  comm::AllReduce call;  // but for what tensors and buckets hold, and its timeout
+  comm::AllReduce call;             // but for what tensors and buckets hold, and its timeout
+  std::optional<at::Tensor> share;  // where given, this rank's share of the sum goes there: a reduce-scatter
   FeedbackTensors feedback;
   std::shared_ptr<Bucket> bucket;
 
@@ -35,10 +36,11 @@ class Communicator {
                std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout);
   ~Communicator();
 
-  // In place: on the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current stream.
+  // In place, or into the share: on the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current
+  // stream.
   void all_reduce(const at::Tensor& tensor, const AllReduceOptions& options);
 
-  // The same by the worker or, on a CUDA device, on a stream of its own. The future's value is the tensor.
+  // The same by the worker or, on a CUDA device, on a stream of its own. The future's value is what has been written.
   std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const AllReduceOptions& options);
 
   // Aborts what is under way and fails what waits. Does not block on any peer.
@@ -58,6 +60,7 @@ class Communicator {
          std::chrono::milliseconds timeout);
     ~Work();
     void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
+    void reduce_scatter(const Place& place, const at::Tensor& tensor, const at::Tensor& share, const comm::AllReduce& call);
     void all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average);
     void all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::AllReduce& call);
     std::string failure() const;

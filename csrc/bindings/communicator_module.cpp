@@ -18,7 +18,7 @@ template <class Method>
 auto with_options(Method method) {
   return [method](Communicator& self, py::object tensor, const std::string& algorithm, const std::string& codec, bool average, int segments,
                   std::optional<at::Tensor> residual, bool stochastic, uint64_t seed, std::optional<uint32_t> step,
-                  std::shared_ptr<Bucket> bucket, bool feeds, std::optional<at::Tensor> loss_scale) {
+                  std::shared_ptr<Bucket> bucket, bool feeds, std::optional<at::Tensor> loss_scale, std::optional<at::Tensor> share) {
     AllReduceOptions options;
     options.call.algorithm = algorithm;
     options.call.codec = codec;
@@ -31,6 +31,7 @@ auto with_options(Method method) {
     if (bucket && feeds) options.feedback = bucket->feedback();
     options.feedback.loss_scale = std::move(loss_scale);
     options.bucket = std::move(bucket);
+    options.share = std::move(share);
     return method(self, std::move(tensor), options);
   };
 }
@@ -40,7 +41,7 @@ void def_with_options(Class& communicator, const char* name, Function method) {
   communicator.def(name, with_options(method), py::arg("tensor"), py::kw_only(), py::arg("algorithm"), py::arg("codec"), py::arg("average"),
                    py::arg("segments") = 0, py::arg("residual") = py::none(), py::arg("stochastic") = false, py::arg("seed") = 0,
                    py::arg("step") = py::none(), py::arg("bucket") = py::none(), py::arg("feeds") = false,
-                   py::arg("loss_scale") = py::none());
+                   py::arg("loss_scale") = py::none(), py::arg("share") = py::none());
 }
 
 }  // namespace

@@ -71,7 +71,7 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
     return;
   }
   const Codec& codec = find_codec(call.codec);
-  const bool in_place = !call.layout && call.codec == "raw" && values.dtype == Dtype::fp32;
+  const bool in_place = !call.layout && !call.share.data && call.codec == "raw" && values.dtype == Dtype::fp32;
   const Program& program = this->program(call, codec, numel, in_place);
   const int64_t number = calls_ + 1;
   transport_->begin(
@@ -87,6 +87,13 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
   }
   calls_ = number;
   wire_bytes_ += program.sent;
+}
+
+void Executor::reduce_scatter(const Place& place, const Elements& share, const Elements& values, int64_t numel, AllReduce call) {
+  check(numel % world_size() == 0, "numel: expected a multiple of ", world_size(), ", got ", numel);
+  call.algorithm = "reduce_scatter";
+  call.share = share;
+  all_reduce(place, values, numel, call);
 }
 
 void Executor::meet(Call call, std::chrono::milliseconds timeout) {
@@ -177,7 +184,9 @@ const Program& Executor::program(const AllReduce& call, const Codec& codec, int6
   if (const auto found = programs_.find(std::tie(key, layout)); found != programs_.end()) return found->second;
   const Plan plan = make_plan(plan_names()[algorithm], rank(), world_size());
   if (programs_.size() == most) programs_.clear();
-  const auto pieces = call.layout ? cut_by_region(layout, segments) : cut_evenly(numel, codec, segments);
+  const auto pieces = call.layout       ? cut_by_region(layout, segments)
+                      : call.share.data ? cut_in_shares(numel, world_size(), codec, segments)
+                                        : cut_evenly(numel, codec, segments);
   return programs_[{key, layout}] = lower(plan, pieces, in_place);
 }
 
@@ -205,7 +214,11 @@ void Executor::run(const Work& work) {
 
 // For what has only been enqueued.
 void Executor::watch_over(const Work& work, std::vector<Stage> stages, Clock::time_point start) {
-  if (work.values.data) failure_.spoil(work.place, work.values, work.numel);
+  if (work.call.share.data) {
+    failure_.spoil(work.place, work.call.share, work.numel / world_size());
+  } else if (work.values.data) {
+    failure_.spoil(work.place, work.values, work.numel);
+  }
   if (is_captured(work.place)) return failure_.captured();  // and its events never pass
   const auto give_up = [this, start, algorithm = work.algorithm, timeout = work.call.timeout, rounds = work.program.rounds](
                            const Stage& stage, const std::string& why) {

@@ -43,6 +43,9 @@ class Executor {
   // then, and the next call says why.
   void all_reduce(const Place& place, const Elements& values, int64_t numel, const AllReduce& call);
 
+  // The share of the sum (or average) that is this rank's, the rank-th of as many equal ones as there are ranks; values stay as they are.
+  void reduce_scatter(const Place& place, const Elements& share, const Elements& values, int64_t numel, AllReduce call);
+
   // The halves of an all-reduce in fp32. Afterwards this rank holds the sum (or average) of its share(); and where each holds its own, all
   // hold all. By the backend itself where the transport has that, else by plans.
   void reduce_scatter(const Place& place, float* values, int64_t numel, bool average, std::chrono::milliseconds timeout);

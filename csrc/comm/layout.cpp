@@ -47,6 +47,11 @@ Piece Piece::part(int64_t parts, int64_t part) const {
     return std::min(span.count, (grains * i + turn % parts) / parts * grain);
   };
   Piece out = *this;
+  if (stride) {
+    out.span.first += part * stride;
+    out.number += part * ((stride + 3) / 4 * 4);
+    return out;
+  }
   out.span = {span.first + border(part), border(part + 1) - border(part)};
   out.number += border(part);
   return out;
@@ -57,6 +62,13 @@ std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, in
   const Piece whole = even_piece({0, numel}, codec);
   std::vector<std::vector<Piece>> out;
   for (int segment = 0; segment < segments; ++segment) out.push_back({whole.part(segments, segment)});
+  return out;
+}
+
+std::vector<std::vector<Piece>> cut_in_shares(int64_t numel, int64_t shares, const Codec& codec, int segments) {
+  const int64_t share = numel / shares;
+  auto out = cut_evenly(share, codec, segments);
+  for (auto& pieces : out) pieces.front().stride = share;
   return out;
 }
 

@@ -4,6 +4,8 @@
 // parameters are cut, each by itself, and segments are made of some of them: so what becomes of a parameter's gradient depends on that
 // parameter alone, whatever else is in its bucket.
 //
+// What a reduce-scatter gives each rank is cut as a tensor is, into segments, and a chunk is the same stretch of one rank's share.
+//
 //   one tensor    |  segment 0   |  segment 1   |        two regions   | region 0  |re| region 1, a | region 1, b |
 //   chunks        | 0 | 1 | 2 | 3| 0 | 1 | 2 | 3|        chunks        |0 |1 |2 |3 |2 |0 | 1 | 2 |3 |0 | 1 | 2 | 3|
 
@@ -41,8 +43,9 @@ int64_t digest(const Layout& layout);
 
 // A region, or a part of one, that is cut into a segment's chunks.
 struct Piece : Region {
-  int64_t grain;      // elements that stay together: one block or more
-  uint32_t turn = 0;  // which chunks get what is left over
+  int64_t grain;       // elements that stay together: one block or more
+  uint32_t turn = 0;   // which chunks get what is left over
+  int64_t stride = 0;  // not 0: it is one chunk, and the next one is as long and so far away
 
   Piece part(int64_t parts, int64_t part) const;
 };
@@ -50,6 +53,7 @@ struct Piece : Region {
 // By segment.
 std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, int segments);
 std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments);
+std::vector<std::vector<Piece>> cut_in_shares(int64_t numel, int64_t shares, const Codec& codec, int segments);
 
 // The part-th of `parts` shares of numel elements: the chunks of a tensor of raw fp32 in one segment.
 Span share(int64_t numel, int parts, int part);

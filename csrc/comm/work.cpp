@@ -24,11 +24,15 @@ void Work::sum(const SumStep& step) const {
   sum.received = received->data();
   sum.count = static_cast<int>(received->size());
   if (encodes) sum.message = reinterpret_cast<uint8_t*>(slots + step.slot);
-  if (step.decodes) sum.decoded = values.from(step.region.span.first);
+  if (step.decodes) sum.decoded = result(step.region.span);
   sum.stochastic = call.stochastic;
   sum.random = {call.seed, this->step, static_cast<uint32_t>(rank)};
   sum.first = call.first + step.region.number;
   step.region.codec->encode_sum(place, sum);
+}
+
+Elements Work::result(const Span& span) const {
+  return call.share.data ? call.share.from(span.first - numel / world_size * rank) : values.from(span.first);
 }
 
 void Work::decode(const std::vector<DecodeStep>& steps) const {

@@ -20,6 +20,8 @@ struct AllReduce {
   int segments = 0;  // 0: chosen by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 
+  Elements share;  // where given, this rank's share of the sum goes there, and the values stay as they are: a reduce-scatter
+
   const Layout* layout = nullptr;  // null: the tensor as a whole, in the codec; not null: that codec is the one to choose by
   Feedback feedback;
   bool stochastic = false;  // rounding
@@ -48,6 +50,7 @@ struct Work {
 
  private:
   void sum(const SumStep& step) const;
+  Elements result(const Span& span) const;
 };
 
 }  // namespace dltrain::comm

@@ -1,4 +1,4 @@
-"""All-reduce over a torch.distributed group, on connections of its own."""
+"""A torch.distributed group on connections of its own, over which it runs its all-reduces and reduce-scatters."""
 
 import collections
 import itertools
@@ -52,7 +52,7 @@ class Work:
 
 
 class Communicator:
-    """Runs all-reduces of one group, in the order of the calls, on connections that nobody else uses.
+    """Runs the all-reduces and reduce-scatters of one group, in the order of the calls, on connections of its own.
 
     CPU tensors go over Gloo. CUDA tensors go over NCCL: their calls enqueue, no host waits, and the result is there in
     the order of the current stream; connections for a device are made by the first call with a tensor on it.
@@ -91,7 +91,7 @@ class Communicator:
         ranks_per_host: int | None = None,
         tuning: "Tuning | str | os.PathLike[str] | None" = None,
     ):
-        group = _group(group)
+        group = group_of(group)
         timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
         if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
             raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got {timeout!r}")
@@ -142,16 +142,9 @@ class Communicator:
         async_op: bool = False,
     ) -> Work | None:
         """:func:`dltrain_ext.comm.all_reduce` on this communicator."""
-        for name, value, optional in (("tensor", tensor, False), ("residual", residual, True)):
-            if not isinstance(value, torch.Tensor) and not (optional and value is None):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-        for name, text in (("algorithm", algorithm), ("codec", codec)):
-            if not isinstance(text, str):
-                raise TypeError(f"{name}: expected a str, got {text!r}")
-        for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**31)):
-            if number is not None:
-                check_number(number, name, bound)
-        communicator = self._on(_place_of(tensor))
+        _check_tensors(tensor=tensor, residual=residual)
+        _check_options(algorithm, codec, seed, step, segments)
+        place = _place_of(tensor)
         if codec == "auto":
             if residual is not None:
                 raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
@@ -160,19 +153,57 @@ class Communicator:
         if algorithm == "auto" and tensor.dtype in _IN_PLANS:
             algorithm, chosen = self.plan_for(codec, 4 * tensor.numel())
             segments = segments or chosen
-        given: dict[str, Any] = {
-            "average": _averages(op),
-            "algorithm": algorithm,
-            "codec": codec,
-            "residual": residual,
-            "stochastic": is_stochastic(rounding),
-            "seed": seed,
-            "step": step,
-            "segments": segments or 0,
-        }
+        return self._run(
+            tensor,
+            place,
+            async_op,
+            average=_averages(op),
+            algorithm=algorithm,
+            codec=codec,
+            residual=residual,
+            stochastic=is_stochastic(rounding),
+            seed=seed,
+            step=step,
+            segments=segments or 0,
+        )
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: "str | dist.ReduceOp" = "sum",
+        *,
+        codec: str = "raw",
+        residual: torch.Tensor | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        step: int | None = None,
+        segments: int | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
+        _check_tensors(output=output, input=input, residual=residual)
+        _check_options("auto", codec, seed, step, segments)
+        return self._run(
+            input,
+            _place_of(input, "input"),
+            async_op,
+            share=output,
+            average=_averages(op),
+            algorithm="auto",
+            codec=codec,
+            residual=residual,
+            stochastic=is_stochastic(rounding),
+            seed=seed,
+            step=step,
+            segments=segments or 0,
+        )
+
+    def _run(self, tensor: torch.Tensor, place: torch.device, async_op: bool, **options: Any) -> Work | None:
+        communicator = self._on(place)
         if async_op:
-            return Work(communicator.submit(tensor, **given), self)
-        communicator.all_reduce(tensor, **given)
+            return Work(communicator.submit(tensor, **options), self)
+        communicator.all_reduce(tensor, **options)
         return None
 
     def reduce_bucket(
@@ -242,82 +273,7 @@ class Communicator:
         self._close()
 
 
-_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]" = weakref.WeakKeyDictionary()
-
-
-def all_reduce(
-    tensor: torch.Tensor,
-    op: "str | dist.ReduceOp" = "sum",
-    *,
-    group: dist.ProcessGroup | None = None,
-    algorithm: str = "auto",
-    codec: str = "raw",
-    residual: torch.Tensor | None = None,
-    rounding: str = "nearest",
-    seed: int = 0,
-    step: int | None = None,
-    segments: int | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Sums or averages a tensor over the ranks of a group, in place, like ``torch.distributed.all_reduce``.
-
-    Sums are in fp32, whatever the tensor's dtype; every rank ends with the same bits. A NaN or an infinity anywhere in
-    a codec's block makes that block NaN on every rank. The first call on a group is collective: it makes the group's
-    communicator.
-
-    Args:
-        tensor: float32, float16 or bfloat16 on the CPU or a CUDA device, any shape (also empty), the same on all
-            ranks. With the codec ``"raw"`` and the algorithms ``"native"`` or ``"auto"`` also float64, uint8, int8,
-            int32 or int64: what fp32 cannot hold is left to the backend.
-        op: ``"sum"``, ``"avg"`` or the ``ReduceOp`` of that name. For an average each contribution is scaled before
-            it is encoded.
-        group: the default group where None.
-        algorithm: one of ``comm.ALGORITHMS``; ``"butterfly"``, recursive doubling or, for long messages and lossy
-            codecs, halving-doubling; ``"native"``, the backend's own, which sums as that does; or ``"auto"``: by
-            size, or as :meth:`Communicator.tune` has found. ``"recursive_doubling"`` encodes more than once, so it
-            takes ``"raw"`` alone.
-        codec: one of ``codecs.CODECS``: what partial sums and results are sent as. ``"auto"``: the most accurate one
-            that takes at most 10 % longer than the fastest on this group (never sign), or the backend's own all-reduce
-            where compressing would lose. The first such call measures the group for some seconds, if it has no tuning:
-            :meth:`Communicator.tune`.
-        residual: error feedback, as for :func:`dltrain_ext.codecs.encode`: float32 or bfloat16 of the tensor's shape,
-            this rank's own. What its encoding loses stays there, and is added to its part the next time: over the
-            steps the results and all ranks' residuals sum up to what was given.
-        rounding: ``"nearest"`` or ``"stochastic"``, unbiased.
-        seed, step: key of the stochastic rounding, the same on all ranks or not; the ranks draw different numbers.
-            Where None, step is the number of the call on this communicator.
-        segments: pieces that the message is cut into, so that one is encoded while others are sent; by size where
-            None.
-        async_op: return a :class:`Work` at once.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
-        torch.distributed.DistBackendError: a rank is gone or late; names the rank waited for, the algorithm, the
-            round and the deadline, and then the culprit, as a rule the same on all ranks: ``the culprit is rank 3: it
-            has left`` (at once), ``it does not answer`` or ``it is alive, but has not made call 7`` (two seconds after
-            the first deadline at the latest). Or the ranks disagree on what to reduce: names both calls. The
-            communicator is of no use afterwards; the group is, if its ranks live. On CUDA the call has returned by
-            then: the tensor becomes NaN, and the next call raises.
-    """
-    group = _group(group)
-    communicator = _communicators.get(group)
-    if communicator is None:
-        communicator = _communicators[group] = Communicator(group)
-    return communicator.all_reduce(
-        tensor,
-        op,
-        algorithm=algorithm,
-        codec=codec,
-        residual=residual,
-        rounding=rounding,
-        seed=seed,
-        step=step,
-        segments=segments,
-        async_op=async_op,
-    )
-
-
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ValueError(
             "group: expected an initialized default group, call torch.distributed.init_process_group first"
@@ -335,9 +291,24 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def _place_of(tensor: torch.Tensor) -> torch.device:
+def _check_tensors(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) and not (name == "residual" and value is None):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def _check_options(algorithm: str, codec: str, seed: int, step: int | None, segments: int | None) -> None:
+    for name, text in (("algorithm", algorithm), ("codec", codec)):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}: expected a str, got {text!r}")
+    for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**31)):
+        if number is not None:
+            check_number(number, name, bound)
+
+
+def _place_of(tensor: torch.Tensor, name: str = "tensor") -> torch.device:
     if not _ops.is_supported(tensor.device):
-        raise ValueError(f"tensor: expected a tensor on {_ops.supported_devices}, got one on {tensor.device}")
+        raise ValueError(f"{name}: expected a tensor on {_ops.supported_devices}, got one on {tensor.device}")
     return tensor.device
 
 

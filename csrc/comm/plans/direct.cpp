@@ -30,7 +30,6 @@ Plan reduce_scatter(int rank, int p) {
     scatter.push_back({Op::recv_reduce, from, chunk(rank)});
   });
   if (p > 1) plan.rounds.push_back(scatter);
-  plan.rounds.push_back({{Op::finalize, -1, chunk(rank)}});
   return plan;
 }
 
@@ -46,7 +45,7 @@ Plan all_gather(int rank, int p) {
 Plan direct(int rank, int p) {
   Plan plan = reduce_scatter(rank, p);
   plan.algorithm = "direct";
-  plan.rounds.back() = all_gather(rank, p).rounds[0];
+  plan.rounds.push_back(all_gather(rank, p).rounds[0]);
   return plan;
 }
 
