@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from dltrain_ext import _ops
 from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.shards import whole
 
 
 class GradStats(NamedTuple):
@@ -151,7 +152,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._enabled and self._state_of(optimizer)["stage"] is OptState.READY:
             self.unscale_(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._total_norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        self._total_norm = whole(torch.nn.utils.clip_grad_norm_(params, max_norm))
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What torch keeps of an optimizer that has not stepped yet in this iteration."""
@@ -177,7 +178,7 @@ class LossScaler(torch.amp.GradScaler):
             divisor = scale if divisor is None else scale * divisor
         if ready or max_norm is not None:
             if grad_stats is None:
-                total = _sum(_ops.sum_squares_of(groups))
+                total = _sum(optimizer.sum_squares(groups))
             else:
                 total = grad_stats.sum_squares
                 flags += [] if grad_stats.found_inf is None else [grad_stats.found_inf]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
+from dltrain_ext.optim.shards import Shards, any_sharded
 
 ALIGNMENT = 16  # elements: a cache line
 MASTER = "master_param"
@@ -26,6 +27,7 @@ class FusedStep(torch.optim.Optimizer):
 
     judge: Judge | None = None
     """Who judges the next step's gradients; else a GradScaler's ``grad_scale`` and ``found_inf`` attributes do."""
+    _shards: Shards | None = None  # during a step of DTensors
     _given: dict[str, Any] = {}  # defaults beside those of torch's optimizer
 
     def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
@@ -121,9 +123,24 @@ class FusedStep(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        while len(self._fused) < len(self.param_groups):
+        if not any(any_sharded(group["params"]) for group in self.param_groups):
+            self._step(self.param_groups)
+            return loss
+        state = self.state
+        self._shards = Shards(self.param_groups, state)
+        self.state = self._shards.state
+        try:
+            self._step(self._shards.groups)
+        finally:
+            self.state = state
+            self._shards.leave(state)
+            self._shards = None
+        return loss
+
+    def _step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        while len(self._fused) < len(param_groups):
             self._fused.append(self._make_fused())
-        groups = list(zip(self._fused, self.param_groups, strict=False))
+        groups = list(zip(self._fused, param_groups, strict=False))
         try:
             # All groups are read before anything is changed, so that an error leaves everything as it was.
             incomplete = [self._gather(fused, group) for fused, group in groups]
@@ -132,7 +149,7 @@ class FusedStep(torch.optim.Optimizer):
             arguments = [self._arguments(group, *judged) for _, group in groups]
             _, found_inf = judged
             if found_inf is not None and (found_inf.is_cpu or any(incomplete)) and found_inf.item() != 0:
-                return loss
+                return
             for (fused, group), params in zip(groups, incomplete, strict=True):
                 if params:
                     starting: list[Tensor] = []
@@ -144,7 +161,10 @@ class FusedStep(torch.optim.Optimizer):
         finally:
             for fused, _ in groups:
                 fused.release()
-        return loss
+
+    def sum_squares(self, groups: Sequence[_ops.FusedGroup]) -> list[Tensor]:
+        """Of all gradients of the step under way, which the groups have read: float64 numbers to be added up."""
+        return _ops.sum_squares_of(groups) if self._shards is None else self._shards.sum_squares(groups)
 
     def _judged_by_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
         found_inf = getattr(self, "found_inf", None)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.shards import any_sharded
 
 
 class Preset(NamedTuple):
@@ -99,6 +100,10 @@ class LARS(FusedStep):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        if any_sharded(group["params"]):
+            raise ValueError(
+                "params: expected whole tensors, since a step takes their norms, got DTensors; AdamW and SGD take them"
+            )
         if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
             raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
         for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps"):
