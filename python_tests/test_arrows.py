@@ -28,10 +28,11 @@ MODULES = {
     "optim": {"_ops"},
     "amp": {"optim", "_ops"},
     "ddp": {"comm", "amp", "codecs", "_ops"},
+    "fsdp": {"ddp", "comm", "amp", "codecs", "_ops"},
     "sim": {"comm", "codecs", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
-PUBLIC = {"amp", "codecs", "comm", "ddp", "info", "optim", "sim"}
+PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "optim", "sim"}
 
 
 def sources() -> list[Path]:

@@ -209,8 +209,8 @@ class Communicator:
     def reduce_bucket(
         self, tensor: torch.Tensor, bucket: _ops.Bucket, **options: Any
     ) -> torch.futures.Future[torch.Tensor]:
-        """What the DDP hook calls: hands the tensor to the worker, or enqueues; the future's value is its average."""
-        return self._on(_place_of(tensor)).submit(tensor, bucket=bucket, average=True, **options)
+        """What the hooks call: hands the tensor to the worker, or enqueues; the future's value is what it becomes."""
+        return self._on(_place_of(tensor)).submit(tensor, bucket=bucket, **options)
 
     def tune(self, *, seconds: float = 10.0, codecs: Sequence[str] | None = None) -> Tuning:
         """Measures the group, and from then on lets ``algorithm="auto"`` and ``codec="auto"`` go by it. Collective.

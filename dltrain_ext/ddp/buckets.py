@@ -1,4 +1,4 @@
-"""DDP's buckets as the hook remembers them: what lies where, what has been lost of it, and what was found out."""
+"""DDP's buckets as the hook remembers them: what lies where, and what was found out."""
 
 import math
 from dataclasses import dataclass
@@ -9,53 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext import _ops
+from dltrain_ext.ddp.feedback import Feedback
 from dltrain_ext.ddp.parameters import Parameters
-
-
-class Feedback:
-    """What encoding has lost of each parameter's gradient so far, in units of the unscaled, averaged gradient.
-
-    Where steps may be skipped it is kept twice: a step reads one and writes the other, and only if it is not skipped do
-    they change places. Nobody waits for the verdict: that is a number on the device, which the kernels read.
-    """
-
-    def __init__(self, dtype: torch.dtype, twofold: bool):
-        self.dtype, self.twofold = dtype, twofold
-        self.initial: dict[Tensor, Tensor] = {}  # of parameters that are in no bucket yet
-        self._views: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        self._swapped: dict[torch.device, Tensor] = {}
-
-    def lay(self, spans: dict[Tensor, tuple[int, int]], buffer: Tensor) -> dict[str, Tensor]:
-        """Flat memory for a bucket, with what there is of its parameters."""
-        flat = torch.zeros(buffer.numel(), dtype=self.dtype, device=buffer.device)
-        for parameter, (first, numel) in spans.items():
-            if (before := self.of(parameter)) is not None:
-                flat[first : first + numel].copy_(before)
-        spare = flat.clone() if self.twofold else flat
-        for parameter, (first, numel) in spans.items():
-            self._views[parameter] = (flat[first : first + numel], spare[first : first + numel])
-            self.initial.pop(parameter, None)
-        if not self.twofold:
-            return {"residual": flat}
-        return {"residual": flat, "spare": spare, "swapped": self._swapped_on(flat.device)}
-
-    def _swapped_on(self, device: torch.device) -> Tensor:
-        if device not in self._swapped:
-            self._swapped[device] = torch.zeros(1, dtype=torch.uint8, device=device)
-        return self._swapped[device]
-
-    def of(self, parameter: Tensor) -> Tensor | None:
-        """Flat; None where nothing has been lost yet."""
-        if (views := self._views.get(parameter)) is None:
-            return self.initial.get(parameter)
-        if not self.twofold:
-            return views[0]
-        return torch.where(self._swapped_on(views[0].device).bool(), views[1], views[0])
-
-    def settle(self, is_finite: Tensor) -> None:
-        """What the latest step has written holds, if that is not skipped."""
-        for device, swapped in self._swapped.items():
-            swapped.bitwise_xor_(is_finite.to(device, torch.uint8, non_blocking=True))
 
 
 @dataclass
@@ -93,7 +48,7 @@ class Buckets:
     def __init__(
         self,
         parameters: Parameters,
-        feedback: Feedback | None,
+        feedback: Feedback[Tensor] | None,
         *,
         min_compress_numel: int,
         with_squares: bool,

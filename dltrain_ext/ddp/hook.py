@@ -16,7 +16,8 @@ from dltrain_ext.amp import GradStats
 from dltrain_ext.codecs.arguments import check_number, dtype_of_feedback, is_stochastic
 from dltrain_ext.comm import Communicator, Tuning
 from dltrain_ext.ddp import checkpoint
-from dltrain_ext.ddp.buckets import Buckets, Feedback
+from dltrain_ext.ddp.buckets import Buckets
+from dltrain_ext.ddp.feedback import Feedback
 from dltrain_ext.ddp.parameters import Parameters, check_parameters
 
 _BUCKET = 25 << 20  # bytes, DDP's default
@@ -119,7 +120,7 @@ class AllReduceState:
     def _forget(self) -> None:
         """Begins anew, with nothing lost."""
         dtype = self._feedback_dtype
-        self._feedback = None if dtype is None else Feedback(dtype, twofold=self._is_scaled)
+        self._feedback = None if dtype is None else Feedback[Tensor](dtype, twofold=self._is_scaled)
         self._buckets = Buckets(
             self._parameters,
             self._feedback,
@@ -163,6 +164,7 @@ class AllReduceState:
         future = self.communicator.reduce_bucket(
             buffer,
             laid.handle,
+            average=True,
             feeds=feeds,
             algorithm=plan,
             segments=segments or 0,
