@@ -1,4 +1,4 @@
-"""What the example trains on: two data sets that are already on your disk, and a small model for each."""
+"""What the examples train on: data sets that are already on your disk, and a small model for each."""
 
 import math
 import sysconfig
@@ -8,10 +8,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, load_sample_images
 from torch import Tensor, nn
 
 CONTEXT = 128  # bytes a transformer looks back
+PATCH = 16  # pixels of a photograph, each way
+
+
+def loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats; logits (..., classes), targets (...)."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction=reduction)
 
 
 @dataclass(frozen=True)
@@ -21,18 +27,15 @@ class Task:
     train: tuple[Tensor, Tensor]  # inputs and targets, one example a row
     test: tuple[Tensor, Tensor]
     model: Callable[[], nn.Module]
-    score: Callable[[Tensor, Tensor], Tensor]  # logits, targets -> each target's score; the report shows their mean
+    score: Callable[[Tensor, Tensor], Tensor]  # outputs, targets -> scores, whose mean the report shows
     metric: str
     style: str  # how the metric is written
     unit: str  # what a target is: the throughput counts these
     steps: int  # this and the next two: defaults of the options
     batch_size: int
     lr: float
-
-
-def loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats; logits (..., classes), targets (...)."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction=reduction)
+    criterion: Callable[[Tensor, Tensor], Tensor] = loss
+    higher_is_better: bool = True  # the score
 
 
 def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -97,7 +100,58 @@ def python_source() -> Task:
         steps=300,
         batch_size=32,
         lr=4e-3,
+        higher_is_better=False,
     )
+
+
+def photographs() -> Task:
+    """Noise to be taken off patches of scikit-learn's two photographs; the right quarter of both is held out."""
+    clean = torch.stack([torch.tensor(image) for image in load_sample_images().images]).permute(0, 3, 1, 2) / 255
+    noisy = clean + 0.1 * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    border = clean.shape[-1] * 3 // 4
+    return Task(
+        train=(patches(noisy[..., :border]), patches(clean[..., :border])),
+        test=(patches(noisy[..., border:]), patches(clean[..., border:])),
+        model=Denoiser,
+        score=psnr,
+        metric="test PSNR, dB",
+        style="{:.2f}",
+        unit="colour values",
+        steps=300,
+        batch_size=64,
+        lr=3e-3,
+        criterion=F.mse_loss,
+    )
+
+
+def patches(images: Tensor) -> Tensor:
+    """images (images, channels, height, width) -> (patches, channels, PATCH, PATCH)"""
+    tiles = images.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)
+    return tiles.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+
+
+def psnr(images: Tensor, targets: Tensor) -> Tensor:
+    """Of each image; values of 1 are the brightest."""
+    return -10 * (images - targets).square().flatten(1).mean(1).log10()
+
+
+class Denoiser(nn.Module):
+    """Finds the noise, at half the resolution and with four times the channels (Zhang, Zuo & Zhang 2018, FFDNet)."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.noise = nn.Sequential(
+            nn.PixelUnshuffle(2),
+            nn.Conv2d(12, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, 12, 3, padding=1),
+            nn.PixelShuffle(2),
+        )
+
+    def forward(self, noisy: Tensor) -> Tensor:
+        return noisy - self.noise(noisy)
 
 
 def windows(files: list[Path]) -> tuple[Tensor, Tensor]:
@@ -141,4 +195,8 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "python-source": python_source}
+TASKS: dict[str, Callable[[], Task]] = {
+    "digits": digits,
+    "python-source": python_source,
+    "photographs": photographs,
+}

@@ -24,7 +24,7 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Table
-    from tasks import TASKS, Task, loss
+    from tasks import TASKS, Task
     from torch import Tensor, nn
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.nn.parallel import DistributedDataParallel
@@ -75,7 +75,7 @@ def train(contestants: list[Contestant], task: Task, args: argparse.Namespace, c
             inputs, targets = (tensor[batch[dist.get_rank() :: dist.get_world_size()]] for tensor in task.train)
             # Step by step and in changing order, so that a busy moment of the machine hits both alike.
             for contestant in contestants if step % 2 else reversed(contestants):
-                train_step(contestant, inputs, targets)
+                train_step(contestant, inputs, targets, task)
             for schedule in schedules:
                 schedule.step()
             if step % math.ceil(args.steps / 10) == 0 or step == args.steps:
@@ -84,10 +84,10 @@ def train(contestants: list[Contestant], task: Task, args: argparse.Namespace, c
             show(progress, step, contestants, task)
 
 
-def train_step(contestant: Contestant, inputs: Tensor, targets: Tensor) -> None:
+def train_step(contestant: Contestant, inputs: Tensor, targets: Tensor, task: Task) -> None:
     start = time.perf_counter()
     contestant.optimizer.zero_grad()
-    value = loss(contestant.model(inputs), targets)
+    value = task.criterion(contestant.model(inputs), targets)
     value.backward()
     contestant.optimizer.step()
     contestant.seconds.append(time.perf_counter() - start)
@@ -105,7 +105,8 @@ def evaluate(model: nn.Module, task: Task) -> float:
     shares = (tensor[dist.get_rank() :: dist.get_world_size()].split(64) for tensor in task.test)
     total = torch.zeros(2, dtype=torch.float64)
     for inputs, targets in zip(*shares, strict=True):
-        total += torch.tensor([task.score(model(inputs), targets).sum(), targets.numel()])
+        scores = task.score(model(inputs), targets)
+        total += torch.tensor([scores.sum(), scores.numel()])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 

@@ -1,0 +1,232 @@
+"""Does compressing gradients change what a network learns? Every codec of the DDP hook beside plain DDP and PowerSGD.
+
+Same seeds, batches, optimizer and hyper-parameters for all; only what gradients travel as differs.
+
+torchrun --standalone --nproc-per-node 4 examples/convergence.py --json convergence.json
+python examples/convergence.py --from convergence.json
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+try:
+    import torch
+    import torch.distributed as dist
+    from convergence_report import Run, by_contestant, line, picture, summary, table
+    from recipes import RECIPES, Recipe
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from tasks import TASKS, Task
+    from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.nn.parallel import DistributedDataParallel
+    from train import SMOOTH, evaluate
+
+    from dltrain_ext import ddp, info
+except ModuleNotFoundError as missing:
+    sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
+
+CODECS = {  # contestant -> codec, error_feedback
+    "fp16": ("fp16", False),
+    "bf16": ("bf16", False),
+    "fp8": ("fp8", False),
+    "int8": ("int8", False),
+    "int8+feedback": ("int8", True),
+    "int4": ("int4", False),
+    "int4+feedback": ("int4", True),
+    "sign": ("sign", False),
+    "sign+feedback": ("sign", True),
+}
+CONTESTANTS = ("plain", *CODECS, "powersgd")
+POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}  # 2 is the least it takes
+
+Sent = Callable[[], float]
+
+
+@contextmanager
+def communicating(contestant: str, module: nn.Module, steps: int) -> Iterator[tuple[DistributedDataParallel, Sent]]:
+    """The module in DDP, and what tells the bytes that this rank has sent in all steps."""
+    if contestant in CODECS:
+        codec, error_feedback = CODECS[contestant]
+        model = DistributedDataParallel(module)
+        hook = ddp.register(model, codec=codec, error_feedback=error_feedback)
+        yield model, lambda: hook.stats()["wire_bytes"]
+        hook.communicator.close()
+        return
+    # Gloo does not count what it sends, so this is computed: its ring sends n bytes as 2 (p - 1) parts of n / p.
+    numel, p = sum(parameter.numel() for parameter in module.parameters()), dist.get_world_size()
+    bytes_per_element = 4 * 2 * (p - 1) / p
+    if contestant == "plain":
+        yield DistributedDataParallel(module), lambda: steps * numel * bytes_per_element
+        return
+    # Of several buckets each would begin its later all-reduces as the earlier end, in no order that ranks share.
+    model = DistributedDataParallel(module, bucket_cap_mb=1 << 20)
+    state = PowerSGDState(None, **POWERSGD)
+    model.register_comm_hook(state, powerSGD_hook)
+
+    def sent() -> float:
+        _, before, after = state.compression_stats()  # elements, of the steps that it compressed
+        return (steps * numel - before + after) * bytes_per_element
+
+    yield model, sent
+
+
+def train(name: str, recipe: Recipe, task: Task, contestant: str, seed: int) -> Run:
+    """A whole training. Collective, as is the answer."""
+    start = time.perf_counter()
+    torch.manual_seed(seed)
+    module = task.model()
+    try:
+        losses, sent = descend(recipe, task, contestant, seed, module)
+    except RuntimeError as error:
+        if contestant in ("plain", *CODECS):
+            raise
+        return Run(name, contestant, seed, error=str(error).strip().splitlines()[0])
+    check_same(module, f"{name}, {contestant}, seed {seed}")
+    score = evaluate(module, task)
+    figures = torch.tensor([statistics.fmean(losses[-SMOOTH:]), sent / recipe.steps], dtype=torch.float64)
+    dist.all_reduce(figures)
+    loss, wire_bytes = (figures / dist.get_world_size()).tolist()
+    finite = (figure if math.isfinite(figure) else None for figure in (score, loss))
+    return Run(name, contestant, seed, *finite, wire_bytes, time.perf_counter() - start)
+
+
+def descend(recipe: Recipe, task: Task, contestant: str, seed: int, module: nn.Module) -> tuple[list[float], float]:
+    """This rank's losses, and the bytes it has sent."""
+    losses = []
+    with communicating(contestant, module, recipe.steps) as (model, sent):
+        optimizer, lrs = recipe.build(model.parameters(), recipe)
+        for batch in recipe.batches(len(task.train[0]), seed):
+            inputs, targets = (tensor[batch[dist.get_rank() :: dist.get_world_size()]] for tensor in task.train)
+            optimizer.zero_grad()
+            loss = task.criterion(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            lrs.step()
+            losses.append(loss.item())
+        dist.barrier()  # nobody leaves a group in which another one still receives
+        return losses, sent()
+
+
+def check_same(module: nn.Module, what: str) -> None:
+    """Raises on every rank unless all have the same parameters, bit for bit."""
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    if len(set(digests)) > 1:
+        raise AssertionError(f"{what}: expected the same parameters on all ranks, got {digests}")
+
+
+def train_all(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    facts = {name: fact for name, fact in info.collect().items() if name != "package"}  # a path of this machine
+    results: dict[str, Any] = {
+        "machine": facts,
+        "world_size": dist.get_world_size(),
+        "powersgd": POWERSGD,
+        "recipes": {},
+        "runs": [],
+    }
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("runs"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=console.quiet or not console.is_interactive) as progress:
+        bar = progress.add_task("", total=len(args.recipes) * len(args.codecs) * args.seeds)
+        for name in args.recipes:
+            recipe = RECIPES[name] if args.steps is None else replace(RECIPES[name], steps=args.steps)
+            task = TASKS[recipe.data]()
+            about = results["recipes"][name] = recipe.about(task)
+            for contestant in args.codecs:
+                progress.update(bar, description=f"{recipe.title}: {contestant}")
+                runs = []
+                for seed in range(args.seeds):
+                    runs.append(train(name, recipe, task, contestant, seed))
+                    progress.advance(bar)
+                results["runs"] += [asdict(run) for run in runs]
+                if dist.get_rank() == 0 and args.json:
+                    keep(results, args.json)
+                if not console.is_interactive:
+                    console.print(line(runs, about), highlight=False, soft_wrap=True)
+    return results
+
+
+def keep(results: dict[str, Any], file: Path) -> None:
+    """Whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps(results, indent=1, allow_nan=False))
+    part.replace(file)
+
+
+def report(results: dict[str, Any], out: Path, console: Console) -> None:
+    recipes, runs = results["recipes"], [Run(**run) for run in results["runs"]]
+    for name, about in recipes.items():
+        console.print(table(by_contestant(runs, name), about, results["world_size"]))
+    for sentence in summary(runs, recipes):
+        console.print(sentence, highlight=False, soft_wrap=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    picture(runs, recipes).savefig(out, dpi=100)
+    console.print(f"every seed: {out}", soft_wrap=True)
+
+
+def parse_args() -> argparse.Namespace:
+    def at_least(least: int) -> Callable[[str], int]:
+        def number(text: str) -> int:
+            if int(text) < least:
+                raise argparse.ArgumentTypeError(f"{text} is below {least}")
+            return int(text)
+
+        return number
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
+    parser.add_argument("--codecs", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="beside plain")
+    parser.add_argument("--seeds", type=at_least(2), default=5, help="how many: 0, 1, ...")
+    parser.add_argument("--steps", type=at_least(1), help="default: the recipe's own")
+    parser.add_argument("--out", type=Path, default=Path("convergence.png"), help="the picture of all runs")
+    parser.add_argument("--json", type=Path, help="write every run to this file, as soon as a contestant has its seeds")
+    parser.add_argument("--from", type=Path, dest="kept", help="train nothing: report what --json has written")
+    args = parser.parse_args()
+    if args.kept and not args.kept.is_file():
+        parser.error(f"--from {args.kept}: there is no such file")
+    if not args.kept and int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        parser.error("one rank, so no gradient travels. Four: torchrun --standalone --nproc-per-node 4 " + sys.argv[0])
+    args.recipes = list(dict.fromkeys(args.recipes))
+    args.codecs = list(dict.fromkeys(["plain", *args.codecs]))
+    return args
+
+
+@record  # torchrun's closing words then hold the message of the rank that failed
+def main() -> None:
+    args = parse_args()
+    if args.kept:
+        report(json.loads(args.kept.read_text()), args.out, Console())
+        return
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    console = Console(quiet=dist.get_rank() != 0)
+    results = train_all(args, console)
+    if dist.get_rank() == 0:
+        report(results, args.out, console)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What convergence.py says of its runs: the table of a recipe, where not to compress, and the picture."""
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+from rich.markup import escape
+from rich.table import Table
+
+# Colours of Okabe and Ito, which the colour-blind tell apart, and a mark for each.
+LOOKS = {"plain": ("black", "D"), "within": ("#0072B2", "o"), "better": ("#009E73", "^"), "worse": ("#D55E00", "v")}
+FINE = {"within", "better"}
+
+
+@dataclass(frozen=True)
+class Run:
+    recipe: str
+    contestant: str
+    seed: int
+    score: float | None = None  # None: not finite
+    loss: float | None = None  # of the last steps' training batches, over all ranks; None: not finite
+    wire_bytes: float | None = None  # sent per step and rank
+    seconds: float | None = None
+    error: str | None = None  # why it does not run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    verdict: str
+    differences: tuple[float, ...] = ()  # from plain, seed by seed
+    deviations: float | None = None  # their mean, in standard deviations of plain; None: plain has none
+
+
+def trouble(runs: list[Run]) -> str | None:
+    """Why there is no mean."""
+    if errors := [run.error for run in runs if run.error is not None]:
+        return f"does not run: {errors[0]}"
+    diverged = sum(run.score is None or run.loss is None for run in runs)
+    return f"diverged: {diverged} of {len(runs)}" if diverged else None
+
+
+def compare(runs: list[Run], plain: list[Run], higher_is_better: bool) -> Comparison:
+    """Whether the mean is within one standard deviation of plain's, or on which side it is."""
+    if found := trouble(runs):
+        return Comparison(found.split(":")[0])
+    if trouble(plain):
+        return Comparison("unknown")
+    differences = tuple(run.score - base.score for run, base in zip(runs, plain, strict=True))
+    difference, deviation = statistics.fmean(differences), statistics.stdev(run.score for run in plain)
+    if abs(difference) <= deviation:
+        verdict = "within"
+    else:
+        verdict = "better" if (difference > 0) == higher_is_better else "worse"
+    return Comparison(verdict, differences, difference / deviation if deviation else None)
+
+
+def by_contestant(runs: list[Run], recipe: str) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.recipe == recipe:
+            groups.setdefault(run.contestant, []).append(run)
+    return groups
+
+
+def mean_std(figures: list[float], style: str) -> str:
+    return f"{style.format(statistics.fmean(figures))} ± {style.replace('+', '').format(statistics.stdev(figures))}"
+
+
+def score_of(runs: list[Run], style: str) -> str:
+    return trouble(runs) or mean_std([run.score for run in runs], style)
+
+
+def line(runs: list[Run], about: dict[str, Any]) -> str:
+    """What there is to say when a contestant has its seeds."""
+    return f"{about['title']}, {runs[0].contestant}: {about['metric']} {score_of(runs, about['style'])}"
+
+
+def table(groups: dict[str, list[Run]], about: dict[str, Any], world_size: int) -> Table:
+    plain, style = groups["plain"], about["style"]
+    view = Table(
+        title=f"{about['title']}: mean ± standard deviation of {len(plain)} seeds",
+        caption=f"{about['steps']} steps of batch {about['batch_size']}, {world_size} ranks; lr {about['lr']:g}\n"
+        f"{about['optimizer']}; {about['schedule']}",
+    )
+    view.add_column("gradients as")
+    for head in ("bytes", about["metric"], "from plain,\nseed by seed", "in plain's\ndeviations"):
+        view.add_column(head, justify="right")
+    for contestant, runs in groups.items():
+        found = compare(runs, plain, about["higher_is_better"])
+        sent = runs[0].wire_bytes
+        share = "" if sent is None else f"{sent / plain[0].wire_bytes:.1%}"
+        apart, verdict = "", found.verdict
+        if contestant == "plain":
+            verdict = ""
+        elif found.differences:
+            apart = mean_std([*found.differences], style.replace("{:", "{:+"))
+        if verdict and found.deviations is not None:
+            verdict = f"{found.deviations:+.1f} {verdict}"
+        view.add_row(contestant, share, escape(score_of(runs, style)), apart, verdict)
+    return view
+
+
+def summary(runs: list[Run], recipes: dict[str, Any]) -> list[str]:
+    """Where not to compress, as these runs have it."""
+    where: dict[str, dict[str, list[str]]] = {}  # contestant -> verdict -> recipes
+    for name, about in recipes.items():
+        groups = by_contestant(runs, name)
+        for contestant, some in groups.items():
+            found = compare(some, groups["plain"], about["higher_is_better"])
+            by = "" if found.deviations is None else f" ({found.deviations:+.1f})"
+            where.setdefault(contestant, {}).setdefault(found.verdict, []).append(about["title"] + by)
+    del where["plain"]
+    lines = []
+    for contestant, found in where.items():
+        bad = [
+            f"{verdict} on {' and '.join(found[verdict])}" for verdict in found if verdict not in ("within", "better")
+        ]
+        if bad:
+            lines.append(f"{contestant}: {'; '.join(bad)}")
+    good = [contestant for contestant, found in where.items() if found.keys() <= FINE]
+    seeds = len({run.seed for run in runs})
+    return [
+        "When not to use them, by these runs (in brackets: by how many of plain's standard deviations):"
+        if lines
+        else "None is worse than plain by more than its standard deviation.",
+        *lines,
+        f"Within a standard deviation of plain, or better, everywhere: {', '.join(good) or 'none'}.",
+        f"Chance alone moves a mean of {seeds} seeds by {1 / math.sqrt(seeds):.2f} standard deviations.",
+    ]
+
+
+def picture(runs: list[Run], recipes: dict[str, Any]) -> Figure:
+    """A panel for each recipe: every seed pale, the mean dark, and plain's standard deviation as a band."""
+    across = min(2, len(recipes))
+    down = math.ceil(len(recipes) / across)
+    figure = Figure(figsize=(10, 0.6 + 3.9 * down), layout="constrained")
+    names = list(dict.fromkeys(run.contestant for run in runs))
+    panels = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes in panels.flat[len(recipes) :]:
+        axes.remove()
+    for axes, (name, about) in zip(panels.flat, recipes.items(), strict=False):
+        panel(axes, by_contestant(runs, name), names, about)
+    marks = [
+        Line2D([], [], color=color, marker=mark, linestyle="", label=word) for word, (color, mark) in LOOKS.items()
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False)
+    return figure
+
+
+def panel(axes: Any, groups: dict[str, list[Run]], names: list[str], about: dict[str, Any]) -> None:
+    plain = [run.score for run in groups["plain"]]
+    if not trouble(groups["plain"]):
+        mean, deviation = statistics.fmean(plain), statistics.stdev(plain)
+        axes.axvspan(mean - deviation, mean + deviation, color="0.88", linewidth=0)
+        axes.axvline(mean, color="0.5", linewidth=1)
+    for contestant, runs in groups.items():
+        row = names.index(contestant)
+        found = compare(runs, groups["plain"], about["higher_is_better"])
+        if problem := trouble(runs):
+            axes.text(0.5, row, problem.split(":")[0], transform=axes.get_yaxis_transform(), ha="center", va="center")
+            continue
+        color, mark = LOOKS.get("plain" if contestant == "plain" else found.verdict, ("0.5", "o"))
+        scores = [run.score for run in runs]
+        axes.scatter(scores, [row] * len(scores), s=22, color=color, alpha=0.4, linewidth=0)
+        axes.scatter([statistics.fmean(scores)], [row], s=52, color=color, marker=mark)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="y", alpha=0.25)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda score, _: about["style"].format(score)))
+    axes.locator_params(axis="x", nbins=5)
+    better = "right" if about["higher_is_better"] else "left"
+    axes.set(title=about["title"], xlabel=f"{about['metric']} (better: {better})")
