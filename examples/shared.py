@@ -22,7 +22,10 @@ def parser(doc: str | None, steps: int = 60) -> argparse.ArgumentParser:
 def start() -> None:
     """Joins torchrun's ranks in a Gloo group; without torchrun this rank is alone in it."""
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        # torchrun's store outlives a restart, and so does what the last ranks have left in it.
+        life = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("gloo", store=life, rank=rank, world_size=world_size)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
