@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import socket
 import tempfile
@@ -103,3 +104,10 @@ def run_ranks(
                 process.kill()
                 _join(process, None)
     return [results[rank] for rank in range(world_size)]
+
+
+def look_like_torchrun(rank: int, world_size: int) -> None:
+    """For frameworks that read who they are from torchrun's variables; the group, already there, they take as it is."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(number) for name, number in names.items()})
+    os.environ.update(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

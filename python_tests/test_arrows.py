@@ -29,10 +29,11 @@ MODULES = {
     "amp": {"optim", "_ops"},
     "ddp": {"comm", "amp", "codecs", "_ops"},
     "fsdp": {"ddp", "comm", "amp", "codecs", "_ops"},
+    "lightning": {"ddp", "amp"},
     "sim": {"comm", "codecs", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
-PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "optim", "sim"}
+PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "sim"}
 
 
 def sources() -> list[Path]:

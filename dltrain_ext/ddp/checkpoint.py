@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 VERSION = 1
@@ -63,3 +64,26 @@ def merge(
     if type(done) is not int or done < 0:
         raise ValueError(f"state_dict: expected steps of at least 0, got {done!r}")
     return done, total
+
+
+def gather(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """One state_dict of all ranks of the default group, on rank 0; the others' own. Collective.
+
+    Goes tensor by tensor over the group's device, which then holds one parameter's of all ranks; those of which no rank
+    has lost anything are left out.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    feedback: dict[str, dict[str, Tensor]] = {key_of(r, world_size): {} for r in range(world_size)}
+    own = state["feedback"][key_of(rank, world_size)]
+    has_lost = torch.tensor([bool(residual.any()) for residual in own.values()], dtype=torch.uint8, device=device)
+    if own:
+        dist.all_reduce(has_lost, dist.ReduceOp.MAX)
+    for (name, residual), lost in zip(own.items(), has_lost.tolist(), strict=True):
+        if not lost:
+            continue
+        sent = residual.to(device).flatten().view(torch.uint8)  # which every backend carries
+        places = [torch.empty_like(sent) for _ in range(world_size)] if rank == 0 else None
+        dist.gather(sent, places)
+        for residuals, place in zip(feedback.values(), places or (), strict=False):
+            residuals[name] = place.cpu().view(residual.dtype).view(residual.shape)
+    return {**state, "feedback": feedback if rank == 0 else state["feedback"]}

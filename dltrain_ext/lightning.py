@@ -1,0 +1,143 @@
+"""The hook and the scaler in PyTorch Lightning: a strategy and a precision plugin for its Trainer."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch.amp.grad_scaler import OptState
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dltrain_ext import ddp
+from dltrain_ext.amp import GradStats, LossScaler
+from dltrain_ext.ddp import checkpoint as feedback
+
+try:
+    from lightning.pytorch import plugins, strategies
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+except ModuleNotFoundError as error:
+    if error.name != "lightning":
+        raise
+    raise ModuleNotFoundError("dltrain_ext.lightning: expected PyTorch Lightning; pip install lightning") from None
+
+__all__ = ["DDPStrategy", "MixedPrecision"]
+
+_KEY = "dltrain_ext.hook"  # in Lightning's checkpoints
+_GIVEN = {"process_group", "named_parameters", "scaler", "timeout"}  # to the hook by Lightning
+_OPTIONS = inspect.signature(ddp.AllReduceState).parameters.keys() - _GIVEN
+
+
+class DDPStrategy(strategies.DDPStrategy):
+    """Lightning's ``DDPStrategy``, whose gradients go through :func:`dltrain_ext.ddp.allreduce_hook`, on any device.
+
+    Its checkpoints hold what every rank has lost and not yet fed back, gathered on rank 0; a run that goes on from one
+    has the bits of a run that never stopped, and may have another world size. Accumulated batches stay on their rank.
+
+    Args:
+        codec, algorithm, error_feedback, options: of :class:`dltrain_ext.ddp.AllReduceState`, whose group, deadline and
+            scaler are those of Lightning's group and precision plugin; all other options are Lightning's.
+
+    ``hook_state`` is the :class:`dltrain_ext.ddp.AllReduceState` of the latest ``fit``.
+
+    Raises:
+        ValueError: a hook of the user's own.
+    """
+
+    hook_state: ddp.AllReduceState | None = None
+
+    def __init__(
+        self, codec: str = "int8", algorithm: str = "auto", error_feedback: bool = True, **options: Any
+    ) -> None:
+        for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"{name}: expected None, since this strategy has its own hook, got {options[name]!r}; "
+                    "lightning.pytorch.strategies.DDPStrategy takes one"
+                )
+        self._hook: dict[str, Any] = {"codec": codec, "algorithm": algorithm, "error_feedback": error_feedback}
+        self._hook.update({name: options.pop(name) for name in _OPTIONS & options.keys()})
+        super().__init__(**options)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        self.hook_state = ddp.register(self.model, scaler=scaler, **self._hook)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.hook_state is not None and "optimizer_states" in checkpoint:  # not of weights alone
+            checkpoint[_KEY] = feedback.gather(self.hook_state.state_dict(), self.root_device)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """And the hook's, which is there by now: Lightning reads the file before the model is wrapped."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self.hook_state is not None and _KEY in checkpoint:
+            self.hook_state.load_state_dict(checkpoint[_KEY])
+
+
+class _Scaler(LossScaler):
+    """Clips in its step what Lightning has asked to be clipped before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_norms: dict[Optimizer, float] = {}
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Once: Lightning does not know that clipping by value may have done it."""
+        if self._enabled and self._state_of(optimizer)["stage"] is OptState.READY:
+            super().unscale_(optimizer)
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None = None,
+        grad_stats: GradStats | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().step(optimizer, self.max_norms.pop(optimizer, max_norm), grad_stats, **kwargs)
+
+
+class MixedPrecision(plugins.MixedPrecision):
+    """Lightning's ``MixedPrecision`` with a :class:`dltrain_ext.amp.LossScaler`: ``Trainer(plugins=[...])``.
+
+    With our optimizers, unscaling and ``Trainer(gradient_clip_val=...)`` are part of the step's one pass, so hooks like
+    ``on_before_optimizer_step`` see gradients that are still scaled and not clipped. Clipping by value is a pass of its
+    own. Checkpoints are those of Lightning's plugin, in both directions.
+
+    Args:
+        precision: ``"bf16-mixed"`` scales nothing and skips no step, but clips in the same pass; ``"16-mixed"`` on the
+            CPU as well.
+        device: the type of the accelerator.
+        options: of the ``LossScaler``; none with ``"bf16-mixed"``.
+
+    Raises:
+        ValueError: ``precision`` is another; options that have no use.
+    """
+
+    def __init__(self, precision: Literal["16-mixed", "bf16-mixed"], device: str, **options: Any) -> None:
+        is_scaled = precision == "16-mixed"
+        if options and not is_scaled:
+            raise ValueError(f"{', '.join(options)}: expected none with {precision!r}, whose loss is not scaled")
+        self._scaler = _Scaler(device, enabled=is_scaled, **options)
+        super().__init__(precision, device, self._scaler if is_scaled else None)
+        self.scaler = self._scaler
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self._scaler.unscale_(optimizer)
+            self.clip_grad_by_value(optimizer, clip_val)
+        else:
+            self._scaler.max_norms[optimizer] = clip_val

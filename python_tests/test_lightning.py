@@ -1,0 +1,269 @@
+"""The strategy and the precision plugin in Lightning's Trainer, next to Lightning's own."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from ranks import look_like_torchrun, run_ranks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dltrain_ext import optim
+from dltrain_ext.lightning import DDPStrategy, MixedPrecision
+
+STEPS = 4  # an epoch
+ADAMW = partial(optim.AdamW, lr=0.01)
+
+
+class Module(pl.LightningModule):
+    """Records each batch's loss."""
+
+    def __init__(self, optimizer, overflow_at=None, manual_clip=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
+        self.optimizer, self.overflow_at, self.manual_clip = optimizer, overflow_at, manual_clip
+        self.automatic_optimization = manual_clip is None
+        self.found = {"losses": []}
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(self.net(inputs), targets)
+        self.found["losses"].append(loss.item())
+        if batch_idx == self.overflow_at and self.global_rank == 1:
+            loss = loss * torch.inf
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=self.manual_clip, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+    def on_train_start(self):
+        if isinstance(self.trainer.strategy, DDPStrategy):
+            self.found["feedback at start"] = feedback_of(self.trainer.strategy)
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def feedback_of(strategy):
+    (feedback,) = strategy.hook_state.state_dict()["feedback"].values()
+    return feedback
+
+
+def fit(
+    strategy,
+    plugin=None,
+    *,
+    optimizer=ADAMW,
+    epochs=1,
+    accumulate=1,
+    folder=None,
+    resume=None,
+    module=(),
+    **options,
+):
+    """Trains, and returns what there is to compare."""
+    generator = torch.Generator().manual_seed(0)
+    batches = STEPS * accumulate
+    data = TensorDataset(
+        torch.randn(12 * batches, 32, generator=generator), torch.randint(8, (12 * batches,), generator=generator)
+    )
+    model = Module(optimizer, **dict(module))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        plugins=plugin,
+        max_epochs=epochs,
+        accumulate_grad_batches=accumulate,
+        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else None,
+        enable_checkpointing=folder is not None,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=12 // trainer.world_size), ckpt_path=resume)
+    found = {**model.found, "parameters": {name: p.detach().clone() for name, p in model.named_parameters()}}
+    if isinstance(strategy, DDPStrategy):
+        found["seed"] = strategy.hook_state.seed
+        found["hook"], found["stats"] = strategy.hook_state.state_dict(), strategy.hook_state.stats()
+    if plugin is not None:
+        found["scaler"] = plugin.state_dict()
+    return found
+
+
+def ours(**options):
+    return MixedPrecision("16-mixed", "cpu", init_scale=2.0**10, growth_interval=3, **options)
+
+
+def theirs():
+    return LightningMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3))
+
+
+def train(rank, world_size, folder):
+    look_like_torchrun(rank, world_size)
+    plain, raw = LightningDDPStrategy, partial(DDPStrategy, "raw")
+    # Not AdamW, to which the norm of the gradients hardly matters.
+    sgd, torchs = ({"optimizer": partial(room.SGD, lr=0.5)} for room in (optim, torch.optim))
+    norm = {"gradient_clip_val": 0.1, "accumulate": 2}
+    value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    saved = {"epochs": 2, "gradient_clip_val": 0.1}
+    return {
+        "plain": fit(plain(), **norm),
+        "raw": fit(raw(), **norm),
+        "int8": fit(DDPStrategy(seed=7, find_unused_parameters=True), **norm),
+        "plain, fp16, norm": fit(plain(), theirs(), **torchs, **norm),
+        "raw, fp16, norm": fit(raw(), ours(), **sgd, **norm),
+        "torch's, fp16, norm": fit(raw(), ours(), **torchs, **norm),
+        "plain, fp16, value": fit(plain(), theirs(), **torchs, **value),
+        "raw, fp16, value": fit(raw(), ours(), **sgd, **value),
+        "torch's, fp16, value": fit(raw(), ours(), **torchs, **value),
+        "plain, bf16, norm": fit(plain(), LightningMixedPrecision("bf16-mixed", "cpu"), **torchs, **norm),
+        "raw, bf16, norm": fit(raw(), MixedPrecision("bf16-mixed", "cpu"), **sgd, **norm),
+        "automatic": fit(raw(), ours(), **sgd, gradient_clip_val=0.1),
+        "manual": fit(raw(), ours(), **sgd, module={"manual_clip": 0.1}),
+        "unclipped": fit(raw(), ours(), **sgd),
+        "overflow": fit(DDPStrategy(), ours(), module={"overflow_at": 1}, gradient_clip_val=0.1),
+        "whole": fit(DDPStrategy(), ours(), folder=folder, **saved),
+        "resumed": fit(DDPStrategy(), ours(), resume=f"{folder}/epoch=0.ckpt", **saved),
+        "whole raw": fit(raw(), ours(), folder=f"{folder}/raw"),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """What each rank of two has found, run by run."""
+    return run_ranks(2, train, str(folder), timeout=120)
+
+
+def assert_close(one, other, **tolerance):
+    for name in ("losses", "parameters"):
+        torch.testing.assert_close(one[name], other[name], **tolerance)
+
+
+def test_raw_trains_as_lightnings_own(runs):
+    for run in runs:
+        assert_close(run["raw"], run["plain"], rtol=1e-6, atol=1e-7)
+        assert run["raw"]["stats"]["steps"] == STEPS, "accumulated batches are not reduced"
+        assert len(run["raw"]["losses"]) == 2 * STEPS
+
+
+def test_gradients_travel_as_int8(runs):
+    for run in runs:
+        assert 0 < run["int8"]["stats"]["wire_bytes"] < 0.3 * run["raw"]["stats"]["wire_bytes"]
+        assert run["int8"]["seed"] == 7
+        assert run["int8"]["losses"] == pytest.approx(run["plain"]["losses"], rel=1e-2)
+        assert run["int8"]["losses"] != run["plain"]["losses"]
+    assert_same(runs[0]["int8"]["parameters"], runs[1]["int8"]["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("fused", "plain"),
+    [
+        ("raw, fp16, norm", "plain, fp16, norm"),
+        ("torch's, fp16, norm", "plain, fp16, norm"),
+        ("raw, fp16, value", "plain, fp16, value"),
+        ("torch's, fp16, value", "plain, fp16, value"),
+        ("raw, bf16, norm", "plain, bf16, norm"),
+        ("manual", "automatic"),
+    ],
+)
+def test_clips_as_lightnings_own(runs, fused, plain):
+    for run in runs:
+        assert_close(run[fused], run[plain], rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_makes_a_difference(runs):
+    first, second, *_ = runs[0]["unclipped"]["losses"]
+    assert first == runs[0]["automatic"]["losses"][0]
+    assert second != pytest.approx(runs[0]["automatic"]["losses"][1], rel=1e-2)
+
+
+def test_the_scale_is_that_of_lightnings_own(runs):
+    for run in runs:
+        found = run["raw, fp16, norm"]["scaler"]
+        assert found["scale"] == 2.0**11 == run["plain, fp16, norm"]["scaler"]["scale"]
+        assert run["raw, bf16, norm"]["scaler"] == {}
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(runs):
+    for run in runs:
+        found = run["overflow"]
+        assert found["scaler"]["skipped_steps"] == 1 and found["scaler"]["scale"] == 2.0**9
+        assert all(p.isfinite().all() for p in found["parameters"].values())
+        (feedback,) = found["hook"]["feedback"].values()
+        assert all(residual.isfinite().all() for residual in feedback.values())
+        assert feedback["net.2.weight"].any()
+    assert_same(runs[0]["overflow"]["parameters"], runs[1]["overflow"]["parameters"])
+
+
+def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(runs):
+    for run in runs:
+        whole, resumed = run["whole"], run["resumed"]
+        assert resumed["feedback at start"]["net.2.weight"].any()
+        assert resumed["losses"] == whole["losses"][STEPS:]
+        for name in ("parameters", "scaler", "hook"):
+            assert_same(resumed[name], whole[name])
+
+
+def test_a_checkpoint_holds_what_was_lost_and_no_more(runs, folder):
+    of_int8, of_raw = (torch.load(folder / name)["dltrain_ext.hook"] for name in ("epoch=0.ckpt", "raw/epoch=0.ckpt"))
+    assert of_int8["steps"] == of_raw["steps"] == STEPS
+    assert of_int8["feedback"].keys() == {"rank 0 of 2", "rank 1 of 2"}
+    assert all(saved.keys() == {f"net.{i}.weight" for i in (0, 2, 4)} for saved in of_int8["feedback"].values())
+    assert of_raw["feedback"] == {"rank 0 of 2": {}, "rank 1 of 2": {}}
+
+
+def go_on(rank, world_size, checkpoint):
+    look_like_torchrun(rank, world_size)
+    return fit(DDPStrategy(), ours(), resume=checkpoint, epochs=2)
+
+
+def test_another_world_size_keeps_the_sum_of_what_was_lost(runs, folder):
+    saved = torch.load(folder / "epoch=0.ckpt")["dltrain_ext.hook"]["feedback"].values()
+    found = run_ranks(3, go_on, str(folder / "epoch=0.ckpt"))
+    for name in ("net.0.weight", "net.2.weight", "net.4.weight"):
+        expected = sum(residuals[name].double() for residuals in saved)
+        total = sum(run["feedback at start"][name].double() for run in found)
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-9)
+    assert all(run["hook"]["steps"] == 2 * STEPS for run in found)
+
+
+@pytest.mark.parametrize("name", ["ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"])
+def test_a_hook_of_the_users_own_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: expected None.*; lightning.pytorch.strategies.DDPStrategy takes"):
+        DDPStrategy(**{name: object()})
+
+
+def test_what_has_no_use_is_refused():
+    with pytest.raises(ValueError, match="hysteresis: expected none with 'bf16-mixed', whose loss is not scaled"):
+        MixedPrecision("bf16-mixed", "cpu", hysteresis=2)
+
+
+def test_without_lightning_it_says_what_to_install(tmp_path):
+    (tmp_path / "lightning.py").write_text("raise ModuleNotFoundError('gone', name='lightning')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "import dltrain_ext, dltrain_ext.lightning"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 1
+    assert done.stderr.endswith("dltrain_ext.lightning: expected PyTorch Lightning; pip install lightning\n")
