@@ -5,6 +5,8 @@ import multiprocessing.connection
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -104,6 +106,16 @@ def run_ranks(
                 process.kill()
                 _join(process, None)
     return [results[rank] for rank in range(world_size)]
+
+
+def run_example(name: str, folder: Path, *arguments: str) -> str:
+    """What an example prints on two ranks, started by torchrun in a folder where it is to leave nothing."""
+    script = Path(__file__).parents[1] / "examples" / name
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert not any(folder.iterdir())
+    return done.stdout
 
 
 def look_like_torchrun(rank: int, world_size: int) -> None:

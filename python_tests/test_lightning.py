@@ -1,6 +1,7 @@
 """The strategy and the precision plugin in Lightning's Trainer, next to Lightning's own."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
-from ranks import look_like_torchrun, run_ranks
+from ranks import look_like_torchrun, run_example, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -267,3 +268,8 @@ def test_without_lightning_it_says_what_to_install(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 1
     assert done.stderr.endswith("dltrain_ext.lightning: expected PyTorch Lightning; pip install lightning\n")
+
+
+def test_the_example(tmp_path):
+    answer = run_example("with_lightning.py", tmp_path, "--steps", "4")
+    assert re.fullmatch(r"test accuracy [\d.]+% after 4 steps, with 3.90 times fewer bytes than fp32\n", answer)
