@@ -37,7 +37,11 @@ def png_size(path: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("data", "metric", "unit", "steps"),
-    [("digits", "test accuracy", "images", 30), ("python-source", "test bits per byte", "bytes", 3)],
+    [
+        ("digits", "test accuracy", "images", 30),
+        ("python-source", "test bits per byte", "bytes", 3),
+        ("photographs", "test PSNR, dB", "colour values", 30),
+    ],
 )
 def test_both_sides_train_alike(tmp_path: Path, data: str, metric: str, unit: str, steps: int) -> None:
     picture, json_file = tmp_path / "new" / "train.png", tmp_path / "figures.json"
