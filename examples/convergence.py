@@ -199,7 +199,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
     parser.add_argument("--codecs", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="beside plain")
     parser.add_argument("--seeds", type=at_least(2), default=5, help="how many: 0, 1, ...")
-    parser.add_argument("--steps", type=at_least(1), help="default: the recipe's own")
+    parser.add_argument("--steps", type=at_least(2), help="default: the recipe's own")
     parser.add_argument("--out", type=Path, default=Path("convergence.png"), help="the picture of all runs")
     parser.add_argument("--json", type=Path, help="write every run to this file, as soon as a contestant has its seeds")
     parser.add_argument("--from", type=Path, dest="kept", help="train nothing: report what --json has written")

@@ -186,7 +186,7 @@ def test_trouble_is_told() -> None:
         ("--recipes nonsense", ("--recipes", "nonsense", "digits", "python-source", "photographs", "large-batch")),
         ("--codecs nonsense", ("--codecs", "nonsense", "fp8", "int4+feedback", "powersgd")),
         ("--seeds 1", ("--seeds", "1 is below 2")),
-        ("--steps 0", ("--steps", "0 is below 1")),
+        ("--steps 1", ("--steps", "1 is below 2")),
         ("--from nowhere.json", ("--from", "nowhere.json")),
         ("", ("one rank", "torchrun --standalone --nproc-per-node 4")),
     ],
