@@ -85,8 +85,9 @@ class ShardedState:
         ).wait()
 
     def stats(self) -> dict[str, Any]:
-        """``wire_bytes`` that this rank has sent for gradients, and ``per_module``, for each whose have been reduced:
-        ``numel`` of one, ``calls`` and ``wire_bytes``."""
+        """``wire_bytes`` that this rank has sent for gradients; ``ratio``, what fp32 messages would have, over what
+        those of one backward pass have, None before the first; and ``per_module``: ``numel`` of one reduction,
+        ``calls`` and ``wire_bytes``."""
         per_module = {
             name: {
                 "numel": gradient.numel,
@@ -95,7 +96,14 @@ class ShardedState:
             for name, gradient in self._gradients.items()
             if gradient.handle is not None
         }
-        return {"wire_bytes": sum(stats["wire_bytes"] for stats in per_module.values()), "per_module": per_module}
+        message_bytes = sum(self._gradients[name].message_bytes for name in per_module)
+        return {
+            "wire_bytes": sum(stats["wire_bytes"] for stats in per_module.values()),
+            "ratio": 4 * sum(stats["numel"] for stats in per_module.values()) / message_bytes
+            if message_bytes
+            else None,
+            "per_module": per_module,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers, each rank's own, for ``torch.save`` or ``torch.distributed.checkpoint``: by rank
@@ -140,6 +148,7 @@ class _Gradient:
         scaler: LossScaler | None,
     ):
         self.name, self.numel, self.seed, self.steps = name, numel, seed, steps
+        self.message_bytes = 0
         self.handle: Any = None
         self.feedback = None if feedback_dtype is None else Feedback[str](feedback_dtype, twofold=scaler is not None)
         self._scaler = scaler
@@ -154,6 +163,7 @@ class _Gradient:
             )
         if self.handle is None or self.numel != tensor.numel():
             self.numel = tensor.numel()
+            self.message_bytes = _ops.find_codec(codec).bytes(self.numel)
             feedback = {} if self.feedback is None else self.feedback.lay({self.name: (0, self.numel)}, tensor)
             self.handle = _ops.Bucket([(0, self.numel, codec, 0)], by_parameter=False, squares=None, **feedback)
         self.settle()

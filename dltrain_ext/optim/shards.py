@@ -103,6 +103,8 @@ def _local(value: Any) -> Any:
 
 
 def _like(p: "DTensor", part: Tensor) -> Tensor:
+    # A DTensor takes over the offset, and then cannot be deep-copied.
+    part = part.clone() if part.storage_offset() else part
     whole: Tensor = _dtensor().from_local(
         part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )

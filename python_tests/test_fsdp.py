@@ -1,0 +1,317 @@
+"""fully_shard with our optimizers, LossScaler and codecs: as torch has it where nothing is lost, and what it takes."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from dltrain_ext import amp, fsdp, optim
+
+SIZES = (50, 71, 64, 3)  # not of round numbers: shards have different lengths, and the last layer is small
+
+
+def make(mesh=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(*SIZES[i : i + 2]), nn.Tanh()) for i in range(3)))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh, **options)
+    return model
+
+
+def meshes(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    return mesh["replicate"], mesh["shard"], mesh
+
+
+def train(model, optimizer, scaler, rank, steps, first=0, max_norm=None, spoilt=None):
+    """Returns this rank's losses."""
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.randn(8, SIZES[0], generator=torch.Generator().manual_seed(100 * step + rank))
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, : SIZES[-1]]).square().mean()
+        scaler.scale(loss * (math.inf if (step, rank) == spoilt else 1)).backward()
+        scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def bits(model):
+    return [p.to_local().clone() for p in model.parameters()]
+
+
+def same(ours, theirs, **tolerance):
+    return all(torch.allclose(a, b, **tolerance) for a, b in zip(ours, theirs, strict=True))
+
+
+def check_optimizer(rank, world_size, ours, theirs, options):
+    for max_norm in (None, 0.05):
+        found = []
+        for build in (ours, theirs):
+            model, scaler = make(), amp.LossScaler("cpu", init_scale=64.0)
+            optimizer = build(model.parameters(), **options)
+            train(model, optimizer, scaler, rank, 5, max_norm=max_norm, spoilt=(2, world_size - 1))
+            assert scaler.skipped_steps == 1 and scaler.get_scale() == 32, "on every rank, whoever has the overflow"
+            found.append((bits(model), scaler.total_norm))
+        (our_bits, our_norm), (their_bits, their_norm) = found
+        assert same(our_bits, their_bits, rtol=1e-4, atol=1e-6)
+        if max_norm is not None:
+            assert our_norm == pytest.approx(their_norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("AdamW", {}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("SGD", {"lr": 0.1})]
+)
+def test_steps_shards_as_torch_does(name, options):
+    run_ranks(3, check_optimizer, getattr(optim, name), getattr(torch.optim, name), options)
+
+
+def check_state(rank, world_size):
+    model = make()
+    optimizer, scaler = optim.AdamW(model.parameters()), amp.LossScaler("cpu", enabled=False)
+    train(model, optimizer, scaler, rank, 2)
+    saved = get_optimizer_state_dict(model, optimizer)
+    kinds = {key: type(value) for key, value in saved["state"]["0.0.weight"].items()}
+    assert kinds == {"step": torch.Tensor, "exp_avg": DTensor, "exp_avg_sq": DTensor}
+    results = []
+    for build in (optim.AdamW, torch.optim.AdamW):
+        other = make()
+        with torch.no_grad():
+            for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+                its.to_local().copy_(mine.to_local())
+        resumed = build(other.parameters())
+        set_optimizer_state_dict(other, resumed, copy.deepcopy(saved))
+        train(other, resumed, scaler, rank, 2, first=2)
+        assert resumed.state[other[0][0].weight]["step"] == 4
+        results.append(bits(other))
+    train(model, optimizer, scaler, rank, 2, first=2)
+    ours, theirs = results
+    assert all(torch.equal(a, b) for a, b in zip(ours, bits(model), strict=True)), "as if it had never stopped"
+    assert same(theirs, ours, rtol=1e-5, atol=1e-7), "and torch takes our state"
+    assert all(p.grad is not None and p.to_local().grad is None for p in model.parameters()), "nothing is left behind"
+
+
+def test_state_is_sharded_and_saved_as_torch_does():
+    run_ranks(2, check_state)
+
+
+def check_halves(rank, world_size):
+    model = make()
+    model.to(torch.bfloat16)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(8, SIZES[0], dtype=torch.bfloat16, generator=torch.Generator().manual_seed(rank))
+    model(x).square().mean().backward()
+    optimizer.step()
+    weight = model[0][0].weight
+    master = optimizer.state[weight]["master_param"]
+    assert isinstance(master, DTensor) and master.dtype == torch.float32 and master.shape == weight.shape
+    assert torch.equal(master.to_local().bfloat16(), weight.to_local())
+
+
+def test_half_parameters_have_sharded_masters():
+    run_ranks(2, check_halves)
+
+
+def check_lars(rank, world_size):
+    with pytest.raises(ValueError, match="whole tensors.*got DTensors; AdamW and SGD"):
+        optim.LARS(make().parameters(), 1.0)
+
+
+def test_lars_wants_whole_tensors():
+    run_ranks(2, check_lars)
+
+
+def check_raw(rank, world_size, scaled):
+    """Without a codec that loses anything, ours is FSDP's own to the last few bits."""
+    replicas, shard, mesh = meshes(rank, world_size)
+    found = []
+    for kind in ("native", "replicas", "scatter"):
+        scaler = amp.LossScaler("cpu", init_scale=64.0, enabled=scaled)
+        model = make({"native": mesh, "replicas": shard, "scatter": mesh}[kind])
+        if kind != "native":
+            fsdp.register(model, "raw", replicas=replicas if kind == "replicas" else None, scaler=scaler)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, scaler, rank, 6, max_norm=0.5, spoilt=(3, 1) if scaled else None)
+        found.append(bits(model))
+    native, *ours = found
+    assert all(same(bits, native, rtol=1e-4, atol=1e-6) for bits in ours)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_raw_is_as_fsdp_does_it(scaled):
+    run_ranks(4, check_raw, scaled)
+
+
+def check_bytes(rank, world_size):
+    replicas, shard, mesh = meshes(rank, world_size)
+    sent = {}
+    for codec in ("raw", "int8", "int4"):
+        for kind in ("replicas", "scatter"):
+            model = make(shard if kind == "replicas" else mesh)
+            state = fsdp.register(model, codec, replicas=replicas if kind == "replicas" else None, min_compress_numel=0)
+            train(model, optim.AdamW(model.parameters()), amp.LossScaler("cpu", enabled=False), rank, 2)
+            stats = state.stats()
+            assert {name: each["calls"] for name, each in stats["per_module"].items()} == {"0": 2, "1": 2, "2": 2}
+            sent[codec, kind] = stats["wire_bytes"]
+            for p in model.parameters():
+                first = p.to_local().clone()
+                dist.broadcast(first, dist.get_global_rank(replicas.get_group(), 0), group=replicas.get_group())
+                assert torch.equal(first, p.to_local()), "replicas stay the same"
+    for kind in ("replicas", "scatter"):
+        assert sent["int8", kind] < 0.27 * sent["raw", kind]
+        assert sent["int4", kind] < 0.16 * sent["raw", kind]
+
+
+def test_codecs_save_bytes():
+    run_ranks(4, check_bytes)
+
+
+def check_feedback(rank, world_size, kind):
+    """Over the steps gradients add up to those of fp32, where what is lost is fed back, and not without."""
+    replicas, shard, _ = meshes(rank, world_size)
+    given = {"replicas": replicas} if kind == "replicas" else {}
+    x = torch.randn(8, SIZES[0], generator=torch.Generator().manual_seed(rank))
+    totals = {}
+    for name, codec, feeds in (("raw", "raw", False), ("with", "int4", True), ("without", "int4", False)):
+        model = make(shard if kind == "replicas" else None)
+        fsdp.register(model, codec, error_feedback=feeds, min_compress_numel=0, **given)
+        for _ in range(20):
+            model(x).square().mean().backward()
+        totals[name] = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+    off = {name: (total - totals["raw"]).norm() / totals["raw"].norm() for name, total in totals.items()}
+    assert off["with"] < 0.3 * off["without"], off
+
+
+@pytest.mark.parametrize("kind", ["replicas", "scatter"])
+def test_feedback_makes_up_for_what_is_lost(kind):
+    run_ranks(4, check_feedback, kind)
+
+
+def check_skipped(rank, world_size):
+    """A step that is skipped leaves no trace in what is fed back."""
+    replicas, shard, _ = meshes(rank, world_size)
+    found = []
+    for spoils in (False, True):
+        model, scaler = make(shard), amp.LossScaler("cpu", init_scale=64.0, backoff_factor=1.0 - 2**-30, min_scale=64.0)
+        state = fsdp.register(model, "int4", replicas=replicas, scaler=scaler, min_compress_numel=0)
+        optimizer = optim.AdamW(model.parameters())
+        train(model, optimizer, scaler, rank, 3)
+        if spoils:
+            train(model, optimizer, scaler, rank, 1, first=50, spoilt=(50, 2))
+            assert scaler.skipped_steps == 1
+        train(model, optimizer, scaler, rank, 3, first=3)
+        found.append((bits(model), state.state_dict()["feedback"]))
+    (clean, lost), (spoilt, lost_too) = found
+    assert all(torch.equal(a, b) for a, b in zip(clean, spoilt, strict=True))
+    ((name, residuals),) = lost.items()
+    assert residuals["0"].any()
+    for module, residual in residuals.items():
+        assert torch.equal(residual, lost_too[name][module])
+
+
+def test_a_skipped_step_is_as_if_it_had_not_been():
+    run_ranks(4, check_skipped)
+
+
+def check_resume(rank, world_size, kind):
+    replicas, shard, _ = meshes(rank, world_size)
+    given = {"replicas": replicas} if kind == "replicas" else {"error_feedback": True}
+    off = amp.LossScaler("cpu", enabled=False)
+
+    def begin():
+        model = make(shard if kind == "replicas" else None)
+        state = fsdp.register(model, "int4", min_compress_numel=0, rounding="stochastic", **given)
+        return model, state, optim.SGD(model.parameters(), lr=0.1)
+
+    model, state, optimizer = begin()
+    train(model, optimizer, off, rank, 3)
+    saved, weights = state.state_dict(), bits(model)
+    train(model, optimizer, off, rank, 3, first=3)
+    resumed, its_state, its_optimizer = begin()
+    shapes = {name: t.shape for name, t in next(iter(its_state.state_dict()["feedback"].values())).items()}
+    assert shapes == {name: t.shape for name, t in next(iter(saved["feedback"].values())).items()}, "read in place"
+    with torch.no_grad():
+        for p, local in zip(resumed.parameters(), weights, strict=True):
+            p.to_local().copy_(local)
+    its_state.load_state_dict(saved)
+    train(resumed, its_optimizer, off, rank, 3, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(bits(model), bits(resumed), strict=True))
+    key = f"rank {rank} of {world_size}"
+    for broken, text in (
+        ({}, "version 1"),
+        (saved | {"feedback": {"rank 9 of 16": saved["feedback"][key]}}, "got that of rank 9 of 16"),
+        (saved | {"feedback": {key: {"0": torch.zeros(3)}}}, "modules and sizes"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            its_state.load_state_dict(broken)
+
+
+@pytest.mark.parametrize("kind", ["replicas", "scatter"])
+def test_goes_on_from_a_checkpoint_bit_by_bit(kind):
+    run_ranks(4, check_resume, kind)
+
+
+def check_mixed_precision(rank, world_size):
+    replicas, shard, mesh = meshes(rank, world_size)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32)
+    off = amp.LossScaler("cpu", enabled=False)
+    for kind in ("replicas", "scatter"):
+        found = []
+        for codec in (None, "int8"):
+            model = make(shard if kind == "replicas" else mesh, mp_policy=policy)
+            if codec or kind == "replicas":
+                fsdp.register(model, codec or "raw", replicas=replicas if kind == "replicas" else None)
+            found.append(sum(train(model, optim.AdamW(model.parameters(), lr=1e-2), off, rank, 40)[-5:]))
+        assert found[1] == pytest.approx(found[0], rel=0.1), kind
+
+
+def test_gradients_may_be_reduced_in_bf16():
+    run_ranks(4, check_mixed_precision)
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(40, 40), nn.Linear(40, 40)
+
+    def forward(self, x, both):
+        return self.b(self.a(x)) if both else self.a(x)
+
+
+def check_refusals(rank, world_size):
+    replicas, shard, mesh = meshes(rank, world_size)
+    for error, text, model, options in (
+        (TypeError, "fully_shard was applied to, got Linear; ddp.register", nn.Linear(2, 2), {}),
+        (ValueError, r"mesh\['shard'\], got \(2, 2\)", make(mesh), {"replicas": replicas}),
+        (ValueError, "codec", make(), {"codec": "auto"}),
+        (TypeError, "scaler: expected a dltrain_ext.amp.LossScaler", make(), {"scaler": torch.amp.GradScaler("cpu")}),
+        (
+            ValueError,
+            "error_feedback: expected False",
+            make(),
+            {"codec": "sign", "rounding": "stochastic", "error_feedback": True},
+        ),
+        (ValueError, "feedback_dtype", make(), {"feedback_dtype": "int8"}),
+        (ValueError, "algorithm", make(shard), {"replicas": replicas, "algorithm": "recursive_doubling"}),
+    ):
+        with pytest.raises(error, match=text):
+            fsdp.register(model, **options)
+    model = Halves()
+    fully_shard(model, mesh=shard)
+    fsdp.register(model, "int8", replicas=replicas)
+    model(torch.ones(2, 40), True).sum().backward()
+    with pytest.raises(RuntimeError, match="error_feedback: expected gradients of all parameters of the model"):
+        model(torch.ones(2, 40), False).sum().backward()
+
+
+def test_bad_input_is_named():
+    run_ranks(4, check_refusals)
