@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.ddp.feedback import Feedback
-from dltrain_ext.ddp.parameters import Parameters
+from dltrain_ext.ddp.parameters import Parameters, check_parameters
 
 
 @dataclass
@@ -81,6 +81,7 @@ class Buckets:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.layout != torch.strided:
             raise TypeError(f"bucket: expected dense gradients, got {buffer.layout}; make the embedding's sparse=False")
+        check_parameters((f"one of shape {tuple(p.shape)}", p) for p in parameters)
         spans: dict[Tensor, tuple[int, int]] = {}
         for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
             spans[parameter] = (int(gradient.storage_offset() - buffer.storage_offset()), gradient.numel())
@@ -107,6 +108,13 @@ class Buckets:
             bool(feedback),
             handle,
         )
+
+    def absent(self) -> list[str]:
+        """The named parameters that are in no bucket."""
+        if self.parameters.names is None or sum(len(b.parameters) for b in self.all) == len(self.parameters.names):
+            return []
+        present = {p for bucket in self.all for p in bucket.parameters}
+        return [name for name, p in self.parameters.names.items() if p not in present]
 
     def sum_squares(self) -> Tensor:
         """Of all gradients as they were averaged last: one float64 number, on the device of the first bucket.

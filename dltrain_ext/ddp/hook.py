@@ -18,7 +18,7 @@ from dltrain_ext.comm import Communicator, Tuning
 from dltrain_ext.ddp import checkpoint
 from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.feedback import Feedback
-from dltrain_ext.ddp.parameters import Parameters, check_parameters
+from dltrain_ext.ddp.parameters import Parameters, check_model, check_parameters
 
 _BUCKET = 25 << 20  # bytes, DDP's default
 _IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
@@ -146,7 +146,8 @@ class AllReduceState:
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
                 f"bucket: expected a GradBucket, got {type(bucket).__name__}; where that comes from torch.compile, "
-                "leave torch._dynamo.config.optimize_ddp at its default"
+                "leave torch._dynamo.config.optimize_ddp at its default; where it comes from FSDP, use fully_shard "
+                "and dltrain_ext.fsdp.register"
             )
         if bucket.index() == 0:
             self._settle()
@@ -204,12 +205,17 @@ class AllReduceState:
         first bucket; no host waits for it.
 
         Raises:
-            RuntimeError: there is no scaler, or has been no backward pass yet.
+            RuntimeError: there is no scaler, has been no backward pass yet, or a parameter is in no bucket.
         """
         if self.scaler is None:
             raise RuntimeError("grad_stats: expected a state that was given the scaler, whose step these are for")
         if not self._buckets.all:
             raise RuntimeError("grad_stats: expected a backward pass first")
+        if absent := self._buckets.absent():
+            raise RuntimeError(
+                f"grad_stats: expected all parameters in DDP's buckets, got none of {', '.join(absent)}, which DDP was "
+                "told to ignore or to delay, or were frozen when it was made; step without grad_stats"
+            )
         return GradStats(self._buckets.sum_squares())
 
     def stats(self) -> dict[str, Any]:
@@ -306,8 +312,11 @@ class AllReduceState:
         )
 
 
-def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket's gradients over the ranks, in place. Returns at once; on CUDA nothing waits on the host."""
+def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket, *_: Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket's gradients over the ranks, in place. Returns at once; on CUDA nothing waits on the host.
+
+    FSDP gives more than a bucket, and is told so.
+    """
     return state._reduce(bucket)
 
 
@@ -325,11 +334,11 @@ def register(
     Raises:
         TypeError: ``model`` is no DDP model, or a parameter is not float32, float16 or bfloat16 on the CPU or, in a
             build for CUDA, on a CUDA device; the parameter is named.
+        RuntimeError: ``model`` has a hook already.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"model: expected a DistributedDataParallel, got {type(model).__name__}")
+    check_model(model)
     named = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-    check_parameters(named)
+    check_parameters((name, p) for name, p in named.items() if name not in model.parameters_to_ignore)
     state = AllReduceState(
         model.process_group,
         codec=codec,
@@ -339,5 +348,12 @@ def register(
         named_parameters=named.items(),
         **options,
     )
-    model.register_comm_hook(state, allreduce_hook)
+    try:
+        model.register_comm_hook(state, allreduce_hook)
+    except RuntimeError as error:
+        state.communicator.close()
+        raise RuntimeError(
+            "model: expected a DistributedDataParallel without a comm hook; wrap model.module anew for another one, "
+            "and in the place of mixed_precision=, which is one too, use torch.autocast"
+        ) from error
     return state

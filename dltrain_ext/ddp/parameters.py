@@ -4,8 +4,16 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import _ops
+
+_INSTEAD = {
+    "OptimizedModule": "register before torch.compile",
+    "FSDPModule": "for fully_shard there is dltrain_ext.fsdp.register",
+    "FullyShardedDataParallel": "use fully_shard and dltrain_ext.fsdp.register",
+    "DataParallel": "use a process for each device, and DistributedDataParallel",
+}
 
 
 class Parameters:
@@ -57,9 +65,21 @@ class Parameters:
         return self.names
 
 
-def check_parameters(parameters: dict[str, Tensor]) -> None:
+def check_model(model: object) -> None:
+    """Raises TypeError naming what to do instead."""
+    if not isinstance(model, DistributedDataParallel):
+        instead = [_INSTEAD[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSTEAD]
+        got = type(model).__name__
+        raise TypeError("; ".join([f"model: expected a DistributedDataParallel, got {got}", *instead]))
+
+
+def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raises TypeError naming one that cannot be reduced."""
-    for name, parameter in parameters.items():
+    for name, parameter in named:
+        if hasattr(parameter, "_in_backward_optimizers"):  # for which DDP takes the hook's place at the first forward
+            raise TypeError(
+                f"model: expected parameters that are stepped after backward, got {name} of an optimizer in it"
+            )
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
         if parameter.dtype not in dtypes or not _ops.is_supported(parameter.device):
             raise TypeError(
