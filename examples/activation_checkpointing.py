@@ -1,0 +1,43 @@
+"""Activation checkpointing: backward computes the activations anew, and the hook averages each gradient once.
+
+Run: torchrun --standalone --nproc-per-node 2 examples/activation_checkpointing.py
+"""
+
+import shared
+from tasks import loss
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint_sequential
+
+from dltrain_ext import ddp, optim
+
+
+class Checkpointed(nn.Module):
+    """Keeps what goes into each of three segments, and nothing of what is within."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, images: Tensor) -> Tensor:
+        return checkpoint_sequential(self.layers, 3, images, use_reentrant=False)
+
+
+def main() -> None:
+    options = shared.parser(__doc__).parse_args()
+    shared.start()
+    model = DistributedDataParallel(Checkpointed(shared.TASK.model()))
+    state = ddp.register(model, codec="int8")
+    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
+    for inputs, targets in shared.batches(options.steps):
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+    shared.finish(
+        f"test accuracy: {shared.accuracy(model):.1%}",
+        f"bytes sent: {1 / state.stats()['ratio']:.1%} of fp32's",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Gradient clipping: clip_grad_norm_ and then the step, or both in one pass by a LossScaler that does not scale.
+
+Run: torchrun --standalone --nproc-per-node 2 examples/clipping.py
+"""
+
+import shared
+import torch
+from tasks import loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from dltrain_ext import amp, ddp, optim
+
+MAX_NORM = 0.5
+
+
+def train(steps: int, fused: bool) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(shared.TASK.model())
+    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
+    scaler = amp.LossScaler(enabled=False)
+    state = ddp.register(model, codec="raw", scaler=scaler)
+    for inputs, targets in shared.batches(steps):
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        if fused:
+            scaler.step(optimizer, max_norm=MAX_NORM, grad_stats=state.grad_stats)
+        else:
+            clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+    return model
+
+
+def main() -> None:
+    options = shared.parser(__doc__).parse_args()
+    shared.start()
+    apart, fused = train(options.steps, fused=False), train(options.steps, fused=True)
+    difference = max((a - b).abs().max().item() for a, b in zip(apart.parameters(), fused.parameters(), strict=True))
+    shared.finish(
+        f"test accuracy: {shared.accuracy(apart):.1%} and {shared.accuracy(fused):.1%}",
+        f"largest difference of a parameter: {difference:.1g}",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""torch.compile of a DDP model: it is cut at the borders of DDP's buckets, and the hook sends each as it is ready.
+
+The hook is registered first. torch.compile(model) before DDP works as well; with either, optimize_ddp stays as it is.
+Run: torchrun --standalone --nproc-per-node 2 examples/compiled.py
+"""
+
+import shared
+import torch
+from tasks import loss
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import ddp, optim
+
+
+class Net(nn.Module):
+    """A class of one's own: of a bare nn.Sequential in DDP torch.compile compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(self.second(self.first(images.flatten(1)).relu()).relu())
+
+
+def main() -> None:
+    parser = shared.parser(__doc__)
+    parser.add_argument("--backend", default="inductor", help="of torch.compile (%(default)s)")
+    options = parser.parse_args()
+    shared.start()
+    model = DistributedDataParallel(Net(), bucket_cap_mb=1)
+    state = ddp.register(model, codec="int8")
+    compiled = torch.compile(model, backend=options.backend)
+    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
+    for inputs, targets in shared.batches(options.steps):
+        optimizer.zero_grad()
+        loss(compiled(inputs), targets).backward()
+        optimizer.step()
+    shared.finish(
+        f"test accuracy: {shared.accuracy(model):.1%}",
+        f"bytes sent: {1 / state.stats()['ratio']:.1%} of fp32's",
+    )
+
+
+if __name__ == "__main__":
+    main()

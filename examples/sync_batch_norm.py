@@ -1,0 +1,44 @@
+"""SyncBatchNorm, which normalises by the batches of all ranks, beside the hook. torch has it for GPUs alone.
+
+On the CPU this says so, and trains with BatchNorm, whose statistics DDP sends from rank 0 to all before each pass.
+Run: torchrun --standalone --nproc-per-node 2 examples/sync_batch_norm.py
+"""
+
+import os
+
+import shared
+import torch
+from tasks import loss
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import ddp, optim
+
+
+def main() -> None:
+    options = shared.parser(__doc__).parse_args()
+    shared.start()
+    first, *others = shared.TASK.model()
+    model: nn.Module = nn.Sequential(first, nn.BatchNorm2d(32), *others)
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = DistributedDataParallel(model.to(device))
+    state = ddp.register(model, codec="int8")
+    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
+    for inputs, targets in shared.batches(options.steps):
+        optimizer.zero_grad()
+        loss(model(inputs.to(device)), targets.to(device)).backward()
+        optimizer.step()
+    shared.finish(
+        "SyncBatchNorm over all ranks"
+        if on_gpu
+        else "no GPU for each rank, so BatchNorm in the place of SyncBatchNorm",
+        f"test accuracy: {shared.accuracy(model.module.to('cpu')):.1%}",
+        f"bytes sent: {1 / state.stats()['ratio']:.1%} of fp32's",
+    )
+
+
+if __name__ == "__main__":
+    main()
