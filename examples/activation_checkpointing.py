@@ -3,7 +3,7 @@
 Run: torchrun --standalone --nproc-per-node 2 examples/activation_checkpointing.py
 """
 
-import shared
+from shared import TASK, accuracy, batches, finish, parser, start
 from tasks import loss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,17 +24,17 @@ class Checkpointed(nn.Module):
 
 
 def main() -> None:
-    options = shared.parser(__doc__).parse_args()
-    shared.start()
-    model = DistributedDataParallel(Checkpointed(shared.TASK.model()))
+    args = parser(__doc__).parse_args()
+    start()
+    model = DistributedDataParallel(Checkpointed(TASK.model()))
     state = ddp.register(model, codec="int8")
-    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
-    for inputs, targets in shared.batches(options.steps):
+    optimizer = optim.AdamW(model.parameters(), lr=TASK.lr)
+    for inputs, targets in batches(args.steps):
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()
         optimizer.step()
-    shared.finish(
-        f"test accuracy: {shared.accuracy(model):.1%}",
+    finish(
+        f"test accuracy: {accuracy(model):.1%}",
         f"bytes sent: {1 / state.stats()['ratio']:.1%} of fp32's",
     )
 

@@ -4,8 +4,8 @@ The hook finds the norm and the verdict while it reduces, so the step does not r
 Run: torchrun --standalone --nproc-per-node 2 examples/autocast.py --dtype fp16
 """
 
-import shared
 import torch
+from shared import TASK, accuracy, batches, finish, parser, start
 from tasks import loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,23 +15,23 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def main() -> None:
-    parser = shared.parser(__doc__)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the forward pass (%(default)s)")
-    options = parser.parse_args()
-    shared.start()
-    model = DistributedDataParallel(shared.TASK.model())
-    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
-    scaler = amp.LossScaler("cpu", enabled=options.dtype == "fp16")  # bf16 has the range of fp32
+    options = parser(__doc__)
+    options.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the forward pass (%(default)s)")
+    args = options.parse_args()
+    start()
+    model = DistributedDataParallel(TASK.model())
+    optimizer = optim.AdamW(model.parameters(), lr=TASK.lr)
+    scaler = amp.LossScaler("cpu", enabled=args.dtype == "fp16")  # bf16 has the range of fp32
     state = ddp.register(model, codec="int8", scaler=scaler)
-    for inputs, targets in shared.batches(options.steps):
+    for inputs, targets in batches(args.steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", DTYPES[options.dtype]):
+        with torch.autocast("cpu", DTYPES[args.dtype]):
             mean = loss(model(inputs), targets)
         scaler.scale(mean).backward()
         scaler.step(optimizer, max_norm=1.0, grad_stats=state.grad_stats)
         scaler.update()
-    shared.finish(
-        f"test accuracy: {shared.accuracy(model):.1%}",
+    finish(
+        f"test accuracy: {accuracy(model):.1%}",
         f"bytes sent: {1 / state.stats()['ratio']:.1%} of fp32's",
         f"loss scale: {scaler.get_scale():.0f}, steps skipped: {scaler.skipped_steps.item()}",
     )

@@ -3,8 +3,8 @@
 Run: torchrun --standalone --nproc-per-node 2 examples/clipping.py
 """
 
-import shared
 import torch
+from shared import TASK, accuracy, batches, finish, parser, start
 from tasks import loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -16,11 +16,11 @@ MAX_NORM = 0.5
 
 def train(steps: int, fused: bool) -> DistributedDataParallel:
     torch.manual_seed(0)
-    model = DistributedDataParallel(shared.TASK.model())
-    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
+    model = DistributedDataParallel(TASK.model())
+    optimizer = optim.AdamW(model.parameters(), lr=TASK.lr)
     scaler = amp.LossScaler(enabled=False)
     state = ddp.register(model, codec="raw", scaler=scaler)
-    for inputs, targets in shared.batches(steps):
+    for inputs, targets in batches(steps):
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()
         if fused:
@@ -32,12 +32,12 @@ def train(steps: int, fused: bool) -> DistributedDataParallel:
 
 
 def main() -> None:
-    options = shared.parser(__doc__).parse_args()
-    shared.start()
-    apart, fused = train(options.steps, fused=False), train(options.steps, fused=True)
+    args = parser(__doc__).parse_args()
+    start()
+    apart, fused = train(args.steps, fused=False), train(args.steps, fused=True)
     difference = max((a - b).abs().max().item() for a, b in zip(apart.parameters(), fused.parameters(), strict=True))
-    shared.finish(
-        f"test accuracy: {shared.accuracy(apart):.1%} and {shared.accuracy(fused):.1%}",
+    finish(
+        f"test accuracy: {accuracy(apart):.1%} and {accuracy(fused):.1%}",
         f"largest difference of a parameter: {difference:.1g}",
     )
 

@@ -4,8 +4,8 @@ The hook is registered first. torch.compile(model) before DDP works as well; wit
 Run: torchrun --standalone --nproc-per-node 2 examples/compiled.py
 """
 
-import shared
 import torch
+from shared import TASK, accuracy, batches, finish, parser, start
 from tasks import loss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,20 +25,20 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    parser = shared.parser(__doc__)
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (%(default)s)")
-    options = parser.parse_args()
-    shared.start()
+    options = parser(__doc__)
+    options.add_argument("--backend", default="inductor", help="of torch.compile (%(default)s)")
+    args = options.parse_args()
+    start()
     model = DistributedDataParallel(Net(), bucket_cap_mb=1)
     state = ddp.register(model, codec="int8")
-    compiled = torch.compile(model, backend=options.backend)
-    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
-    for inputs, targets in shared.batches(options.steps):
+    compiled = torch.compile(model, backend=args.backend)
+    optimizer = optim.AdamW(model.parameters(), lr=TASK.lr)
+    for inputs, targets in batches(args.steps):
         optimizer.zero_grad()
         loss(compiled(inputs), targets).backward()
         optimizer.step()
-    shared.finish(
-        f"test accuracy: {shared.accuracy(model):.1%}",
+    finish(
+        f"test accuracy: {accuracy(model):.1%}",
         f"bytes sent: {1 / state.stats()['ratio']:.1%} of fp32's",
     )
 

@@ -8,10 +8,10 @@ import tempfile
 from itertools import islice
 from typing import Any
 
-import shared
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shared import TASK, accuracy, batches, finish, parser, start
 from tasks import loss
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -24,13 +24,13 @@ class Run:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(shared.TASK.model())
-        self.optimizer = optim.AdamW(self.model.parameters(), lr=shared.TASK.lr)
+        self.model = DistributedDataParallel(TASK.model())
+        self.optimizer = optim.AdamW(self.model.parameters(), lr=TASK.lr)
         self.scaler = amp.LossScaler("cpu", init_scale=2.0**10, growth_interval=10)
         self.hook = ddp.register(self.model, codec="int8", scaler=self.scaler)
 
     def train(self, first: int, last: int) -> None:
-        for inputs, targets in islice(shared.batches(last), first, None):
+        for inputs, targets in islice(batches(last), first, None):
             self.optimizer.zero_grad()
             self.scaler.scale(loss(self.model(inputs), targets)).backward()
             self.scaler.step(self.optimizer, max_norm=1.0, grad_stats=self.hook.grad_stats)
@@ -48,8 +48,8 @@ class Run:
 
 
 def main() -> None:
-    steps = shared.parser(__doc__).parse_args().steps
-    shared.start()
+    steps = parser(__doc__).parse_args().steps
+    start()
     whole, before, after = Run(), Run(), Run()
     whole.train(0, steps)
     before.train(0, steps // 2)
@@ -61,8 +61,8 @@ def main() -> None:
         dist.barrier()
     after.train(steps // 2, steps)
     same = all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), after.model.parameters(), strict=True))
-    shared.finish(
-        f"test accuracy: {shared.accuracy(after.model):.1%}",
+    finish(
+        f"test accuracy: {accuracy(after.model):.1%}",
         f"bytes sent: {1 / after.hook.stats()['ratio']:.1%} of fp32's",
         f"the bits of a run that never stopped: {'yes' if same else 'no'}",
     )

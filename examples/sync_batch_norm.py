@@ -6,8 +6,8 @@ Run: torchrun --standalone --nproc-per-node 2 examples/sync_batch_norm.py
 
 import os
 
-import shared
 import torch
+from shared import TASK, accuracy, batches, finish, parser, start
 from tasks import loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,9 +16,9 @@ from dltrain_ext import ddp, optim
 
 
 def main() -> None:
-    options = shared.parser(__doc__).parse_args()
-    shared.start()
-    first, *others = shared.TASK.model()
+    args = parser(__doc__).parse_args()
+    start()
+    first, *others = TASK.model()
     model: nn.Module = nn.Sequential(first, nn.BatchNorm2d(32), *others)
     on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
@@ -26,16 +26,16 @@ def main() -> None:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = DistributedDataParallel(model.to(device))
     state = ddp.register(model, codec="int8")
-    optimizer = optim.AdamW(model.parameters(), lr=shared.TASK.lr)
-    for inputs, targets in shared.batches(options.steps):
+    optimizer = optim.AdamW(model.parameters(), lr=TASK.lr)
+    for inputs, targets in batches(args.steps):
         optimizer.zero_grad()
         loss(model(inputs.to(device)), targets.to(device)).backward()
         optimizer.step()
-    shared.finish(
+    finish(
         "SyncBatchNorm over all ranks"
         if on_gpu
         else "no GPU for each rank, so BatchNorm in the place of SyncBatchNorm",
-        f"test accuracy: {shared.accuracy(model.module.to('cpu')):.1%}",
+        f"test accuracy: {accuracy(model.module.to('cpu')):.1%}",
         f"bytes sent: {1 / state.stats()['ratio']:.1%} of fp32's",
     )
 

@@ -4,7 +4,7 @@ A LossScaler's norm and verdict are of all parameters, as ZeRO's param_groups ha
 Run: torchrun --standalone --nproc-per-node 2 examples/zero.py
 """
 
-import shared
+from shared import TASK, accuracy, batches, finish, parser, start
 from tasks import loss
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -13,19 +13,19 @@ from dltrain_ext import amp, ddp, optim
 
 
 def main() -> None:
-    options = shared.parser(__doc__).parse_args()
-    shared.start()
-    model = DistributedDataParallel(shared.TASK.model())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=shared.TASK.lr)
+    args = parser(__doc__).parse_args()
+    start()
+    model = DistributedDataParallel(TASK.model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=TASK.lr)
     scaler = amp.LossScaler(enabled=False)
     state = ddp.register(model, codec="int8")
-    for inputs, targets in shared.batches(options.steps):
+    for inputs, targets in batches(args.steps):
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()
         scaler.step(optimizer, max_norm=1.0)  # has no use for grad_stats, since the step is ZeRO's
     kept = sum(moments["exp_avg"].numel() for moments in optimizer.optim.state.values())
-    shared.finish(
-        f"test accuracy: {shared.accuracy(model):.1%}",
+    finish(
+        f"test accuracy: {accuracy(model):.1%}",
         f"bytes sent for gradients: {1 / state.stats()['ratio']:.1%} of fp32's",
         f"rank 0 keeps the moments of {kept / sum(p.numel() for p in model.parameters()):.0%} of the parameters",
     )

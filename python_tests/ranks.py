@@ -108,12 +108,20 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
-def run_example(name: str, folder: Path, *arguments: str) -> str:
-    """What an example prints on two ranks, started by torchrun in a folder where it is to leave nothing."""
+def run_example(name: str, folder: Path, *arguments: str, ranks: int = 2) -> str:
+    """What an example prints, started by torchrun in a folder where it is to leave nothing."""
     script = Path(__file__).parents[1] / "examples" / name
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(script),
+    ]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert not any(folder.iterdir())
     return done.stdout
 
