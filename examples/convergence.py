@@ -23,7 +23,7 @@ from typing import Any
 try:
     import torch
     import torch.distributed as dist
-    from convergence_report import Run, by_contestant, line, picture, summary, table
+    from convergence_report import Run, by_contestant, line, markdown, picture, summary, table
     from recipes import RECIPES, Recipe
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -202,6 +202,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=at_least(2), help="default: the recipe's own")
     parser.add_argument("--out", type=Path, default=Path("convergence.png"), help="the picture of all runs")
     parser.add_argument("--json", type=Path, help="write every run to this file, as soon as a contestant has its seeds")
+    parser.add_argument("--markdown", action="store_true", help="with --from: print one table, for a README")
     parser.add_argument("--from", type=Path, dest="kept", help="train nothing: report what --json has written")
     args = parser.parse_args()
     if args.kept and not args.kept.is_file():
@@ -217,7 +218,11 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.kept:
-        report(json.loads(args.kept.read_text()), args.out, Console())
+        results = json.loads(args.kept.read_text())
+        if args.markdown:
+            print(markdown([Run(**run) for run in results["runs"]], results["recipes"]))
+        else:
+            report(results, args.out, Console())
         return
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

@@ -104,6 +104,28 @@ def table(groups: dict[str, list[Run]], about: dict[str, Any], world_size: int) 
     return view
 
 
+def markdown(runs: list[Run], recipes: dict[str, Any]) -> str:
+    """A row for each contestant, a column for each recipe; in brackets the plain standard deviations from plain's mean,
+    in bold what is worse by more than one."""
+    plain = {name: by_contestant(runs, name)["plain"] for name in recipes}
+    rows = [["gradients as", "bytes", *(f"{about['title']}: {about['metric']}" for about in recipes.values())]]
+    for contestant in dict.fromkeys(run.contestant for run in runs):
+        cells, shares = [], set()
+        for name, about in recipes.items():
+            some = by_contestant(runs, name)[contestant]
+            found = compare(some, plain[name], about["higher_is_better"])
+            cell = score_of(some, about["style"])
+            if contestant != "plain" and found.deviations is not None:
+                cell += f" ({found.deviations:+.1f})"
+            cells.append(cell if contestant == "plain" or found.verdict in FINE else f"**{cell}**")
+            if some[0].wire_bytes is not None:
+                shares.add(f"{some[0].wire_bytes / plain[name][0].wire_bytes:3.0%}")
+        rows.append([contestant, " to ".join(sorted({min(shares), max(shares)})) if shares else "", *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+
+
 def summary(runs: list[Run], recipes: dict[str, Any]) -> list[str]:
     """Where not to compress, as these runs have it."""
     where: dict[str, dict[str, list[str]]] = {}  # contestant -> verdict -> recipes

@@ -205,3 +205,18 @@ def test_a_bad_option_is_named(
     assert end.value.code == 2
     answer = capsys.readouterr().err.splitlines()[-1]
     assert all(word in answer for word in named), answer
+
+
+def test_the_readme_has_what_was_kept() -> None:
+    """And feedback has int8 and int4 within a standard deviation of plain, everywhere."""
+    root = SCRIPT.parents[1]
+    kept = root / "benchmarks" / "results" / "convergence.json"
+    done = run("--from", kept, "--markdown")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in (root / "README.md").read_text()
+    for line in done.stdout.splitlines():
+        if line.startswith(("| int8", "| int4")):
+            assert "**" not in line
+    runs = json.loads(kept.read_text())["runs"]
+    assert len(runs) == 4 * 11 * 5 == len({(each["recipe"], each["contestant"], each["seed"]) for each in runs})
+    assert all(each["error"] is None for each in runs)

@@ -45,14 +45,21 @@ class Runner {
     }
   }
   void all_reduce(Executor& executor, const Elements& values, int64_t numel, const AllReduce& call) {
-    const auto task = [&](const Place& where) { executor.all_reduce(where, values, numel, call); };
+    run([&](const Place& where) { executor.all_reduce(where, values, numel, call); });
+  }
+  void reduce_scatter(Executor& executor, const Elements& share, const Elements& values, int64_t numel, const AllReduce& call) {
+    run([&](const Place& where) { executor.reduce_scatter(where, share, values, numel, call); });
+  }
+
+ private:
+  template <class Task>
+  void run(Task task) {
     if constexpr (built_with_cuda) {
       if (queue_) return queue_->run(place_, task);
     }
     task(place_);
   }
 
- private:
   Place place_;
   std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of them
   std::shared_ptr<cuda::StreamQueue> queue_;

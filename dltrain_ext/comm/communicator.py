@@ -286,7 +286,8 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     """Where the tensors of a group's users are, as a rule."""
-    if _ops.built_with_cuda and dist.get_backend(group) == dist.Backend.NCCL:
+    backends = dist.get_backend_config(group)  # "cuda:nccl", also where there is one for the CPU beside it
+    if _ops.built_with_cuda and f"cuda:{dist.Backend.NCCL}" in backends.split(","):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The hook, what it needs, and how it comes to a model."""
+"""The hook, and what it needs."""
 
 import math
 import os
@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import _ops
 from dltrain_ext.amp import GradStats
@@ -18,7 +17,7 @@ from dltrain_ext.comm import Communicator, Tuning
 from dltrain_ext.ddp import checkpoint
 from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.feedback import Feedback
-from dltrain_ext.ddp.parameters import Parameters, check_model, check_parameters
+from dltrain_ext.ddp.parameters import Parameters
 
 _BUCKET = 25 << 20  # bytes, DDP's default
 _IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
@@ -33,10 +32,12 @@ class AllReduceState:
 
     Args:
         process_group: the model's group; the default group where None.
-        codec: one of ``codecs.CODECS``: what gradients travel as. Parameters of one dimension or none, and small ones,
-            travel as fp32 in the same messages. ``"auto"``: the most accurate one that takes at most 10 % longer than
-            the fastest on this group, or none and the backend's own all-reduce, where compressing would lose. Without
-            a ``tuning`` the group is measured for some seconds: :meth:`dltrain_ext.comm.Communicator.tune`.
+        codec: one of ``codecs.CODECS``: what gradients travel as. Measured, int8 and int4 learn as fp32 does, and sign
+            does not with AdamW, least of all with feedback (README, "What it learns"). Parameters of one dimension or
+            none, and small ones, travel as fp32 in the same messages. ``"auto"``: the most accurate one that takes at
+            most 10 % longer than the fastest on this group, or none and the backend's own all-reduce, where compressing
+            would lose. Without a ``tuning`` the group is measured for some seconds:
+            :meth:`dltrain_ext.comm.Communicator.tune`.
         algorithm: as for :func:`dltrain_ext.comm.all_reduce`, but one for buckets of any size. ``"auto"``: that of the
             tuning, for buckets of 25 MiB; without one ``"ring"`` for up to 8 ranks, else ``"direct"``.
         error_feedback: what encoding loses of a gradient is added to that of the next step (Seide et al. 2014;
@@ -318,42 +319,3 @@ def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket, *_: Tensor) -
     FSDP gives more than a bucket, and is told so.
     """
     return state._reduce(bucket)
-
-
-def register(
-    model: DistributedDataParallel,
-    codec: str = "int8",
-    algorithm: str = "auto",
-    error_feedback: bool = True,
-    scaler: torch.amp.GradScaler | None = None,
-    **options: Any,
-) -> AllReduceState:
-    """Registers :func:`allreduce_hook` on a DDP model and returns its state, an :class:`AllReduceState`, whose
-    arguments these and ``options`` are; group and names are the model's.
-
-    Raises:
-        TypeError: ``model`` is no DDP model, or a parameter is not float32, float16 or bfloat16 on the CPU or, in a
-            build for CUDA, on a CUDA device; the parameter is named.
-        RuntimeError: ``model`` has a hook already.
-    """
-    check_model(model)
-    named = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-    check_parameters((name, p) for name, p in named.items() if name not in model.parameters_to_ignore)
-    state = AllReduceState(
-        model.process_group,
-        codec=codec,
-        algorithm=algorithm,
-        error_feedback=error_feedback,
-        scaler=scaler,
-        named_parameters=named.items(),
-        **options,
-    )
-    try:
-        model.register_comm_hook(state, allreduce_hook)
-    except RuntimeError as error:
-        state.communicator.close()
-        raise RuntimeError(
-            "model: expected a DistributedDataParallel without a comm hook; wrap model.module anew for another one, "
-            "and in the place of mixed_precision=, which is one too, use torch.autocast"
-        ) from error
-    return state

@@ -70,6 +70,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         instead = [_INSTEAD[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSTEAD]
         got = type(model).__name__
+        instead = instead or ["wrap it in one first"]
         raise TypeError("; ".join([f"model: expected a DistributedDataParallel, got {got}", *instead]))
 
 

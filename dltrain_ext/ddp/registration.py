@@ -1,0 +1,48 @@
+"""How the hook comes to a model."""
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext.ddp.hook import AllReduceState, allreduce_hook
+from dltrain_ext.ddp.parameters import check_model, check_parameters
+
+
+def register(
+    model: DistributedDataParallel,
+    codec: str = "int8",
+    algorithm: str = "auto",
+    error_feedback: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> AllReduceState:
+    """Registers :func:`allreduce_hook` on a DDP model and returns its state, an :class:`AllReduceState`, whose
+    arguments these and ``options`` are; group and names are the model's.
+
+    Raises:
+        TypeError: ``model`` is no DDP model, or a parameter is not float32, float16 or bfloat16 on the CPU or, in a
+            build for CUDA, on a CUDA device; the parameter is named.
+        RuntimeError: ``model`` has a hook already.
+    """
+    check_model(model)
+    named = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    check_parameters((name, p) for name, p in named.items() if name not in model.parameters_to_ignore)
+    state = AllReduceState(
+        model.process_group,
+        codec=codec,
+        algorithm=algorithm,
+        error_feedback=error_feedback,
+        scaler=scaler,
+        named_parameters=named.items(),
+        **options,
+    )
+    try:
+        model.register_comm_hook(state, allreduce_hook)
+    except RuntimeError as error:
+        state.communicator.close()
+        raise RuntimeError(
+            "model: expected a DistributedDataParallel without a comm hook; wrap model.module anew for another one, "
+            "and in the place of mixed_precision=, which is one too, use torch.autocast"
+        ) from error
+    return state
