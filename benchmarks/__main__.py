@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     console = report.make_console(quiet=not reports)
     if shared.list:
         for name, case in CASES.items():
-            console.print(f"{name:12}{case.__doc__.splitlines()[0]}", soft_wrap=True)
+            console.print(f"{name:16}{case.__doc__.splitlines()[0]}", soft_wrap=True)
         return 0
     try:
         if shared.case == "hosts":

@@ -8,12 +8,13 @@ One that times nothing returns a Simulation, and draws it: plot(folder, name, si
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, amp, codec, ddp, optim, simulate
+from benchmarks.cases import allreduce, amp, codec, ddp, optim, reduce_scatter, simulate
 
 CASES: dict[str, ModuleType] = {
     "optim": optim,
     "amp": amp,
     "allreduce": allreduce,
+    "reduce_scatter": reduce_scatter,
     "codec": codec,
     "ddp": ddp,
     "simulate": simulate,

@@ -96,7 +96,7 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Sums or averages a tensor over the ranks of a group and gives each its share of it, like
-    ``torch.distributed.reduce_scatter_tensor``: rank r of p gets the r-th of p equal stretches of ``input``.
+    ``torch.distributed.reduce_scatter_single``: rank r of p gets the r-th of p equal stretches of ``input``.
 
     Every rank sends each of the others, encoded, the share that is to be theirs, and adds up what it gets, in fp32 and
     in rank order, its own share as it is: so each element is encoded once, and the sum is not encoded at all. Bytes
