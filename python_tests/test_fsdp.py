@@ -1,6 +1,7 @@
 """fully_shard with our optimizers, LossScaler and codecs: as torch has it where nothing is lost, and what it takes."""
 
 import copy
+import io
 import math
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dltrain_ext import amp, fsdp, optim
 
@@ -250,6 +252,10 @@ def check_resume(rank, world_size, kind):
         ({}, "version 1"),
         (saved | {"feedback": {"rank 9 of 16": saved["feedback"][key]}}, "got that of rank 9 of 16"),
         (saved | {"feedback": {key: {"0": torch.zeros(3)}}}, "modules and sizes"),
+        (saved | {"feedback": {key: {name: [1.0] for name in saved["steps"]}}}, "modules and sizes"),
+        (saved | {"steps": dict.fromkeys(saved["steps"], "x")}, "steps of at least 0"),
+        (saved | {"steps": 7}, "version 1"),
+        ({"version": 1}, "version 1"),
     ):
         with pytest.raises(ValueError, match=text):
             its_state.load_state_dict(broken)
@@ -291,7 +297,7 @@ def check_refusals(rank, world_size):
     replicas, shard, mesh = meshes(rank, world_size)
     for error, text, model, options in (
         (TypeError, "fully_shard was applied to, got Linear; ddp.register", nn.Linear(2, 2), {}),
-        (ValueError, r"mesh\['shard'\], got \(2, 2\)", make(mesh), {"replicas": replicas}),
+        (ValueError, r"mesh\['shard'\], got a mesh of \(2, 2\)", make(mesh), {"replicas": replicas}),
         (ValueError, "codec", make(), {"codec": "auto"}),
         (TypeError, "scaler: expected a dltrain_ext.amp.LossScaler", make(), {"scaler": torch.amp.GradScaler("cpu")}),
         (
@@ -302,12 +308,20 @@ def check_refusals(rank, world_size):
         ),
         (ValueError, "feedback_dtype", make(), {"feedback_dtype": "int8"}),
         (ValueError, "algorithm", make(shard), {"replicas": replicas, "algorithm": "recursive_doubling"}),
+        (ValueError, "replicas: expected ranks that have the same shard", make(shard), {"replicas": shard}),
+        (ValueError, "replicas: expected ranks that have the same shard", make(shard), {"replicas": dist.group.WORLD}),
+        (TypeError, "replicas: expected a ProcessGroup", make(shard), {"replicas": mesh}),
+        (TypeError, "replicas: expected a ProcessGroup", make(shard), {"replicas": "x"}),
+        (TypeError, "timeout: expected", make(), {"timeout": 5}),
+        (TypeError, "codec, algorithm: expected a str", make(), {"codec": None}),
     ):
         with pytest.raises(error, match=text):
             fsdp.register(model, **options)
     model = Halves()
     fully_shard(model, mesh=shard)
     fsdp.register(model, "int8", replicas=replicas)
+    with pytest.raises(RuntimeError, match="whose replicas has not been registered"):
+        fsdp.register(model, "int8", replicas=replicas)
     model(torch.ones(2, 40), True).sum().backward()
     with pytest.raises(RuntimeError, match="error_feedback: expected gradients of all parameters of the model"):
         model(torch.ones(2, 40), False).sum().backward()
@@ -315,3 +329,107 @@ def check_refusals(rank, world_size):
 
 def test_bad_input_is_named():
     run_ranks(4, check_refusals)
+
+
+def check_unused(rank, world_size):
+    model = Halves()
+    fully_shard(model)
+    state = fsdp.register(model, "int8")
+    for step in range(4):
+        model(torch.ones(2, 40), step % 2 == 0).sum().backward()
+    (stats,) = state.stats()["per_module"].values()
+    assert stats["calls"] == 4 and stats["wire_bytes"] == state.stats()["wire_bytes"] > 0
+
+
+def test_parameters_may_go_unused_without_feedback():
+    run_ranks(2, check_unused)
+
+
+def check_lists(rank, world_size):
+    """Modules that are sharded together are reduced together."""
+    replicas, shard, _ = meshes(rank, world_size)
+    for given in ({"replicas": replicas}, {"error_feedback": True}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 41), nn.Linear(41, 43))
+        mesh = shard if "replicas" in given else None
+        fully_shard([model[0], model[1]], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        state = fsdp.register(model, "int8", **given)
+        model(torch.ones(2, 40)).sum().backward()
+        assert set(state.stats()["per_module"]) <= {"", "0"} and "0" in state.stats()["per_module"]
+
+
+def test_modules_may_be_sharded_together():
+    run_ranks(4, check_lists)
+
+
+def parallel(rank, mesh):
+    """FSDP over the first dimension of the mesh, tensor parallelism over the second."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def check_tensor_parallel(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for build, codec in ((torch.optim.AdamW, None), (optim.AdamW, None), (optim.AdamW, "raw")):
+        model, scaler = parallel(rank, mesh), amp.LossScaler("cpu", init_scale=64.0)
+        if codec:
+            fsdp.register(model, codec, error_feedback=True, scaler=scaler)
+        optimizer = build(model.parameters())
+        for step in range(4):
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(10 * step + rank // 2))
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean() * (math.inf if step == 2 and rank < 2 else 1)).backward()
+            scaler.step(optimizer, max_norm=0.1)
+            scaler.update()
+        assert scaler.skipped_steps == 1
+        found.append((bits(model), scaler.total_norm.item()))
+    (theirs, norm), *ours = found
+    for mine, my_norm in ours:
+        assert same(mine, theirs, rtol=1e-4, atol=1e-6) and my_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_beside_tensor_parallelism():
+    run_ranks(4, check_tensor_parallel)
+
+
+def check_partial(rank, world_size):
+    """Gradients of replicated parameters that nobody has summed yet, as DTensors leave them."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = []
+    for build in (torch.optim.SGD, optim.SGD):
+        torch.manual_seed(0)
+        model = distribute_module(nn.Linear(4, 2), mesh)
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        model(distribute_tensor(x, mesh, [Shard(0)])).sum().backward()
+        assert model.weight.grad.placements[0].is_partial()
+        scaler = amp.LossScaler("cpu", enabled=False)
+        scaler.step(build(model.parameters(), lr=0.1), max_norm=1.0)
+        found.append((bits(model), scaler.total_norm.item()))
+    (theirs, norm), (ours, our_norm) = found
+    assert same(ours, theirs, rtol=1e-5, atol=1e-7) and our_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_gradients_that_are_yet_to_be_summed():
+    run_ranks(2, check_partial)
+
+
+def check_memory(rank, world_size):
+    model = make()
+    optimizer = optim.AdamW(model.parameters())
+    train(model, optimizer, amp.LossScaler("cpu", enabled=False), rank, 1)
+    moments = [value.to_local() for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    storages = {moment.untyped_storage().data_ptr(): moment.untyped_storage().nbytes() for moment in moments}
+    assert sum(storages.values()) == sum(moment.nbytes for moment in moments)
+    file = io.BytesIO()
+    torch.save(moments[-1], file)
+    assert len(file.getvalue()) < moments[-1].nbytes + 4096
+
+
+def test_state_takes_no_more_memory_than_it_has():
+    run_ranks(2, check_memory)

@@ -122,7 +122,7 @@ def test_any_shape_and_overflows():
 
 
 def check_refusals(rank, world_size):
-    given, output = torch.zeros(8), torch.zeros(4)
+    given, output, buffer = torch.zeros(8), torch.zeros(4), torch.zeros(8)
     for error, text, arguments, options in (
         (TypeError, "output: expected a torch.Tensor, got list", ([], given), {}),
         (TypeError, "input: expected a torch.Tensor, got NoneType", (output, None), {}),
@@ -136,6 +136,18 @@ def check_refusals(rank, world_size):
         (ValueError, "codec: expected", (output, given), {"codec": "nonsense"}),
         (ValueError, "codec: expected", (output, given), {"codec": "auto"}),
         (ValueError, "residual", (output, given), {"codec": "int8", "residual": torch.zeros(4)}),
+        (
+            ValueError,
+            "residual: expected memory apart from that of output",
+            (buffer[:4], given),
+            {"codec": "int8", "residual": buffer},
+        ),
+        (
+            ValueError,
+            "residual: expected memory apart from that of input",
+            (output, given),
+            {"codec": "int8", "residual": given},
+        ),
         (ValueError, "segments", (output, given), {"segments": -1}),
         (ValueError, "on the CPU", (output.to("meta"), given.to("meta")), {}),
     ):

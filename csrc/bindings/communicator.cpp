@@ -34,7 +34,8 @@ void check_places(const at::Tensor& tensor, const std::string& name) {
                     tensor.strides());
 }
 
-void check_share(const at::Tensor& share, const at::Tensor& input, const c10::Device& device, int world_size, bool in_two_levels) {
+void check_share(const at::Tensor& share, const at::Tensor& input, const std::optional<at::Tensor>& residual, const c10::Device& device,
+                 int world_size, bool in_two_levels) {
   TORCH_CHECK_VALUE(!in_two_levels, "reduce_scatter: expected a communicator with ranks_per_host=1, got one of two levels");
   check_plain(share, "output");
   check_plain(input, "input");
@@ -48,7 +49,9 @@ void check_share(const at::Tensor& share, const at::Tensor& input, const c10::De
   TORCH_CHECK_VALUE(input.numel() == share.numel() * world_size, "input: expected ", world_size, " times as many elements as output, ",
                     share.numel() * world_size, ", got ", input.numel());
   check_places(share, "output");
-  bindings::check_apart({{share, "output", true}, {input, "input", true}});
+  std::vector<Argument> written = {{share, "output", true}, {input, "input", true}};
+  if (residual) written.push_back({*residual, "residual", true});
+  check_apart(written);
 }
 
 void check_values(const at::Tensor& tensor, const c10::Device& device, const AllReduceOptions& options) {
@@ -151,7 +154,9 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
   comm::check_names(options.call.algorithm, options.call.codec);
-  if (options.share) check_share(*options.share, tensor, device_, work_->across->executor().world_size(), work_->inside != nullptr);
+  if (options.share)
+    check_share(*options.share, tensor, options.feedback.residual, device_, work_->across->executor().world_size(),
+                work_->inside != nullptr);
   check_values(tensor, device_, options);
 }
 

@@ -32,7 +32,7 @@ def _averages(op: "str | dist.ReduceOp") -> bool:
 
 
 class Work:
-    """An all-reduce under way, to be waited for like ``torch.distributed.Work``."""
+    """An all-reduce or a reduce-scatter under way, to be waited for like ``torch.distributed.Work``."""
 
     def __init__(self, future: torch.futures.Future[torch.Tensor], communicator: "Communicator"):
         self._future = future

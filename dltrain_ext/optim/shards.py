@@ -67,7 +67,10 @@ class Shards:
     def _enter(self, p: "DTensor") -> Tensor:
         part: Tensor = _local(p)
         self._whole[part] = p
-        part.grad = _local(p.grad)
+        grad: Any = p.grad
+        if grad is not None and grad.placements != p.placements:  # of tensor parallelism, yet to be summed, say
+            grad = grad.redistribute(placements=p.placements)
+        part.grad = _local(grad)
         return part
 
     def leave(self, state: dict[Tensor, dict[str, Any]]) -> None:
@@ -103,9 +106,8 @@ def _local(value: Any) -> Any:
 
 
 def _like(p: "DTensor", part: Tensor) -> Tensor:
-    # A DTensor takes over the offset, and then cannot be deep-copied.
-    part = part.clone() if part.storage_offset() else part
+    # Memory of its own: a DTensor takes over the offset, and can then be neither deep-copied nor saved by itself.
     whole: Tensor = _dtensor().from_local(
-        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        part.clone(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
     return whole

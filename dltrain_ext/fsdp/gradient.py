@@ -1,0 +1,79 @@
+"""The gradient of one group of parameters of ``fully_shard``, from one reduction to the next."""
+
+import torch
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext.amp import LossScaler
+from dltrain_ext.ddp.feedback import Feedback
+
+
+class Gradient:
+    """One flat tensor, each time that it is reduced.
+
+    Args:
+        numel: of it, where all parameters have gradients.
+        seed: gradients draw different random numbers.
+        feedback_dtype: None where what is lost is lost.
+        scaler: one that is enabled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        numel: int,
+        seed: int,
+        steps: int,
+        feedback_dtype: torch.dtype | None,
+        scaler: LossScaler | None,
+    ):
+        self.name, self.numel, self.seed, self.steps = name, numel, seed, steps
+        self.feedback = None if feedback_dtype is None else Feedback[str](feedback_dtype, twofold=scaler is not None)
+        self.message_bytes = 0  # of the latest
+        self._buckets: dict[int, _ops.Bucket] = {}  # by its elements: without feedback some parameters may be unused
+        self._scaler = scaler
+        self._skipped: Tensor | None = None  # steps, when what is lost was written last
+
+    def enter(self, tensor: Tensor, codec: str) -> _ops.Bucket:
+        """Before each reduction."""
+        numel = tensor.numel()
+        if self.feedback is not None and numel != self.numel:
+            raise RuntimeError(
+                f"error_feedback: expected gradients of all parameters of {self.name or 'the model'} in each backward "
+                f"pass, {self.numel} elements, got {numel}; where some are unused, register with False"
+            )
+        if numel not in self._buckets:
+            lost = {} if self.feedback is None else self.feedback.lay({self.name: (0, numel)}, tensor)
+            self._buckets[numel] = _ops.Bucket([(0, numel, codec, 0)], by_parameter=False, squares=None, **lost)
+        self.message_bytes = _ops.find_codec(codec).bytes(numel)
+        self.numel = numel
+        self._settle()
+        if self.feedback is not None and self._scaler is not None:
+            self._skipped = self._scaler.skipped_steps
+        self.steps += 1
+        return self._buckets[numel]
+
+    def _settle(self) -> None:
+        """What was lost last counts, unless its step has been skipped. No host waits for that."""
+        if self._skipped is not None and self._scaler is not None and self.feedback is not None:
+            self.feedback.settle(self._scaler.skipped_steps == self._skipped)
+        self._skipped = None
+
+    def loss_scale(self, device: torch.device) -> Tensor | None:
+        if self._scaler is None or self.feedback is None:
+            return None
+        scale: Tensor = self._scaler.scale(torch.ones((), device=device))
+        return scale
+
+    def lost(self) -> Tensor:
+        """Flat, and zero before the first reduction."""
+        self._settle()
+        residual = None if self.feedback is None else self.feedback.of(self.name)
+        return torch.zeros(self.numel) if residual is None else residual.clone()
+
+    def stats(self) -> dict[str, int]:
+        counted = [bucket.stats() for bucket in self._buckets.values()]
+        return {
+            "numel": self.numel,
+            **{key: int(sum(each[key] for each in counted)) for key in ("calls", "wire_bytes")},
+        }

@@ -1,0 +1,136 @@
+"""What the hooks of a model of ``fully_shard`` share."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dltrain_ext.amp import LossScaler
+from dltrain_ext.comm import Communicator
+from dltrain_ext.ddp.checkpoint import key_of
+from dltrain_ext.fsdp.gradient import Gradient
+
+VERSION = 1
+
+
+class ShardedState:
+    """As :func:`dltrain_ext.fsdp.register` makes it.
+
+    Args:
+        numels: of each gradient, by the name of its module.
+        replicas: the ranks across which shards are averaged; None where gradients are compressed on their way to these.
+    """
+
+    def __init__(
+        self,
+        numels: Mapping[str, int],
+        replicas: dist.ProcessGroup | None,
+        *,
+        codec: str,
+        algorithm: str,
+        feedback_dtype: torch.dtype | None,
+        scaler: LossScaler | None,
+        min_compress_numel: int,
+        stochastic: bool,
+        seed: int,
+        timeout: timedelta | None,
+    ):
+        self.codec, self.algorithm, self.min_compress_numel = codec, algorithm, min_compress_numel
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._feedback_dtype = feedback_dtype
+        self._stochastic, self._seed, self._timeout = stochastic, seed, timeout
+        self._numels = dict(numels)
+        self._communicators: dict[dist.ProcessGroup, Communicator] = {}
+        if replicas is not None:
+            self._communicators[replicas] = Communicator(replicas, timeout=timeout)
+        self._begin(dict.fromkeys(numels, 0))
+
+    def _begin(self, steps: Mapping[str, int]) -> None:
+        """With nothing lost."""
+        self._gradients = {
+            name: Gradient(name, numel, (self._seed + index) % 2**63, steps[name], self._feedback_dtype, self._scaler)
+            for index, (name, numel) in enumerate(self._numels.items())
+        }
+
+    def all_reduce(self, name: str, tensor: Tensor) -> None:
+        """Across the replicas, in place."""
+        (communicator,) = self._communicators.values()
+        algorithm, segments = self.algorithm, None
+        if algorithm == "auto":
+            algorithm, segments = communicator.plan_for(self.codec, 4 * tensor.numel())
+        self._reduce(name, communicator, tensor, average=True, algorithm=algorithm, segments=segments or 0)
+
+    def reduce_scatter(self, name: str, share: Tensor, tensor: Tensor, group: dist.ProcessGroup, average: bool) -> None:
+        if group not in self._communicators:
+            self._communicators[group] = Communicator(group, timeout=self._timeout, ranks_per_host=1)
+        self._reduce(name, self._communicators[group], tensor, share=share, average=average, algorithm="auto")
+
+    def _reduce(self, name: str, communicator: Communicator, tensor: Tensor, **options: Any) -> None:
+        """Returns when that is done or, on CUDA, when the current stream waits for it."""
+        codec = "raw" if tensor.numel() < self.min_compress_numel else self.codec
+        gradient = self._gradients[name]
+        communicator.reduce_bucket(
+            tensor,
+            gradient.enter(tensor, codec),
+            feeds=gradient.feedback is not None,
+            codec=codec,
+            loss_scale=gradient.loss_scale(tensor.device),
+            stochastic=self._stochastic,
+            seed=gradient.seed,
+            step=gradient.steps % 2**32,
+            **options,
+        ).wait()
+
+    def stats(self) -> dict[str, Any]:
+        """``wire_bytes`` that this rank has sent for gradients; ``ratio``, what fp32 messages would have, over what
+        those of the latest reductions have, None before them; and ``per_module``, of each that has been reduced:
+        ``numel`` of the latest, ``calls`` and ``wire_bytes``."""
+        reduced = {name: gradient for name, gradient in self._gradients.items() if gradient.message_bytes > 0}
+        message_bytes = sum(gradient.message_bytes for gradient in reduced.values())
+        return {
+            "wire_bytes": sum(communicator.stats()["wire_bytes"] for communicator in self._communicators.values()),
+            "ratio": 4 * sum(gradient.numel for gradient in reduced.values()) / message_bytes if reduced else None,
+            "per_module": {name: gradient.stats() for name, gradient in reduced.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers, each rank's own, for ``torch.save`` or ``torch.distributed.checkpoint``: by rank
+        (``"rank 0 of 4"``), what it has lost of each module's gradient, flat. Not between a backward pass and the
+        scaler's ``step``, which may skip it."""
+        lost = {name: gradient.lost() for name, gradient in self._gradients.items() if gradient.feedback is not None}
+        steps = {name: gradient.steps for name, gradient in self._gradients.items()}
+        return {"version": VERSION, "steps": steps, "feedback": {_key(): lost}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from what this rank saved, in a world of the same size.
+
+        Raises:
+            ValueError: naming what was expected and what came; then nothing has changed.
+        """
+        steps, by_rank = (
+            state_dict.get(key) if isinstance(state_dict, Mapping) else None for key in ("steps", "feedback")
+        )
+        if not isinstance(steps, Mapping) or not isinstance(by_rank, Mapping) or state_dict["version"] != VERSION:
+            raise ValueError(f"state_dict: expected one of a ShardedState, version {VERSION}")
+        if _key() not in by_rank:
+            raise ValueError(
+                f"state_dict: expected what {_key()} saved, since shards of another world size are others, got that of "
+                f"{', '.join(by_rank)}; go on without, by a new register()"
+            )
+        lost = by_rank[_key()]
+        found = {name: getattr(tensor, "numel", int)() for name, tensor in lost.items()}
+        if steps.keys() != self._numels.keys() or (found and found != self._numels):
+            raise ValueError(f"state_dict: expected the modules and sizes of this model, {self._numels}, got {found}")
+        if not all(type(done) is int and done >= 0 for done in steps.values()):
+            raise ValueError(f"state_dict: expected steps of at least 0, got {dict(steps)}")
+        self._begin(steps)
+        for name, gradient in self._gradients.items():
+            if gradient.feedback is not None and name in lost:
+                gradient.feedback.initial[name] = lost[name].to(gradient.feedback.dtype)
+
+
+def _key() -> str:
+    return key_of(dist.get_rank(), dist.get_world_size())
