@@ -109,7 +109,8 @@ class Lowering {
 
  private:
   Chunk chunk(const std::vector<Piece>& pieces, int index) {
-    const int64_t border = pieces.size() > 1 ? vector : 1;
+    // The chunks of one piece travel together, side by side: it is cut where messages may begin. Shares end anywhere.
+    const int64_t border = pieces.size() > 1 || (!pieces.empty() && pieces.front().stride > 0) ? vector : 1;
     Chunk chunk;
     chunk.slot = program_.slots = aligned(program_.slots, border);
     for (const Piece& piece : pieces) {
