@@ -109,6 +109,8 @@ def check_shapes(rank, world_size):
     assert torch.allclose(
         flat, sum(normal(r, 8 * world_size).view(world_size, 4, 2)[rank, :, 0] for r in range(world_size))
     )
+    comm.reduce_scatter(flat, torch.ones(1).expand(4 * world_size))
+    assert torch.equal(flat, torch.full((4,), float(world_size))), "the input is only read"
     spoilt = torch.ones(world_size, 300)
     if rank == 0:
         spoilt[1, 5] = float("inf")
@@ -128,7 +130,7 @@ def check_refusals(rank, world_size):
         (TypeError, "input: expected a torch.Tensor, got NoneType", (output, None), {}),
         (ValueError, "input: expected 2 times as many elements as output, 6, got 8", (torch.zeros(3), given), {}),
         (TypeError, "output: expected the dtype of input, Float, got Half", (output.half(), given), {}),
-        (TypeError, "output: expected dtype float32, float16 or bfloat16, got Int", (output.int(), given.int()), {}),
+        (TypeError, "input: expected dtype float32, float16 or bfloat16, got Int", (output.int(), given.int()), {}),
         (ValueError, "memory apart", (given[4:], given), {}),
         (ValueError, "memory apart", (given[:4], given), {}),
         (ValueError, "output: expected elements that each have a place", (torch.zeros(1).expand(4), given), {}),

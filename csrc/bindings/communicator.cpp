@@ -28,36 +28,21 @@ bool fits_backend(at::ScalarType type) {
   return fits_plans(type) || is_one_of(type, {at::kDouble, at::kByte, at::kChar, at::kInt, at::kLong});
 }
 
-void check_places(const at::Tensor& tensor, const std::string& name) {
+void check_lies(const at::Tensor& tensor, const std::string& name, const c10::Device& device) {
+  check_plain(tensor, name);
+  TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(), ", got one on ",
+                    tensor.device());
+}
+
+void check_written(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, name,
                     ": expected elements that each have a place of their own, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
 }
 
-void check_share(const at::Tensor& share, const at::Tensor& input, const std::optional<at::Tensor>& residual, const c10::Device& device,
-                 int world_size, bool in_two_levels) {
-  TORCH_CHECK_VALUE(!in_two_levels, "reduce_scatter: expected a communicator with ranks_per_host=1, got one of two levels");
-  check_plain(share, "output");
-  check_plain(input, "input");
-  for (const auto& [tensor, name] : {std::pair(&share, "output"), std::pair(&input, "input")}) {
-    TORCH_CHECK_VALUE(tensor->device() == device, name, ": expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(),
-                      ", got one on ", tensor->device());
-    TORCH_CHECK_TYPE(fits_plans(tensor->scalar_type()), name, ": expected dtype float32, float16 or bfloat16, got ", tensor->scalar_type());
-  }
-  TORCH_CHECK_TYPE(share.scalar_type() == input.scalar_type(), "output: expected the dtype of input, ", input.scalar_type(), ", got ",
-                   share.scalar_type());
-  TORCH_CHECK_VALUE(input.numel() == share.numel() * world_size, "input: expected ", world_size, " times as many elements as output, ",
-                    share.numel() * world_size, ", got ", input.numel());
-  check_places(share, "output");
-  std::vector<Argument> written = {{share, "output", true}, {input, "input", true}};
-  if (residual) written.push_back({*residual, "residual", true});
-  check_apart(written);
-}
-
+// Of an all-reduce.
 void check_values(const at::Tensor& tensor, const c10::Device& device, const AllReduceOptions& options) {
-  check_plain(tensor, "tensor");
-  TORCH_CHECK_VALUE(tensor.device() == device, "tensor: expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(), ", got one on ",
-                    tensor.device());
+  check_lies(tensor, "tensor", device);
   const at::ScalarType type = tensor.scalar_type();
   if (options.is_native(type)) {
     TORCH_CHECK_TYPE(fits_backend(type), "tensor: expected dtype float32, float16, bfloat16, float64, uint8, int8, int32 or int64, got ",
@@ -68,14 +53,33 @@ void check_values(const at::Tensor& tensor, const c10::Device& device, const All
                      " and the codec ", options.call.codec, " (others are for the algorithms auto and native with the codec raw), got ",
                      type);
   }
-  check_places(tensor, "tensor");
+  check_written(tensor, "tensor");
+}
+
+// Of a reduce-scatter, which only reads its input.
+void check_share(const at::Tensor& share, const at::Tensor& input, const c10::Device& device, const AllReduceOptions& options,
+                 int world_size) {
+  check_lies(share, "output", device);
+  check_lies(input, "input", device);
+  TORCH_CHECK_TYPE(fits_plans(input.scalar_type()), "input: expected dtype float32, float16 or bfloat16, got ", input.scalar_type());
+  TORCH_CHECK_TYPE(share.scalar_type() == input.scalar_type(), "output: expected the dtype of input, ", input.scalar_type(), ", got ",
+                   share.scalar_type());
+  TORCH_CHECK_VALUE(input.numel() == share.numel() * world_size, "input: expected ", world_size, " times as many elements as output, ",
+                    share.numel() * world_size, ", got ", input.numel());
+  check_written(share, "output");
+  std::vector<Argument> apart = {{share, "output", true}, {input, "input", true}};
+  if (options.feedback.residual) apart.push_back({*options.feedback.residual, "residual", true});
+  check_apart(apart);
+}
+
+void check_feedback_of(const at::Tensor& tensor, const AllReduceOptions& options) {
   if (options.bucket) {
-    TORCH_CHECK_TYPE(fits_plans(type), "bucket: expected dtype float32, float16 or bfloat16, got ", type);
+    TORCH_CHECK_TYPE(fits_plans(tensor.scalar_type()), "bucket: expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
     options.bucket->check(tensor);
   }
   options.feedback.check(tensor);
   if (options.feedback.residual) {
-    TORCH_CHECK_VALUE(!options.is_native(type), "residual: expected none for the algorithm native");
+    TORCH_CHECK_VALUE(!options.is_native(tensor.scalar_type()), "residual: expected none for the algorithm native");
     check_feedback(find_codec(options.call.codec), options.call.stochastic);
   }
 }
@@ -154,10 +158,13 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
   comm::check_names(options.call.algorithm, options.call.codec);
-  if (options.share)
-    check_share(*options.share, tensor, options.feedback.residual, device_, work_->across->executor().world_size(),
-                work_->inside != nullptr);
-  check_values(tensor, device_, options);
+  if (options.share) {
+    TORCH_CHECK_VALUE(!work_->inside, "reduce_scatter: expected a communicator with ranks_per_host=1, got one of two levels");
+    check_share(*options.share, tensor, device_, options, work_->across->executor().world_size());
+  } else {
+    check_values(tensor, device_, options);
+  }
+  check_feedback_of(tensor, options);
 }
 
 // Errors of the peers reach Python as torch.distributed.DistBackendError. They end all levels: peers of one may wait in the other.

@@ -156,15 +156,15 @@ class Communicator:
         return self._run(
             tensor,
             place,
-            async_op,
-            average=_averages(op),
+            op=op,
+            rounding=rounding,
+            segments=segments,
+            async_op=async_op,
             algorithm=algorithm,
             codec=codec,
             residual=residual,
-            stochastic=is_stochastic(rounding),
             seed=seed,
             step=step,
-            segments=segments or 0,
         )
 
     def reduce_scatter(
@@ -187,19 +187,30 @@ class Communicator:
         return self._run(
             input,
             _place_of(input, "input"),
-            async_op,
+            op=op,
+            rounding=rounding,
+            segments=segments,
+            async_op=async_op,
             share=output,
-            average=_averages(op),
             algorithm="auto",
             codec=codec,
             residual=residual,
-            stochastic=is_stochastic(rounding),
             seed=seed,
             step=step,
-            segments=segments or 0,
         )
 
-    def _run(self, tensor: torch.Tensor, place: torch.device, async_op: bool, **options: Any) -> Work | None:
+    def _run(
+        self,
+        tensor: torch.Tensor,
+        place: torch.device,
+        *,
+        op: "str | dist.ReduceOp",
+        rounding: str,
+        segments: int | None,
+        async_op: bool,
+        **options: Any,
+    ) -> Work | None:
+        options.update(average=_averages(op), stochastic=is_stochastic(rounding), segments=segments or 0)
         communicator = self._on(place)
         if async_op:
             return Work(communicator.submit(tensor, **options), self)

@@ -110,10 +110,9 @@ class ShardedState:
         Raises:
             ValueError: naming what was expected and what came; then nothing has changed.
         """
-        steps, by_rank = (
-            state_dict.get(key) if isinstance(state_dict, Mapping) else None for key in ("steps", "feedback")
-        )
-        if not isinstance(steps, Mapping) or not isinstance(by_rank, Mapping) or state_dict["version"] != VERSION:
+        given = state_dict if isinstance(state_dict, Mapping) else {}
+        steps, by_rank = given.get("steps"), given.get("feedback")
+        if given.get("version") != VERSION or not isinstance(steps, Mapping) or not isinstance(by_rank, Mapping):
             raise ValueError(f"state_dict: expected one of a ShardedState, version {VERSION}")
         if _key() not in by_rank:
             raise ValueError(
@@ -121,8 +120,8 @@ class ShardedState:
                 f"{', '.join(by_rank)}; go on without, by a new register()"
             )
         lost = by_rank[_key()]
-        found = {name: getattr(tensor, "numel", int)() for name, tensor in lost.items()}
-        if steps.keys() != self._numels.keys() or (found and found != self._numels):
+        found = {name: tensor.numel() for name, tensor in lost.items() if isinstance(tensor, Tensor)}
+        if steps.keys() != self._numels.keys() or (lost and found != self._numels):
             raise ValueError(f"state_dict: expected the modules and sizes of this model, {self._numels}, got {found}")
         if not all(type(done) is int and done >= 0 for done in steps.values()):
             raise ValueError(f"state_dict: expected steps of at least 0, got {dict(steps)}")

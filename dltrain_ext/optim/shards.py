@@ -107,7 +107,7 @@ def _local(value: Any) -> Any:
 
 def _like(p: "DTensor", part: Tensor) -> Tensor:
     # Memory of its own: a DTensor takes over the offset, and can then be neither deep-copied nor saved by itself.
-    whole: Tensor = _dtensor().from_local(
+    like: Tensor = _dtensor().from_local(
         part.clone(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
-    return whole
+    return like
