@@ -84,8 +84,8 @@ def test_the_kept_comparison_is_what_the_code_says(tmp_path: Path) -> None:
             assert row["off %"] == pytest.approx(100 * (row["simulated"] / row["reported"] - 1))
 
 
-def test_the_readme_has_the_kept_comparison() -> None:
-    section = (ROOT / "README.md").read_text().split("### Beside published results")[1].split("\n\n")[1]
+def test_the_docs_have_the_kept_comparison() -> None:
+    section = (ROOT / "docs" / "simulation.md").read_text().split("## Beside published results")[1].split("\n\n")[1]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
     kept = [row for row in sections(RESULTS / "simulate-published.json")["published"] if row["reported"] is not None]
     assert [line[-1] for line in table] == [f"{round(row['off %']):+d} %" for row in kept]
@@ -101,7 +101,7 @@ def test_the_model_foresees_what_was_measured(tmp_path: Path) -> None:
     found = {row["what"]: row for row in sections(tmp_path / "out.json")["measured"]}
     assert found["all"]["median off %"] <= 15
     assert found["all"]["figures"] == sum(found[f"{ranks} ranks"]["figures"] for ranks in (2, 3, 4)) > 300
-    section = (ROOT / "README.md").read_text().split("### Beside what was measured")[1].split("\n\n")[2]
+    section = (ROOT / "docs" / "simulation.md").read_text().split("## Beside what was measured")[1].split("\n\n")[2]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
     assert [line[0] for line in table] == list(found)
     for what, figures, median, worst in table:

@@ -207,13 +207,13 @@ def test_a_bad_option_is_named(
     assert all(word in answer for word in named), answer
 
 
-def test_the_readme_has_what_was_kept() -> None:
+def test_the_docs_have_what_was_kept() -> None:
     """And feedback has int8 and int4 within a standard deviation of plain, everywhere."""
     root = SCRIPT.parents[1]
     kept = root / "benchmarks" / "results" / "convergence.json"
     done = run("--from", kept, "--markdown")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in (root / "README.md").read_text()
+    assert done.stdout.strip() in (root / "docs" / "learning.md").read_text()
     for line in done.stdout.splitlines():
         if line.startswith(("| int8", "| int4")):
             assert "**" not in line

@@ -1,6 +1,6 @@
 """Codecs: what the messages of an all-reduce carry.
 
-``CODECS`` lists their names. The arithmetic is fp32. Elements share a scale in blocks, and a message is, little-endian:
+``CODECS`` lists their names. The arithmetic is fp32. Elements share a scale in blocks. A message, little-endian, is::
 
     scales   float32, one a block (not raw, fp16, bf16)
     units    of one code or several; unit j of a block of U units holds those of elements j, j + U, j + 2U, ... of the

@@ -33,7 +33,7 @@ class AllReduceState:
     Args:
         process_group: the model's group; the default group where None.
         codec: one of ``codecs.CODECS``: what gradients travel as. Measured, int8 and int4 learn as fp32 does, and sign
-            does not with AdamW, least of all with feedback (README, "What it learns"). Parameters of one dimension or
+            does not with AdamW, least of all with feedback (docs/learning.md). Parameters of one dimension or
             none, and small ones, travel as fp32 in the same messages. ``"auto"``: the most accurate one that takes at
             most 10 % longer than the fastest on this group, or none and the backend's own all-reduce, where compressing
             would lose. Without a ``tuning`` the group is measured for some seconds:

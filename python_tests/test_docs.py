@@ -1,0 +1,123 @@
+"""README.md and docs/: what they show runs, what they quote is said, and they build without a warning."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+from benchmarks.__main__ import parse
+from dltrain_ext import comm
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+SHOWING = [page for page in PAGES if "```python" in page.read_text()]
+IN_A_GROUP = {"README.md", "all_reduce.md", "recipes.md"}  # of two ranks
+
+
+def run_page(rank: int, world_size: int, page: Path, folder: str) -> None:
+    """Its Python blocks, shown or not, one after another in one namespace."""
+    os.chdir(folder)
+    for example in Sybil([PythonCodeBlockParser(), SkipParser()]).parse(page).examples():
+        example.evaluate()
+
+
+@pytest.mark.parametrize("page", SHOWING, ids=lambda page: page.name)
+def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.name in IN_A_GROUP:
+        run_ranks(2, run_page, page, str(tmp_path), timeout=300)
+    else:
+        monkeypatch.chdir(tmp_path)
+        run_page(0, 1, page, str(tmp_path))
+
+
+def test_the_plan_that_is_printed_is_the_plan() -> None:
+    printed = (DOCS / "all_reduce.md").read_text().split("<!-- printed -->\n```\n")[1].split("```")[0]
+    assert printed.strip() == str(comm.plan("ring", 1, 4)).strip()
+
+
+@cache
+def sources() -> dict[Path, str]:
+    """By file, with literals that Python or C++ joins in one piece."""
+    files = [ROOT / "setup.py", *(ROOT / "dltrain_ext").rglob("*.py")]
+    for suffix in ("h", "cpp", "cu", "cuh"):
+        files += [path for path in (ROOT / "csrc").rglob(f"*.{suffix}") if "tests" not in path.parts]
+    return {path: re.sub(r'"\s+f?"', "", path.read_text()) for path in files}
+
+
+def says(source: str, parts: list[str]) -> bool:
+    """Whether the parts stand in it in this order, each near the one before."""
+    near = ".{0,1000}?".join(re.escape(part) for part in parts)
+    return re.search(near, source, re.DOTALL) is not None
+
+
+def quoted() -> list[str]:
+    return re.findall(r"^- `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_a_message_that_is_explained_is_one_of_the_code(message: str) -> None:
+    parts = [part for piece in message.split("…") if (part := piece.strip(" :,.;'"))]
+    assert parts, "nothing of it is fixed"
+    assert any(says(source, parts) for source in sources().values()), parts
+
+
+def test_messages_are_explained_and_others_are_not_found() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    assert len(quoted()) == len(re.findall(r"^- ", text, re.M)) > 50
+    assert not any(says(source, ["model: expected a DistributedDataSerial, got "]) for source in sources().values())
+
+
+def test_the_tests_that_hold_a_contract_exist() -> None:
+    text = (DOCS / "contracts.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert len(named) > 30 and set(re.findall(r"## C(\d+):", text)) == {str(number) for number in range(1, 11)}
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "python_tests" / file).read_text(), f"{file}::{test}"
+    cpp = "".join(path.read_text() for path in (ROOT / "csrc" / "tests").glob("*.cpp"))
+    for suite, test in re.findall(r"`([A-Z]\w+)\.([A-Z]\w+)`", text):
+        assert re.search(rf"TEST\w*\({suite}, {test}\)", cpp), f"{suite}.{test}"
+
+
+def commands(text: str) -> list[list[str]]:
+    """Those of `python -m benchmarks` in it, word by word; also where one runs another."""
+    found = [shlex.split(command) for command in re.findall(r"`(python -m benchmarks[^`]*)`", text)]
+    found += [shlex.split(line) for line in text.splitlines() if line.startswith("python -m benchmarks")]
+    parts = [part for words in found for part in " ".join(words).split("python -m benchmarks")[1:]]
+    return [part.split() for part in parts]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())], ids=lambda page: page.name)
+def test_options_of_benchmarks_are_there(page: Path) -> None:
+    for words in commands(page.read_text()):
+        parse([*words, "python"] if words[-1:] == ["--"] else words)
+
+
+def test_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", "--keep-going", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for page in DOCS.glob("*.md"):
+        assert (tmp_path / f"{page.stem}.html").stat().st_size > 0
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """Those of docs/ are Sphinx's to check."""
+    text = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    assert len(links) > 15
+    for link in links:
+        assert (ROOT / link).exists(), link
+    assert {f"docs/{page.name}" for page in DOCS.glob("*.md")} - set(links) == {
+        "docs/index.md",
+        "docs/api.md",
+        "docs/code.md",
+    }
