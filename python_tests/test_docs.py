@@ -1,5 +1,6 @@
 """README.md and docs/: what they show runs, what they quote is said, and they build without a warning."""
 
+import gc
 import os
 import re
 import shlex
@@ -9,12 +10,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_ranks
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.__main__ import parse
-from dltrain_ext import comm
+from dltrain_ext import amp, comm, ddp, optim
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -85,6 +88,58 @@ def test_the_tests_that_hold_a_contract_exist() -> None:
     cpp = "".join(path.read_text() for path in (ROOT / "csrc" / "tests").glob("*.cpp"))
     for suite, test in re.findall(r"`([A-Z]\w+)\.([A-Z]\w+)`", text):
         assert re.search(rf"TEST\w*\({suite}, {test}\)", cpp), f"{suite}.{test}"
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its own."""
+    below = (DOCS / page).read_text().split(f"## {heading}\n")[1]
+    found = re.search(r"(^\|.*\n)+", below, re.M)
+    assert found, heading
+    lines = found.group().splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_state_takes_the_memory_that_is_said() -> None:
+    rows = table("memory.md", "Optimizer state")
+    assert len(rows) == 5
+    for call, *said in rows:
+        for dtype, masters, expected in zip(
+            ("float32", "bfloat16", "float16"), ("auto", "auto", False), said, strict=True
+        ):
+            weight = torch.nn.Parameter(torch.zeros(1000, 1000, dtype=getattr(torch, dtype)))
+            weight.grad = torch.zeros_like(weight)
+            name, _, options = call.strip("`").rstrip(")").partition("(")
+            given = eval(f"dict({options})")
+            optimizer = getattr(optim, name)([weight], lr=0.1, master_weights=masters, **given)
+            optimizer.step()
+            tensors = [value for value in optimizer.state[weight].values() if torch.is_tensor(value)]
+            kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+            assert sum(kept.values()) / weight.numel() == pytest.approx(int(expected), abs=1e-4), (call, dtype)
+
+
+def bytes_of_feedback(rank: int, world_size: int) -> list[float]:
+    """By an element, for each number of the table: of all tensors alive beside those of a run without feedback."""
+    found = []
+    for feedback, dtype in ((False, "fp32"), (True, "fp32"), (True, "bf16")):
+        for scaler in (None, amp.LossScaler("cpu")):
+            model = DistributedDataParallel(torch.nn.Linear(512, 512, bias=False))
+            state = ddp.register(model, "int8", error_feedback=feedback, feedback_dtype=dtype, scaler=scaler)
+            for _ in range(2):
+                loss = model(torch.ones(1, 512)).sum()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            del loss
+            gc.collect()
+            alive = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+            kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
+            found.append(sum(kept.values()) / 512**2)
+            state.communicator.close()
+            del model, state, alive
+    return [each - found[0] for each in found]
+
+
+def test_feedback_takes_the_memory_that_is_said() -> None:
+    said = [int(cell) for row in table("memory.md", "The DDP hook") for cell in row[1:]]
+    assert run_ranks(2, bytes_of_feedback)[0] == pytest.approx(said, abs=0.1)
 
 
 def commands(text: str) -> list[list[str]]:
