@@ -1,5 +1,9 @@
 """Sphinx: sphinx-build -W -n --keep-going docs build/docs"""
 
+from typing import Any
+
+from sphinx.application import Sphinx
+
 import dltrain_ext
 
 project = "dltrain_ext"
@@ -12,11 +16,22 @@ html_title = f"dltrain_ext {release}"
 
 myst_heading_anchors = 3
 
-autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
-napoleon_use_ivar = True  # an attribute of a NamedTuple would be described twice
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
+napoleon_use_ivar = True  # else the fields of a dataclass are described twice
+napoleon_use_param = False  # else names that share a description get one each
 
 # Names of torch's and Python's: without a network there is no inventory of theirs to link to. Ours have to be found.
 nitpick_ignore_regex = [("py:.*", r"(?!dltrain_ext).*")]
+
+
+def is_skipped(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
+    """A NamedTuple's fields, of which Python says "Alias for field number 0"; what they are stands with the class."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-skip-member", is_skipped)

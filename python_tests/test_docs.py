@@ -142,6 +142,18 @@ def test_feedback_takes_the_memory_that_is_said() -> None:
     assert run_ranks(2, bytes_of_feedback)[0] == pytest.approx(said, abs=0.1)
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "choosing.md"], ids=lambda page: page.name)
+def test_times_are_those_of_the_full_tables(page: Path) -> None:
+    kept = set(re.findall(r"([\d.]+) ms", (DOCS / "measured.md").read_text()))
+    times = [
+        time
+        for found in re.findall(r"([\d.]+)(?: (?:to|and) ([\d.]+))? ms", page.read_text())
+        for time in found
+        if time
+    ]
+    assert len(times) > 12 and set(times) <= kept
+
+
 def commands(text: str) -> list[list[str]]:
     """Those of `python -m benchmarks` in it, word by word; also where one runs another."""
     found = [shlex.split(command) for command in re.findall(r"`(python -m benchmarks[^`]*)`", text)]

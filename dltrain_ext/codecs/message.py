@@ -15,7 +15,8 @@ class Encoded:
     Attributes:
         wire: the message, uint8 of shape (nbytes,): a tensor, or an array of the kind that was encoded.
         codec: one of ``CODECS``.
-        shape, dtype: of what was encoded.
+        shape: of what was encoded.
+        dtype: of what was encoded.
     """
 
     wire: Any

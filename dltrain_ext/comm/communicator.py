@@ -237,7 +237,7 @@ class Communicator:
             codecs: those to look at beside raw; all where None.
 
         Returns:
-            The same on all ranks, and kept as ``tuning``: print it, ``save`` it, and give it to the next run.
+            The same on all ranks, and kept as ``tuning``; print it, ``save`` it, and give it to the next run.
         """
         names = [codec for codec in (CODECS if codecs is None else codecs) if codec != "raw"]
         for codec in names:

@@ -98,7 +98,8 @@ class Estimate:
     Attributes:
         seconds: from when the first rank begins until the last one has the result.
         wire_bytes: sent by one rank, in two levels across the hosts; the largest over the ranks.
-        algorithm, segments: what ran; chosen, where that was asked for.
+        algorithm: what ran; chosen, where that was asked for.
+        segments: likewise.
         rounds: of its plan.
     """
 

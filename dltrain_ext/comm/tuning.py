@@ -22,7 +22,8 @@ class Choice:
 
     Attributes:
         nbytes: of the tensor in fp32.
-        algorithm, segments: as for ``comm.all_reduce``.
+        algorithm: as for ``comm.all_reduce``.
+        segments: likewise.
         seconds: that it takes.
         measured: so long it took; else it is what the model says.
     """

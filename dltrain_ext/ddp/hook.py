@@ -259,7 +259,7 @@ class AllReduceState:
                 does: that world size. The tensors are then empty places for what this rank takes of it.
 
         Returns:
-            ``version``, ``steps``, ``world_size``, and ``feedback``: by rank (``"rank 0 of 4"``), then by parameter, in
+            ``version``, ``steps``, ``world_size``, and ``feedback``, by rank (``"rank 0 of 4"``), then by parameter, in
             its shape, in units of the unscaled, averaged gradient.
 
         Raises:
