@@ -181,10 +181,21 @@ def test_builds_without_a_warning(tmp_path: Path) -> None:
         assert (tmp_path / f"{page.stem}.html").stat().st_size > 0
 
 
+def shown(page: Path) -> str:
+    """Its text without comments."""
+    return re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    folders = "examples|benchmarks|csrc|dltrain_ext|docker|docs|python_tests"
+    for name in re.findall(rf"(?<![\w/])(?:\.\./)?((?:{folders})/[\w./-]*\w)", shown(page)):
+        assert (ROOT / name).exists(), name
+
+
 def test_links_of_the_readme_lead_somewhere() -> None:
     """Those of docs/ are Sphinx's to check."""
-    text = (ROOT / "README.md").read_text()
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", shown(ROOT / "README.md"))
     assert len(links) > 15
     for link in links:
         assert (ROOT / link).exists(), link
