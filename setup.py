@@ -96,8 +96,11 @@ def extension_arguments() -> dict:
     cuda = reason is None
     print(f"dltrain_ext: building for {'the CPU and CUDA' if cuda else f'the CPU alone ({reason})'}")
     sanitizers = os.environ.get("DLTRAIN_SANITIZE")  # e.g. address,undefined: for the tests
-    sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
-    flags = {"cxx": BUILD["flags"] + (["-O1", "-g1", *sanitize] if sanitize else ["-g0"]) + ["-DDLTRAIN_CUDA"] * cuda}
+    instrument = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
+    debug = ["-O1", "-g1"] if sanitizers else ["-g0"]
+    if os.environ.get("DLTRAIN_COVERAGE"):  # counts the lines that run, for gcov: for the tests too
+        instrument += ["--coverage", "-fprofile-update=atomic"]
+    flags = {"cxx": BUILD["flags"] + debug + instrument + ["-DDLTRAIN_CUDA"] * cuda}
     if cuda:
         # Torch would otherwise ask the GPUs that it sees, and there need not be one.
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", BUILD["cuda"]["architectures"])
@@ -147,7 +150,8 @@ def extension_arguments() -> dict:
         sources=sources(cuda),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args=flags,
-        extra_link_args=sanitize,
+        # __gcov_dump is for children that leave by os._exit, where nothing else writes what was counted.
+        extra_link_args=instrument + ["-Wl,-u,__gcov_dump"] * ("--coverage" in instrument),
     )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}
 

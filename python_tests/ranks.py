@@ -1,5 +1,6 @@
 """Several ranks for a test: real processes in a real Gloo group."""
 
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dltrain_ext import _C
+
 # Children fork from a server that has imported once what all of them need, and never started a thread.
 _context = multiprocessing.get_context("forkserver")
 _polling = threading.Lock()  # a process that is started polls all others, and two threads must not poll the same one
@@ -36,6 +39,9 @@ def _rank(body: Callable, rank: int, world_size: int, where: str | int, results:
     results.close()
     results.join_thread()
     dist.destroy_process_group()
+    # A child that was forked leaves by os._exit, where gcov does not write what it has counted.
+    if hasattr(library := ctypes.CDLL(_C.__file__), "__gcov_dump"):
+        library.__gcov_dump()
 
 
 def join_group(where: str | int, rank: int, world_size: int) -> None:
