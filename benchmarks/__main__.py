@@ -2,21 +2,37 @@
 
 import argparse
 import os
+import signal
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from benchmarks.harness import Table
+    from benchmarks.simulation import Simulation
+
+INTERRUPTED = 130
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Namespace]]:
     """The options that all cases share, and those of each case that shall run: none for `hosts`, which is no case."""
     from benchmarks import hosts
     from benchmarks.cases import CASES
+    from benchmarks.harness import at_least
 
     shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--quick", action="store_true", help="smaller and fewer, for CI: well under a minute in all")
     shared.add_argument("--device", choices=["cpu", "cuda"], help="where the tensors are (default cpu)")
+    shared.add_argument(
+        "--ranks", type=at_least(1), help="processes of the cases that have some (default 4, ddp 2; or WORLD_SIZE)"
+    )
     shared.add_argument("--list", action="store_true", help="list the cases and stop")
     shared.add_argument("--json", type=Path, metavar="FILE", help="write everything, with provenance")
     shared.add_argument("--plot", type=Path, metavar="DIR", help="write a PNG per case, or several")
+    shared.add_argument("--compare", type=Path, metavar="OLD.json", help="show how a run that was kept differs")
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, parents=[shared])
     commands = parser.add_subparsers(dest="case", metavar="CASE", title="cases (CASE --help lists the options of one)")
     for name, case in CASES.items():
@@ -25,18 +41,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     summary = hosts.__doc__.splitlines()[0]
     hosts.add_options(commands.add_parser("hosts", help=summary, description=summary))
 
-    defaults = {"quick": False, "device": "cpu", "list": False, "json": None, "plot": None}
+    defaults = {"quick": False, "device": "cpu", "ranks": None, "list": False}
+    defaults |= dict.fromkeys(("json", "plot", "compare"))
     given = parser.parse_args(argv, argparse.Namespace(**defaults))
     if given.case == "hosts":
         return given, {}
     if given.case:
         return given, {given.case: given}
-    return given, {name: parser.parse_args([*argv, name], argparse.Namespace(**defaults)) for name in CASES}
+    return given, {
+        name: parser.parse_args([*argv, name, *(() if given.quick else case.OVERVIEW)], argparse.Namespace(**defaults))
+        for name, case in CASES.items()
+    }
 
 
 def main(argv: list[str]) -> int:
     try:
-        from benchmarks import hosts, report
+        from benchmarks import compare, hosts, report, summary
         from benchmarks.cases import CASES
         from benchmarks.harness import Failure, check_device
     except ImportError as error:
@@ -57,34 +77,55 @@ def main(argv: list[str]) -> int:
         if shared.case == "hosts":
             return hosts.run(shared)
         check_device(shared.device)
+        old = compare.load(shared.compare) if shared.compare else None
     except Failure as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     origin = report.provenance()
     console.print(report.headline(origin), style="dim", markup=False)
-    tables, status = {}, 0
-    try:
-        for name, options in chosen.items():
-            try:
-                with report.live(console, name) as progress:
-                    tables[name] = CASES[name].run(options, progress)
-            except Failure as error:
-                status = 1
-                console.print(f"{name} failed: {error}", style="bold red", markup=False, soft_wrap=True)
-                if not reports:
-                    print(f"benchmarks: {name} failed: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        status = 130
-        console.print("[bold red]interrupted[/]")
-    for table in tables.values():
-        report.show(console, table)
+    tables, status = run(console, chosen)
+    if shared.case:
+        for table in tables.values():
+            report.show(console, table)
+    else:
+        summary.show(console, tables)
+    if old:
+        compare.show(console, old, origin, tables)
     if shared.json and reports:
-        report.write_json(shared.json, origin, tables)
+        report.write_json(shared.json, origin, tables, interrupted=status == INTERRUPTED)
     for name, table in tables.items() if shared.plot and reports else ():
         draw = getattr(CASES[name], "plot", report.plot)
         for path in draw(shared.plot, name, table):
             console.print(f"wrote {path}")
     return status or int(not all(table.correct for table in tables.values()))
+
+
+def run(console: "Console", chosen: dict[str, argparse.Namespace]) -> tuple[dict[str, "Table | Simulation"], int]:
+    """The tables, of an interrupted case too, and the exit status: 0, or what is known before the tables are looked at.
+
+    Once interrupted, Ctrl-C has no effect: nothing is left to be ended but the showing of what was measured.
+    """
+    from benchmarks import report
+    from benchmarks.cases import CASES
+    from benchmarks.harness import Failure
+
+    tables: dict[str, Table | Simulation] = {}
+    status = 0
+    with report.live(console, list(chosen)) as begin:
+        try:
+            for name, options in chosen.items():
+                try:
+                    CASES[name].run(options, begin(name), partial(tables.__setitem__, name))
+                except Failure as error:
+                    status = 1
+                    console.print(f"{name} failed: {error}", style="bold red", markup=False, soft_wrap=True)
+                    if console.quiet:
+                        print(f"benchmarks: {name} failed: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            status = INTERRUPTED
+            console.print("[bold red]interrupted:[/] what was measured until then")
+    return tables, status
 
 
 if __name__ == "__main__":

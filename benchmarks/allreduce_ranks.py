@@ -1,8 +1,7 @@
 """What every rank of the case allreduce runs: its data, the check of each side, the timing."""
 
-import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -11,14 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import cupy_peers, line
+from benchmarks.checked_sums import Data, count_wrong, first_if_unlike, normal, relative_error, tolerance, whole_numbers
 from benchmarks.harness import Failure, Progress, interleave
 from benchmarks.ranks import over_ranks
-from dltrain_ext import codecs, comm
+from dltrain_ext import comm
 
 DEADLINE = 60.0
 SMALL = 64 << 10  # bytes; calls so short that what comes before them, like a barrier, tells in their time
 BURST = 10  # of them back to back are one sample
 PEERS = {"cpu": "gloo", "cuda": "nccl"}  # torch.distributed's own backends
+CUPY = "cupy nccl"
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -38,7 +40,7 @@ class Side(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        return self.algorithm not in PEERS.values()
+        return self.algorithm not in (*PEERS.values(), CUPY)
 
 
 class Job(NamedTuple):
@@ -55,7 +57,10 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One side at one size. Counts are over all ranks; `samples` is empty where a result was wrong."""
+    """One side at one size. Counts are over all ranks; `samples` is empty where a result was wrong.
+
+    `line`: bytes per second that the line carried meanwhile.
+    """
 
     nbytes: int
     side: Side
@@ -63,59 +68,7 @@ class Result(NamedTuple):
     error: float | None
     wire_bytes: int | None
     samples: list[float]
-
-
-class Data(NamedTuple):
-    """A rank's contribution, the sum over all ranks, and the sum of their largest magnitudes."""
-
-    own: Tensor
-    total: Tensor
-    magnitudes: float
-
-    @classmethod
-    def of(cls, part: Callable[[int], Tensor], rank: int, ranks: int, device: str = "cpu") -> "Data":
-        total, magnitudes = torch.zeros_like(part(0), dtype=torch.float64), 0.0
-        for contributor in range(ranks):
-            values = part(contributor)
-            total += values
-            magnitudes += values.abs().max().item()
-        return cls(part(rank).to(device), total.float().to(device), magnitudes)
-
-
-def whole_numbers(n: int) -> Callable[[int], Tensor]:
-    """Their sum is exact in any order."""
-    return lambda rank: ((torch.arange(n) * 7 + 13 * rank) % 251 - 125).float()
-
-
-def normal(n: int) -> Callable[[int], Tensor]:
-    return lambda rank: torch.randn(n, generator=torch.Generator().manual_seed(rank))
-
-
-def tolerance(codec: str, ranks: int, magnitudes: float) -> float:
-    """How far an element may be from the sum: each of p contributions, and the result, is encoded once."""
-    if codec == "raw":
-        return 0.0
-    return (codecs.error_bound(codec).max * (ranks + 1) + 1e-5) * magnitudes
-
-
-def count_wrong(result: Tensor, exact: Tensor, tolerance: float, first: Tensor | None = None) -> int:
-    """Elements beyond the tolerance, not a number, or of other bits than rank 0's result `first` (None: the same)."""
-    right = (result - exact).abs_() <= tolerance
-    if first is not None:
-        right &= result.view(torch.int32) == first.view(torch.int32)
-    return result.numel() - int(torch.count_nonzero(right))
-
-
-def first_if_unlike(result: Tensor) -> Tensor | None:
-    """Rank 0's result where those of the ranks differ in a bit; None where they do not."""
-    own = torch.tensor(list(hashlib.sha256(result.cpu().numpy().data).digest()), dtype=torch.uint8)
-    digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, own)
-    if all(torch.equal(digests[0], other) for other in digests):
-        return None
-    first = result.cpu().clone()
-    dist.broadcast(first, 0)
-    return first.to(result.device)
+    line: float | None = None
 
 
 class Connections(NamedTuple):
@@ -123,30 +76,30 @@ class Connections(NamedTuple):
 
     peer: dist.ProcessGroup | None
     ours: dict[tuple[int, str], comm.Communicator]
+    cupy: "cupy_peers.Nccl | None" = None
 
     def wire_bytes(self) -> int:
         return sum(communicator.stats()["wire_bytes"] for communicator in self.ours.values())
 
 
-def work(rank: int, ranks: int, progress: Progress, job: Job) -> list[Result]:
-    """The results are the same on all ranks."""
+def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
+    """The results of one size after the other, the same on all ranks."""
     peer = nccl_group(rank, ranks) if job.device == "cuda" else None
     ours = connect(job)
     sides = [side for side in job.sides if not side.ours or (side.levels, side.transport) in ours]
-    job, connections = job._replace(sides=sides), Connections(peer, ours)
+    cupy = cupy_peers.Nccl(rank, ranks) if Side(CUPY) in sides else None
+    job, connections = job._replace(sides=sides), Connections(peer, ours, cupy)
     for communicator in ours.values() if job.tuned else ():
         progress(f"tuning on {ranks} ranks", 0.0)
         communicator.tune(codecs=sorted({side.codec for side in sides}))
-    results: list[Result] = []
     for index, nbytes in enumerate(job.sizes):
 
         def advance(done: float, index: int = index, nbytes: int = nbytes) -> None:
             progress(f"{nbytes} bytes on {ranks} ranks", (index + done) / len(job.sizes))
 
-        results += measure(rank, ranks, nbytes // 4, connections, job, advance)
+        yield measure(rank, ranks, nbytes // 4, connections, job, advance)
     for communicator in ours.values():
         communicator.close()
-    return results
 
 
 def nccl_group(rank: int, ranks: int) -> dist.ProcessGroup:
@@ -209,7 +162,8 @@ def measure(
 
     def write(name: str) -> None:
         # Times the ranks for an average, so that the mean is what the sum would be.
-        torch.mul(data[name].own, ranks if average else 1, out=message)
+        if name in sides:
+            torch.mul(data[name].own, ranks if average else 1, out=message)
 
     def before(name: str) -> None:
         write(name)
@@ -222,7 +176,8 @@ def measure(
             calls[name]()
 
     def after(name: str) -> None:
-        wrong[name] += count_wrong(message, data[name].total, bounds[name], first_if_unlike(message))
+        if name in sides:
+            wrong[name] += count_wrong(message, data[name].total, bounds[name], first_if_unlike(message))
 
     calls = {name: make_call(side, message, connections, job) for name, side in sides.items()}
     sent, errors = [], []
@@ -236,8 +191,9 @@ def measure(
         errors.append(relative_error(message, data[name].total))
     right = [name for name, count in zip(sides, over_ranks(list(wrong.values()), "sum"), strict=True) if not count]
     length = BURST if 4 * n <= SMALL else 1
+    beside = line.sides(rank, ranks, job.device) if length == 1 else {}
     timed = interleave(
-        {name: partial(burst, name) for name in right},
+        {name: partial(burst, name) for name in right} | beside,
         rounds=(job.rounds, job.rounds),
         warmup=job.warmup,
         before=before,
@@ -246,6 +202,7 @@ def measure(
         progress=advance,
     )
     slowest = {name: [time / length for time in over_ranks(samples, "max")] for name, samples in timed.items()}
+    carried = line.rate(slowest.get(line.SIDE, []))
     over_all = over_ranks(list(wrong.values()), "sum"), over_ranks(sent, "max"), over_ranks(errors, "max")
     return [
         Result(
@@ -255,6 +212,7 @@ def measure(
             None if side.codec == "raw" else error,
             int(wire_bytes) if side.ours and side.algorithm != "native" else None,
             [] if count else slowest[side.name],
+            carried,
         )
         for side, count, wire_bytes, error in zip(job.sides, *over_all, strict=True)
     ]
@@ -276,6 +234,11 @@ def make_call(side: Side, message: Tensor, connections: Connections, job: Job) -
         dist.all_reduce(narrow, group=connections.peer)
         message.copy_(narrow)
 
+    def by_cupy() -> None:
+        connections.cupy.all_reduce(message)
+        if average:
+            message.div_(dist.get_world_size())
+
     def ours() -> None:
         connections.ours[side.levels, side.transport].all_reduce(
             message, job.op, algorithm=side.algorithm, codec=side.codec, segments=job.segments
@@ -283,10 +246,6 @@ def make_call(side: Side, message: Tensor, connections: Connections, job: Job) -
 
     if side.ours:
         return ours
+    if side.algorithm == CUPY:
+        return by_cupy
     return peer if side.codec == "raw" else peer_narrow
-
-
-def relative_error(result: Tensor, exact: Tensor) -> float:
-    """The rms of the error over that of what is exact."""
-    norm = torch.linalg.vector_norm
-    return (norm(result - exact, dtype=torch.float64) / norm(exact, dtype=torch.float64)).item()

@@ -1,16 +1,18 @@
 """What every rank of the case ddp runs: a model for each side, the check of its gradients, the timing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.allreduce_ranks import count_wrong, first_if_unlike, nccl_group, relative_error
+from benchmarks import line
+from benchmarks.allreduce_ranks import nccl_group
+from benchmarks.checked_sums import count_wrong, first_if_unlike, relative_error
 from benchmarks.harness import Progress, interleave
 from benchmarks.ranks import over_ranks
 from dltrain_ext import amp, codecs, ddp, optim
@@ -18,8 +20,14 @@ from dltrain_ext import amp, codecs, ddp, optim
 DEADLINE = 120.0
 BACKWARD, STEP = "forward and backward", "with unscaling, clipping and AdamW"
 PLAIN, FP16, BF16 = "plain DDP", "torch fp16_compress_hook", "torch bf16_compress_hook"
-TORCH_HOOKS = {FP16: default_hooks.fp16_compress_hook, BF16: default_hooks.bf16_compress_hook}
-PEERS = {"cpu": [PLAIN, FP16], "cuda": [PLAIN, FP16, BF16]}  # torch's bf16 hook asks for NCCL
+POWER_SGD = "torch PowerSGD, rank 4, one bucket"  # with several, those of its all-reduces on Gloo that meet abort
+UNCOMPRESSED = 2  # steps that PowerSGD begins with: it takes no fewer
+TORCH_HOOKS = {
+    FP16: default_hooks.fp16_compress_hook,
+    BF16: default_hooks.bf16_compress_hook,
+    POWER_SGD: powerSGD_hook.powerSGD_hook,
+}
+PEERS = {"cpu": [PLAIN, FP16, POWER_SGD], "cuda": [PLAIN, FP16, BF16, POWER_SGD]}  # torch's bf16 hook asks for NCCL
 LOST = {PLAIN: 1e-5, FP16: 2**-10, BF16: 2**-7}  # of the largest magnitude, an encoding
 
 
@@ -51,7 +59,10 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One side of one workload; `samples` is empty where its gradients were wrong."""
+    """One side of one workload; `samples` is empty where its gradients were wrong.
+
+    `line`: bytes per second that the line carried meanwhile.
+    """
 
     workload: str
     side: Side
@@ -61,6 +72,7 @@ class Result(NamedTuple):
     wire_bytes: int | None
     hidden: float | None
     samples: list[float]
+    line: float | None = None
 
 
 class Runner:
@@ -69,8 +81,9 @@ class Runner:
     def __init__(self, side: Side, job: Job, group: dist.ProcessGroup | None):
         torch.manual_seed(0)
         layers = [nn.Linear(job.width, job.width) for _ in range(job.layers)]
+        options = {"bucket_cap_mb": 1 << 20} if side.way == POWER_SGD else {}
         self.model = DistributedDataParallel(
-            nn.Sequential(*layers).to(job.device), process_group=group, gradient_as_bucket_view=True
+            nn.Sequential(*layers).to(job.device), process_group=group, gradient_as_bucket_view=True, **options
         )
         self.side = side
         self.state: ddp.AllReduceState | None = None
@@ -83,7 +96,7 @@ class Runner:
         if side.ours:
             self.state = ddp.register(self.model, side.way, side.algorithm, scaler=self.scaler)
         elif hook := TORCH_HOOKS.get(side.way):
-            self.model.register_comm_hook(group, hook)
+            self.model.register_comm_hook(power_sgd(group) if side.way == POWER_SGD else group, hook)
 
     @property
     def lost(self) -> float:
@@ -95,6 +108,11 @@ class Runner:
         if self.side.way != "auto" or self.state is None:
             return ""
         return "native" if self.state.algorithm == "native" else self.state.codec
+
+    def count_wrong(self, gradients: Tensor, exact: Tensor, magnitude: float, ranks: int) -> int:
+        if self.side.way == POWER_SGD:  # a projection, of which all that is known is that it takes something away
+            return 0 if relative_error(gradients, exact) < 1 else gradients.numel()
+        return count_wrong(gradients, exact, tolerance(self.lost, ranks) * magnitude)
 
     def backward(self, x: Tensor) -> None:
         self.model.zero_grad()
@@ -119,6 +137,10 @@ class Runner:
         return torch.cat([p.grad.flatten() for p in self.model.parameters()]) / scale
 
 
+def power_sgd(group: dist.ProcessGroup | None) -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=UNCOMPRESSED)
+
+
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
@@ -127,17 +149,15 @@ def inputs(rank: int, job: Job) -> Tensor:
     return torch.randn(job.batch, job.width, generator=torch.Generator().manual_seed(rank)).to(job.device)
 
 
-def work(rank: int, ranks: int, progress: Progress, job: Job) -> list[Result]:
-    """The results are the same on all ranks."""
+def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
+    """The results of one workload after the other, the same on all ranks."""
     group = nccl_group(rank, ranks) if job.device == "cuda" else None
-    results: list[Result] = []
     for index, (workload, sides) in enumerate(job.sides.items()):
 
         def advance(done: float, index: int = index, workload: str = workload) -> None:
             progress(f"{workload}, {ranks} ranks", (index + done) / len(job.sides))
 
-        results += measure(rank, ranks, workload, sides, job, group, advance)
-    return results
+        yield measure(rank, ranks, workload, sides, job, group, advance)
 
 
 def measure(
@@ -155,21 +175,23 @@ def measure(
     wrong, errors = {}, {}
     for name, runner in runners.items():
         advance(0.0)
-        runner.backward(x)
+        for _ in range(UNCOMPRESSED + 1 if runner.side.way == POWER_SGD else 1):
+            runner.backward(x)
         gradients = runner.gradients()
-        off = count_wrong(gradients, exact, tolerance(runner.lost, ranks) * magnitude)
+        off = runner.count_wrong(gradients, exact, magnitude, ranks)
         wrong[name] = off + (0 if are_identical(gradients) else gradients.numel())
         errors[name] = relative_error(gradients, exact)
     wrong_anywhere = dict(zip(runners, over_ranks(list(wrong.values()), "sum"), strict=True))
     right = [name for name in runners if not wrong_anywhere[name]]
     timed = interleave(
-        {name: partial(runners[name].step, x) for name in right},
+        {name: partial(runners[name].step, x) for name in right} | line.sides(rank, ranks, job.device),
         rounds=(job.rounds, job.rounds),
         warmup=job.warmup,
         before=lambda name: dist.barrier(),
         device=job.device,
         progress=advance,
     )
+    slowest = {name: over_ranks(samples, "max") for name, samples in timed.items()}
     results = []
     for name, runner in runners.items():
         stats = runner.state.stats() if runner.state else None
@@ -183,7 +205,8 @@ def measure(
                 errors[name],
                 stats["wire_bytes"] // passes if stats else None,
                 stats["hidden"] if stats else None,
-                over_ranks(timed[name], "max") if name in right else [],
+                slowest.get(name, []),
+                line.rate(slowest.get(line.SIDE, [])),
             )
         )
     return results

@@ -1,16 +1,15 @@
-"""What every case measures with: interleaved timing, the rows for the report, the machine's memory limit."""
+"""What every case measures with: interleaved timing, the rows for the report, the types of options."""
 
 import argparse
-import functools
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
+from benchmarks.simulation import Simulation
 from dltrain_ext import info
 
 Progress = Callable[[str, float], None]
@@ -49,7 +48,8 @@ class Row:
     """One side of one workload.
 
     `samples` are seconds, one per round; a wrong result is not timed and has none. `ratio` is peer time / our time, of
-    the medians: above 1 we are faster. It stands where a peer meets us: at the peer's row, or at each of ours.
+    the medians: above 1 we are faster. It stands where a peer meets us: at the peer's row, or at each of ours; the
+    other of the two is the side `against`. One that is left out was not run, and `check` says why.
     """
 
     workload: str
@@ -61,6 +61,18 @@ class Row:
     ratio: float | None = None
     figures: dict[str, float | None] = field(default_factory=dict)
     x: float | None = None
+    against: str = ""
+    left_out: bool = False
+
+    @classmethod
+    def missing(cls, side: str, why: str, workload: str = "") -> "Row":
+        return cls(workload, side, ours=False, correct=True, check=why, left_out=True)
+
+    def hold_against(self, other: "Row") -> None:
+        """Of the two one is ours."""
+        if self.time and other.time:
+            ours, peer = (self, other) if self.ours else (other, self)
+            self.against, self.ratio = other.side, peer.time.median / ours.time.median
 
     @property
     def time(self) -> Spread | None:
@@ -69,14 +81,14 @@ class Row:
 
 @dataclass
 class Table:
-    """What a case returns. Rows with an `x` are drawn as one curve per side, the others as bars.
+    """What a case fills. Rows with an `x` are drawn as one curve per side, the others as bars.
 
     Those of the workload `summary` are not timed, and are shown below in a grid of their own.
     """
 
     title: str
-    rows: list[Row]
-    notes: list[str]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     check_heading: str = "check"
     x_label: str = ""
     summary: str = ""
@@ -84,6 +96,10 @@ class Table:
     @property
     def correct(self) -> bool:
         return all(row.correct for row in self.rows)
+
+
+Keep = Callable[[Table | Simulation], None]
+"""Takes what a case is about to fill: what is complete in it is shown even if the case does not come to its end."""
 
 
 def interleave(
@@ -127,135 +143,6 @@ def interleave(
             if turn >= 0:
                 samples[side].append(took)
     return samples
-
-
-def time_rows(
-    rows: Mapping[str, Row],
-    steps: Mapping[str, Callable[[], object]],
-    bytes_moved: Mapping[str, int],
-    *,
-    limit: "MemoryLimit | None",
-    device: str,
-    seconds: float,
-    progress: Callable[[float], None],
-    before: Callable[[str], None] = lambda side: None,
-) -> str:
-    """Time the steps, and the streams of the limit in between, and fill the rows: GB/s, its shares, and the ratio to
-    the first of ours. Returns the line about the limit.
-    """
-    streams = limit.sides if limit else {}
-    samples = interleave(
-        {**steps, **streams},
-        rounds=(3, 200),
-        seconds=seconds,
-        before=before,
-        device=device,
-        progress=progress,
-    )
-    speeds = limit.speeds(samples) if limit else {}
-    for side in steps:
-        rows[side].samples = samples[side]
-    ours = next((rows[side].time for side in steps if rows[side].ours), None)
-    for side in steps:
-        row = rows[side]
-        speed = bytes_moved[side] / 1e9 / row.time.median
-        row.figures |= {"GB/s": speed, "% of limit": 100 * speed / limit.of(speeds) if limit else None}
-        if device == "cuda":
-            row.figures["% of copy"] = 100 * speed / speeds["copy"] if speeds else None
-        if ours and not row.ours:
-            row.ratio = row.time.median / ours.median
-    return limit.note(speeds) if limit else ""
-
-
-def last_level_cache(device: str = "cpu") -> int:
-    """Bytes of the largest cache of CPU 0, or 32 MiB where the system does not tell; or of the GPU's L2 cache."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).L2_cache_size
-    units = {"K": 2**10, "M": 2**20}
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=2**25)
-
-
-class MemoryLimit:
-    """Plain streams, run as sides of the workload whose limit they show; each sweeps past the last-level cache.
-
-    Bytes are those that the code reads and writes. On a CPU a copy also reads the lines that it overwrites
-    (write-allocate) unless it stores around the cache, so alone it reads low: the limit is the best of the streams.
-    With `reads` the limit is a stream of as many arrays read, all but one of them also written, as an optimizer's step
-    does it; torch.compile makes it, where it can.
-    """
-
-    def __init__(self, device: str = "cpu", reads: int = 0) -> None:
-        self.device = device
-        cache = 2 * last_level_cache(device)
-        # A GPU sweeps its cache twice in the time that a launch and the wait for it take; these shall not count.
-        n = (max(cache, 2**30) if device == "cuda" else min(cache, 2**28)) // 4
-        a, b = torch.zeros(n, device=device), torch.ones(n, device=device)
-        self.bytes = {"copy": 8 * n, "in-place scale": 8 * n, "a += b": 12 * n}
-        self.sides = {"copy": lambda: a.copy_(b), "in-place scale": lambda: a.mul_(1.0), "a += b": lambda: a.add_(b)}
-        self.update = ""
-        if reads and (update := compiled_update(reads - 1)):
-            written = [a, *(torch.zeros(n, device=device) for _ in range(reads - 2))]
-            update(b, *written)
-            self.update = f"{reads} read, {reads - 1} written"
-            self.bytes[self.update] = 4 * (2 * reads - 1) * n
-            self.sides[self.update] = lambda: update(b, *written)
-
-    def speeds(self, samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """GB/s of each stream."""
-        return {name: size / 1e9 / statistics.median(samples[name]) for name, size in self.bytes.items()}
-
-    def of(self, speeds: Mapping[str, float]) -> float:
-        """GB/s that 100 % stands for."""
-        return speeds[self.update] if self.update else max(speeds.values())
-
-    def note(self, speeds: Mapping[str, float]) -> str:
-        """A line that says how the limit came about."""
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in speeds.items())
-        what = f"the stream {self.update}; all streams" if self.update else "the best of"
-        line = f"memory limit {self.of(speeds):.1f} GB/s, {what}: {parts}"
-        if self.device == "cpu":
-            line += f" (copy with the write-allocate read {1.5 * speeds['copy']:.1f})"
-        return line
-
-
-@functools.cache
-def compiled_update(written: int) -> Callable[..., None] | None:
-    """A call that adds its first argument to each of the others in one pass; None where torch cannot compile it."""
-
-    def update(addend: torch.Tensor, *sums: torch.Tensor) -> None:
-        for each in sums:
-            each.add_(addend)
-
-    compiled = torch.compile(update, dynamic=False)
-    try:
-        compiled(*torch.zeros(written + 1, 4096))
-    except Exception:  # whatever its backend is missing
-        return None
-    return compiled
-
-
-def extra_memory(call: Callable[[], object], device: str = "cpu") -> float | None:
-    """MiB that a call needs at its peak beyond what was there before it; None where the system does not tell."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-    def status(name: str) -> int:
-        return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
-
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = status("VmRSS")
-        call()
-        return max(0, status("VmHWM") - before) / 2**10
-    except (OSError, StopIteration):
-        call()
-        return None
 
 
 def choices(valid: Sequence[str]) -> Callable[[str], list[str]]:

@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -17,6 +17,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.harness import Failure, Progress
+from benchmarks.hosts import listening
+
+Work = Callable[..., Iterator[Any]]
+Take = Callable[[Any], object]
 
 
 class GivenRank(NamedTuple):
@@ -34,11 +38,31 @@ def given_rank() -> GivenRank | None:
         raise Failure(f"RANK and WORLD_SIZE: {error}") from None
 
 
-def join_ranks(work: Callable[..., Any], given: GivenRank, *args: Any, progress: Progress, deadline: float) -> Any:
-    """Call work(rank, ranks, progress, *args) as the one rank that this process is, and return what that returned."""
+def count_ranks(asked: int | None, default: int) -> int:
+    """torchrun's, or those asked for."""
+    given = given_rank()
+    if given and asked not in (None, given.ranks):
+        raise Failure(f"--ranks {asked} contradicts WORLD_SIZE={given.ranks}")
+    return given.ranks if given else asked or default
+
+
+def on_ranks(work: Work, ranks: int, *args: Any, take: Take, progress: Progress, deadline: float) -> None:
+    """Call work(rank, ranks, progress, *args) on every rank, and take() with each result that rank 0 yields, at once.
+
+    Under torchrun's variables this process is one of the ranks, and takes what it yields itself.
+    """
+    if given := given_rank():
+        join_ranks(work, given, *args, take=take, progress=progress, deadline=deadline)
+    else:
+        run_ranks(work, ranks, *args, take=take, progress=progress, deadline=deadline)
+
+
+def join_ranks(work: Work, given: GivenRank, *args: Any, take: Take, progress: Progress, deadline: float) -> None:
+    shown = _seldom(progress if given.rank == 0 else lambda text, done: None)
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
-        result = work(given.rank, given.ranks, _seldom(progress if given.rank == 0 else lambda text, done: None), *args)
+        for result in work(given.rank, given.ranks, shown, *args):
+            take(result)
         dist.barrier()
     except (RuntimeError, ValueError) as error:
         raise Failure(f"rank {given.rank}: {str(error).strip().splitlines()[0]}") from error
@@ -46,56 +70,71 @@ def join_ranks(work: Callable[..., Any], given: GivenRank, *args: Any, progress:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-    return result
 
 
-def run_ranks(work: Callable[..., Any], ranks: int, *args: Any, progress: Progress, deadline: float) -> Any:
-    """Call work(rank, ranks, progress, *args) on every rank and return what rank 0 returned.
+def run_ranks(work: Work, ranks: int, *args: Any, take: Take, progress: Progress, deadline: float) -> None:
+    """Raises Failure if a rank fails, or if rank 0 reports nothing for `deadline` seconds.
 
-    Raises Failure if a rank fails, or if rank 0 reports nothing for `deadline` seconds. However this ends (Ctrl-C
-    too), all ranks are gone when it does.
+    However this ends, all ranks are gone when it does. So Ctrl-C is only noted here, however often it comes, and has
+    its effect once they are: an exception could break into the starting or the ending of them.
     """
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the Failure says it
     receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
+    with listening() as heard, tempfile.TemporaryDirectory() as folder:
         arguments = (work, ranks, f"file://{folder}/store", sender, deadline, args)
-        context = mp.spawn(_enter, arguments, nprocs=ranks, join=False)
+        # Blocked, Ctrl-C does not break into a rank's start either.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            return _listen(context, receiver, progress, deadline)
+            context = mp.spawn(_enter, arguments, nprocs=ranks, join=False)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            _listen(context, receiver, heard, take, progress, deadline)
         finally:
             for process in context.processes:
                 process.kill()
             for process in context.processes:
                 process.join()
+    if heard:
+        signal.raise_signal(heard[0])
 
 
-def _listen(context: mp.ProcessContext, receiver: Connection, progress: Progress, deadline: float) -> Any:
-    heard = time.monotonic()
-    result = None
-    while True:
-        if receiver.poll(0.2):
+def _listen(
+    context: mp.ProcessContext,
+    receiver: Connection,
+    heard: list[int],
+    take: Take,
+    progress: Progress,
+    deadline: float,
+) -> None:
+    """Until all ranks have ended, or a signal is heard."""
+    told, ended = time.monotonic(), False
+    while not heard:
+        if receiver.poll(0 if ended else 0.2):
             kind, *message = receiver.recv()
-            heard = time.monotonic()
-            if kind == "progress":
-                progress(*message)
-            else:
-                (result,) = message
+            told = time.monotonic()
+            {"progress": progress, "result": take}[kind](*message)
             continue
+        if ended:
+            return
         try:
-            if context.join(timeout=0, grace_period=1):
-                return result
+            ended = context.join(timeout=0, grace_period=1)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            if getattr(error, "signal_name", None) == "SIGINT":  # Ctrl-C reached the rank before us
+                heard.append(signal.SIGINT)
+                return
             last_line = str(error).strip().splitlines()[-1].removeprefix(f"{Failure.__module__}.{Failure.__name__}: ")
             raise Failure(f"rank {error.error_index} failed, all ranks were ended: {last_line}") from None
-        if time.monotonic() - heard > deadline:
+        if time.monotonic() - told > deadline:
             raise Failure(f"rank 0 reported nothing for {deadline:.0f} s, all ranks were ended")
 
 
 def _enter(
-    rank: int, work: Callable[..., Any], ranks: int, store: str, sender: Connection, deadline: float, args: tuple
+    rank: int, work: Work, ranks: int, store: str, sender: Connection, deadline: float, args: tuple[Any, ...]
 ) -> None:
     # The parent answers Ctrl-C; a child, even one that waits inside Gloo, simply ends (also when the parent is killed).
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -106,9 +145,9 @@ def _enter(
         if rank == 0:
             sender.send(("progress", text, done))
 
-    result = work(rank, ranks, _seldom(progress), *args)
-    if rank == 0:
-        sender.send(("result", result))
+    for result in work(rank, ranks, _seldom(progress), *args):
+        if rank == 0:
+            sender.send(("result", result))
     dist.barrier()
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()

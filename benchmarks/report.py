@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -35,8 +35,10 @@ def make_console(quiet: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def live(console: Console, case: str) -> Iterator[Progress]:
-    """Show how far a case is. Drawn only when told of progress: a thread that redraws would disturb the timing."""
+def live(console: Console, cases: Sequence[str]) -> Iterator[Callable[[str], Progress]]:
+    """Show how far the run is; what it yields begins a case. Drawn only when told of progress: a thread that redraws
+    would disturb the timing.
+    """
     columns = (
         TextColumn("[bold]{task.fields[case]}"),
         BarColumn(),
@@ -44,25 +46,32 @@ def live(console: Console, case: str) -> Iterator[Progress]:
         TextColumn("{task.description}"),
     )
     with Bars(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("", total=1.0, case=case)
-        shown = ""
+        task = bars.add_task("", total=float(len(cases)), case="")
 
-        def progress(text: str, done: float) -> None:
-            nonlocal shown
-            bars.update(task, description=escape(text), completed=done, refresh=True)
-            if not console.is_terminal and text != shown:
-                console.print(f"{case}: {escape(text)}")
-            shown = text
+        def begin(case: str) -> Progress:
+            index, shown = list(cases).index(case), ""
+            name = f"{case} ({index + 1} of {len(cases)})" if len(cases) > 1 else case
+            bars.update(task, description="", completed=index, case=name, refresh=True)
 
-        yield progress
+            def progress(text: str, done: float) -> None:
+                nonlocal shown
+                description = f"{100 * done:3.0f} % {escape(text)}" if len(cases) > 1 else escape(text)
+                bars.update(task, description=description, completed=index + done, refresh=True)
+                if not console.is_terminal and text != shown:
+                    console.print(f"{name}: {text}", markup=False)
+                shown = text
+
+            return progress
+
+        yield begin
 
 
 def show(console: Console, table: Table | Simulation) -> None:
     if isinstance(table, Simulation):
         show_simulation(console, table)
         return
-    summary = [row for row in table.rows if row.workload == table.summary]
-    console.print(draw([row for row in table.rows if row.workload != table.summary], table, table.title))
+    summary = [row for row in table.rows if table.summary and row.workload == table.summary]
+    console.print(draw([row for row in table.rows if row not in summary], table, table.title))
     if summary:
         console.print(draw(summary, table, None))
     reading = "time: median (quartiles) of rounds in which all sides took turns; peer/ours: below 1 we are slower"
@@ -111,12 +120,20 @@ def cells(row: Row, figures: list[str], timed: bool) -> Iterator[str | Text]:
         yield duration(row.time) if row.time else "-"
         yield comparison(row.ratio) if row.ratio else ""
     yield from (number(row.figures.get(name)) for name in figures)
+    if row.left_out:
+        yield Text(row.check, style="dim")
+        return
     yield Text(row.check) if row.correct else Text(f"{row.check} WRONG", style="bold red")
 
 
 def comparison(ratio: float) -> Text:
     text = f"{number(ratio)}x"
     return Text(f"slower {text}", style="red") if ratio < 1 else Text(text, style="green")
+
+
+def time_of(row: Row) -> str:
+    """The median alone."""
+    return duration(row.time).partition(" (")[0] if row.time else "-"
 
 
 def duration(time: Spread) -> str:
@@ -149,10 +166,12 @@ def headline(origin: Mapping[str, str]) -> str:
     return f"{line}{' (the machine is busy: expect noise)' if busy else ''}"
 
 
-def write_json(path: Path, origin: Mapping[str, str], tables: Mapping[str, Table | Simulation]) -> None:
+def write_json(
+    path: Path, origin: Mapping[str, str], tables: Mapping[str, Table | Simulation], interrupted: bool = False
+) -> None:
     """Everything, the samples too (in seconds)."""
     cases = {case: asdict(table) for case, table in tables.items()}
-    text = json.dumps({"provenance": dict(origin), "cases": cases}, indent=1)
+    text = json.dumps({"provenance": dict(origin), "interrupted": interrupted, "cases": cases}, indent=1)
     text = re.sub(r'\[[^][{}"]+\]', lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers: one line
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")

@@ -1,9 +1,11 @@
 """The cases by name. A case is a module whose docstring's first line says what it measures, with
 
+OVERVIEW    its own options in the run of all cases: so few and so small that all take about two minutes
 add_options(parser) -> None    its own command line options; every one has a default
-run(options, progress) -> Table    verify each side, time the sides interleaved; raise Failure with a clear text
+run(options, progress, keep) -> None    verify each side, time the sides interleaved; raise Failure with a clear text
 
-One that times nothing returns a Simulation, and draws it: plot(folder, name, simulation) -> the files.
+run() hands its Table to keep() before it fills it, with rows that are complete: they are shown, interrupted or not.
+One that times nothing keeps a Simulation, and draws it: plot(folder, name, simulation) -> the files.
 """
 
 from types import ModuleType

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.allreduce_ranks import BURST, DEADLINE, PEERS, SMALL, Job, Result, Side, work
-from benchmarks.harness import Failure, Progress, Row, Spread, Table, at_least, choices
-from benchmarks.ranks import given_rank, join_ranks, run_ranks
+from benchmarks import cupy_peers, line
+from benchmarks.allreduce_ranks import BURST, CUPY, DEADLINE, PEERS, SMALL, Job, Result, Side, work
+from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
+from benchmarks.ranks import count_ranks, given_rank, on_ranks
 from dltrain_ext import codecs, comm
 
+OVERVIEW = ["-b", "4K", "-f", "64", "-n", "10", "-w", "2", "--algorithms", "auto", "--codecs", "raw,fp16,int8"]
+RANKS = 4
 DEFAULT = {"cpu": [*comm.ALGORITHMS, "auto"], "cuda": [*comm.ALGORITHMS, "auto", "native"]}
 ALGORITHMS = [*comm.ALGORITHMS, "auto", "butterfly", "native"]
 NARROW_PEERS = {"cpu": ["fp16"], "cuda": ["fp16", "bf16"]}
@@ -34,7 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--factor", type=at_least(2), help="from one size to the next (default 4, --quick: 1024)")
     parser.add_argument("-n", "--iters", type=at_least(1), help="timed calls per size (default 40, --quick: 8)")
     parser.add_argument("-w", "--warmup", type=at_least(0), help="calls before them (default 5, --quick: 2)")
-    parser.add_argument("--ranks", type=at_least(1), help="processes (default 4; under torchrun WORLD_SIZE)")
     parser.add_argument(
         "--algorithms",
         type=choices(ALGORITHMS),
@@ -61,16 +63,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", choices=["sum", "avg"], default="sum", help="default %(default)s")
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Table:
+def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     if options.begin > options.end:
         raise Failure(f"-b {options.begin} is above -e {options.end}")
     sizes = [options.begin]
     while (following := sizes[-1] * (options.factor or (1024 if options.quick else 4))) <= options.end:
         sizes.append(following)
-    given = given_rank()
-    if given and options.ranks not in (None, given.ranks):
-        raise Failure(f"--ranks {options.ranks} contradicts WORLD_SIZE={given.ranks}")
-    ranks = given.ranks if given else options.ranks or 4
+    ranks = count_ranks(options.ranks, RANKS)
     algorithms = options.algorithms or DEFAULT[options.device]
     for algorithm in set(algorithms) & set(comm.ALGORITHMS):
         try:
@@ -89,19 +88,26 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
         needs_hosts=bool(options.levels) or (options.ranks_per_host or 1) > 1,
         tuned=options.tune,
     )
-    if given:
-        results = join_ranks(work, given, job, progress=progress, deadline=DEADLINE)
-    else:
-        results = run_ranks(work, ranks, job, progress=progress, deadline=DEADLINE)
-    peer = Side(PEERS[options.device])
-    peers = {result.nbytes: result.samples for result in results if result.side == peer}
     place = "over loopback" if options.device == "cpu" else f"on {min(ranks, torch.cuda.device_count())} GPU(s)"
-    title = f"all_reduce {options.op}, {ranks} ranks {'under torchrun' if given else place}, fp32"
-    rows = [make_row(result, peers[result.nbytes], ranks, options.device) for result in results]
-    if options.tune:
-        compare_choices(rows, results)
-    notes = make_notes(options, algorithms, list(dict.fromkeys(result.side for result in results)))
-    return Table(title, rows, notes, check_heading="#wrong", x_label="message, bytes")
+    title = f"all_reduce {options.op}, {ranks} ranks {'under torchrun' if given_rank() else place}, fp32"
+    table = Table(title, check_heading="#wrong", x_label="message, bytes")
+    keep(table)
+    results: list[Result] = []
+
+    def take(of_a_size: list[Result]) -> None:
+        results.extend(of_a_size)
+        rows = [make_row(result, ranks, options.device) for result in of_a_size]
+        pair(rows, of_a_size)
+        if options.tune:
+            compare_choices(rows, of_a_size)
+        table.rows += rows
+
+    try:
+        on_ranks(work, ranks, job, take=take, progress=progress, deadline=DEADLINE)
+    finally:  # also where that was interrupted
+        table.rows += left_out(options.device)
+        table.notes += make_notes(options, algorithms, list(dict.fromkeys(result.side for result in results)))
+        table.notes += line.note([result.line for result in results])
 
 
 def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[Side]:
@@ -115,12 +121,22 @@ def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[S
     if not pairs:
         raise Failure(f"no codec but raw: {', '.join(algorithms)}")
     narrow = NARROW_PEERS[options.device] if any(codec != "raw" for codec in names) else []
-    return [Side(PEERS[options.device], codec) for codec in ("raw", *narrow)] + [
+    peers = [Side(PEERS[options.device], codec) for codec in ("raw", *narrow)]
+    if options.device == "cuda" and not cupy_peers.why_not():
+        peers.append(Side(CUPY))
+    return peers + [
         Side(*pair, transport, int(levels))
         for pair in pairs
         for transport in options.transport or ["auto"]
         for levels in options.levels or ["1", "2"]
     ]
+
+
+def left_out(device: str) -> list[Row]:
+    """The peers that cannot be sides here."""
+    if device == "cpu":
+        return [Row.missing(peer, "needs --device cuda") for peer in (PEERS["cuda"], CUPY)]
+    return [Row.missing(CUPY, why)] if (why := cupy_peers.why_not()) else []
 
 
 def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Sequence[Side]) -> list[str]:
@@ -137,6 +153,8 @@ def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Se
         notes.append("2 levels: summed inside each host, then across hosts; wire bytes are then those across alone")
     if options.tune:
         notes.append("of the best: the time of the best plan by its name, over that of auto as it was tuned")
+    if any(side.algorithm == CUPY for side in sides):
+        notes.append(cupy_peers.NOT_RUN)
     if options.device == "cuda":
         notes += [
             f"us/tick: up to {SMALL >> 10} KiB, the time of a call in one level over the rounds of its plan",
@@ -157,7 +175,7 @@ def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Se
     return notes
 
 
-def make_row(result: Result, peer: list[float], ranks: int, device: str) -> Row:
+def make_row(result: Result, ranks: int, device: str) -> Row:
     exponent = min(3, (result.nbytes.bit_length() - 1) // 10)
     label = f"{result.nbytes / 1024**exponent:.4g} {['B', 'KiB', 'MiB', 'GiB'][exponent]}"
     side, right = result.side, result.wrong == 0
@@ -165,14 +183,26 @@ def make_row(result: Result, peer: list[float], ranks: int, device: str) -> Row:
     if row.time:
         algbw = result.nbytes / 1e9 / row.time.median
         row.figures = {"algbw GB/s": algbw, "busbw GB/s": algbw * 2 * (ranks - 1) / ranks}
-        if side.ours and peer:
-            row.ratio = Spread.of(peer).median / row.time.median
         if device == "cuda" and result.nbytes <= SMALL and (rounds := rounds_of(side, ranks)):
             row.figures["us/tick"] = 1e6 * row.time.median / rounds
     row.figures["wire bytes"] = result.wire_bytes
+    if row.time:
+        row.figures |= line.share(result.wire_bytes, row.time.median, result.line)
     if result.error is not None:
         row.figures["codec error"] = result.error
     return row
+
+
+def pair(rows: Sequence[Row], results: Sequence[Result]) -> None:
+    """Hold ours against the peer in fp32, and the peers in another type against the first of ours in that type."""
+    codec = [result.side.codec for result in results]
+    ours = {name: row for name, row in zip(reversed(codec), reversed(rows), strict=True) if row.ours}
+    first, *others = rows
+    for row, name in zip(others, codec[1:], strict=True):
+        if row.ours:
+            row.hold_against(first)
+        elif name in ours:
+            row.hold_against(ours[name])
 
 
 def compare_choices(rows: Sequence[Row], results: Sequence[Result]) -> None:

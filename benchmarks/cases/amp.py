@@ -8,19 +8,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.optim import make_values, resnet50
-from benchmarks.harness import (
-    MemoryLimit,
-    Progress,
-    Row,
-    Table,
-    at_least,
-    choices,
-    extra_memory,
-    last_level_cache,
-    time_rows,
-)
+from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
+from benchmarks.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
 from dltrain_ext import amp, optim
 
+OVERVIEW = ["--seconds", "3", "--no-compile"]
 OURS, TOLD = "ours", "ours, told the norm"
 STEPS, SCALE, MAX_NORM = 3, 1024.0, 1.0
 Values = list[tuple[Tensor, Tensor]]
@@ -136,6 +128,17 @@ WORKLOADS = {
 }
 
 
+NOTES = [
+    f"unscale, clip to {MAX_NORM:g}, AdamW.step() and update() of the scaler, for ResNet-50's parameters; in fp16 "
+    "by hand also the gradients' widening and the parameters' copy",
+    "told the norm: with the grad_stats that a reduction of the gradients brings along",
+    f"checked after {STEPS} steps against torch's; shown is the largest error of a parameter",
+    "gradients are made anew before each step, untimed, since torch's sides rewrite them",
+    "bytes: what a side moves per element; GB/s and the share of the limit count these",
+    "extra MiB: what a step needs at its peak beside parameters, gradients and state",
+]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workloads",
@@ -143,14 +146,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=list(WORKLOADS),
         help="out of fp32 (parameters and gradients as under autocast) and fp16 (both, with float32 masters)",
     )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="take the memory limit from plain streams, which need no compiler"
+    )
     parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default 20, --quick: 3)")
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Table:
+def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     device = options.device
     values = [(value, gradient * SCALE) for value, gradient in make_values(resnet50(), device)]
     elements = sum(value.numel() for value, _ in values)
-    rows, notes = [], []
+    where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
+    table = Table(f"Loss-scaled steps of AdamW on {where}", notes=list(NOTES))
+    keep(table)
     for index, name in enumerate(options.workloads):
         workload = WORKLOADS[name]
         label = f"{name}: {elements / 1e6:.3g}M in {len(values)}"
@@ -160,22 +168,12 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
 
         advance(0.0)
         seconds = options.seconds or (3 if options.quick else 20)
-        new_rows, note = measure(workload, values, device, seconds, options.quick, advance)
-        for row in new_rows:
+        reads = 0 if options.quick or options.no_compile or device == "cuda" else 4
+        rows, note = measure(workload, values, device, seconds, reads, advance)
+        for row in rows:
             row.workload = label
-        rows += new_rows
-        notes += [f"{name}: {note}"] if note else []
-    notes[:0] = [
-        f"unscale, clip to {MAX_NORM:g}, AdamW.step() and update() of the scaler, for ResNet-50's parameters; in fp16 "
-        "by hand also the gradients' widening and the parameters' copy",
-        "told the norm: with the grad_stats that a reduction of the gradients brings along",
-        f"checked after {STEPS} steps against torch's; shown is the largest error of a parameter",
-        "gradients are made anew before each step, untimed, since torch's sides rewrite them",
-        "bytes: what a side moves per element; GB/s and the share of the limit count these",
-        "extra MiB: what a step needs at its peak beside parameters, gradients and state",
-    ]
-    where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
-    return Table(f"Loss-scaled steps of AdamW on {where}", rows, notes)
+        table.rows += rows
+        table.notes += [f"{name}: {note}"] if note else []
 
 
 def measure(
@@ -183,7 +181,7 @@ def measure(
     values: Values,
     device: str,
     seconds: float,
-    quick: bool,
+    reads: int,
     advance: Callable[[float], None],
 ) -> tuple[list[Row], str]:
     elements = sum(value.numel() for value, _ in values)
@@ -204,7 +202,7 @@ def measure(
             }
     limit = None
     if 16 * elements > last_level_cache(device):
-        limit = MemoryLimit(device, 0 if quick or device == "cuda" else 4)
+        limit = MemoryLimit(device, reads)
     moved = {name: workload.bytes_moved[name] * elements for name in steps}
 
     def renew(name: str) -> None:

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.harness import MemoryLimit, Progress, Row, Table, at_least, choices, interleave, last_level_cache
+from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices, interleave
+from benchmarks.memory import MemoryLimit, last_level_cache
 from dltrain_ext import codecs
 
+OVERVIEW = ["--seconds", "1"]
 ENCODE, DECODE, SUMMARY = "encode", "decode", "all"
 SAMPLE, STEPS = 2**20, 30
 ROUNDING = 1 + 1e-4  # of fp32, in the bounds
@@ -175,7 +177,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=at_least(1), help="time budget per codec (default 7, --quick: 0.3)")
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Table:
+def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     device = options.device
     # A GPU is through 2^24 in the time that a launch and the wait for it take.
     n = options.elements or (2**21 if options.quick else 2**27 if device == "cuda" else 2**24)
@@ -184,7 +186,7 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
     seconds = options.seconds or (0.3 if options.quick else 7)
     progress("data", 0.0)
     data, about_data = make_data(device)
-    rows, summary = [], []
+    summary = []
     notes = [
         "ours are checked against codecs.error_bound; shown is the largest error over "
         "the largest magnitude of its block (torch's fp8, without blocks: over the element, or 2^-6 if that is more)",
@@ -195,6 +197,9 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
     ]
     if not limit:
         notes.append("the tensors fit into the last-level cache, so no memory limit is shown")
+    where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
+    table = Table(f"codecs of {n / 1e6:.3g}M fp32 elements on {where}", notes=notes, summary=SUMMARY)
+    keep(table)
     for index, codec in enumerate(options.codecs):
 
         def advance(done: float, codec: str = codec, index: int = index) -> None:
@@ -202,11 +207,10 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
 
         advance(0.0)
         new_rows, note = measure(codec, n, device, limit, seconds, advance)
-        rows += new_rows
+        table.rows += new_rows
         summary.append(summarize(codec, new_rows[0], data))
         notes += [f"{codec}: {note}"] if note else []
-    where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
-    return Table(f"codecs of {n / 1e6:.3g}M fp32 elements on {where}", rows + summary, notes, summary=SUMMARY)
+    table.rows += summary
 
 
 def measure(
@@ -233,8 +237,9 @@ def measure(
         row.figures["% of limit"] = 100 * speed / max(speeds.values()) if speeds else None
         if device == "cuda":
             row.figures["% of copy"] = 100 * speed / speeds["copy"] if speeds else None
-        if side.peer_of and rows[side.peer_of].time:
-            row.ratio = row.time.median / rows[side.peer_of].time.median
+    for side in right:
+        if side.peer_of:
+            rows[side.name].hold_against(rows[side.peer_of])
     for row in rows.values():
         row.workload = codec
     return list(rows.values()), limit.note(speeds) if limit else ""

@@ -2,19 +2,37 @@
 
 import argparse
 
-from benchmarks.ddp_ranks import BACKWARD, DEADLINE, PEERS, PLAIN, STEP, Job, Result, Side, work
-from benchmarks.harness import Failure, Progress, Row, Spread, Table, at_least, choices
-from benchmarks.ranks import given_rank, join_ranks, run_ranks
+from benchmarks import line
+from benchmarks.ddp_ranks import (
+    BACKWARD,
+    BF16,
+    DEADLINE,
+    FP16,
+    PEERS,
+    PLAIN,
+    POWER_SGD,
+    STEP,
+    UNCOMPRESSED,
+    Job,
+    Result,
+    Side,
+    work,
+)
+from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
+from benchmarks.ranks import count_ranks, on_ranks
 from dltrain_ext import codecs, comm
+
+OVERVIEW = ["--codecs", "raw,fp16,int8", "--layers", "8", "-n", "10"]
+EQUALS = {FP16: "fp16", BF16: "bf16"}  # the codecs that send what torch's hooks do
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Under torchrun's variables (RANK, WORLD_SIZE, ...) it runs as that rank; rank 0 reports."
-    parser.add_argument("--ranks", type=at_least(1), help="processes (default 2; under torchrun WORLD_SIZE)")
     parser.add_argument(
         "--codecs",
         type=choices([*codecs.CODECS, "auto"]),
-        help=f"out of {', '.join(codecs.CODECS)}, auto; default raw, bf16, int8, int4 and sign (--quick: raw and int8)",
+        help=f"out of {', '.join(codecs.CODECS)}, auto; default raw, fp16, bf16, int8, int4 and sign "
+        "(--quick: raw, fp16 and int8)",
     )
     parser.add_argument(
         "--algorithms",
@@ -29,12 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-w", "--warmup", type=at_least(2), help="steps before them (default 3, --quick: 2)")
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Table:
-    given = given_rank()
-    if given and options.ranks not in (None, given.ranks):
-        raise Failure(f"--ranks {options.ranks} contradicts WORLD_SIZE={given.ranks}")
-    ranks = given.ranks if given else options.ranks or 2
-    names = options.codecs or (["raw", "int8"] if options.quick else ["raw", "bf16", "int8", "int4", "sign"])
+def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
+    ranks = count_ranks(options.ranks, 2)
+    several = ["raw", "fp16", "int8"] if options.quick else ["raw", "fp16", "bf16", "int8", "int4", "sign"]
+    names = options.codecs or several
     job = Job(
         make_sides(PEERS[options.device], names, options.algorithms),
         layers=options.layers or (2 if options.quick else 12),
@@ -44,23 +60,35 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
         warmup=options.warmup or (2 if options.quick else 3),
         device=options.device,
     )
-    if given:
-        results = join_ranks(work, given, job, progress=progress, deadline=DEADLINE)
-    else:
-        results = run_ranks(work, ranks, job, progress=progress, deadline=DEADLINE)
-    first = {workload: next(r.samples for r in results if r.workload == workload) for workload in job.sides}
-    title = f"DDP, {ranks} ranks, {job.layers} x Linear({job.width}, {job.width}), batches of {job.batch}, fp32"
     notes = [
         "a barrier, then one step; the slowest rank counts; the sides take turns, each with a model of its own",
         "#wrong: elements beyond what encoding (p + 1) times may lose of the exact average, or all where ranks differ "
         "in a bit; in the first step, before the timing",
+        f"{POWER_SGD}: of the average's rank 4 by projection, so checked is that its error is below the average "
+        f"itself, after the {UNCOMPRESSED} steps that it sends in full; held against our codec that sends the least",
         "error: its rms over that of the exact average, in the first step; later ones feed back what was lost",
         "hidden %: the share of the time of communication that backward goes on beside it; state.stats() defines it",
         "wire bytes: sent by one rank in a step",
         f"{STEP}: ours by LossScaler.step(optimizer, max_norm=1.0), told the norm: with grad_stats=state.grad_stats; "
         "torch's by GradScaler.unscale_, clip_grad_norm_ and its fused AdamW",
     ]
-    return Table(title, [make_row(result, first[result.workload]) for result in results], notes, "#wrong")
+    title = f"DDP, {ranks} ranks, {job.layers} x Linear({job.width}, {job.width}), batches of {job.batch}, fp32"
+    table = Table(title, [], notes, "#wrong")
+    keep(table)
+    lines: list[float | None] = []
+
+    def take(of_a_workload: list[Result]) -> None:
+        lines.append(of_a_workload[0].line)
+        rows = [make_row(result) for result in of_a_workload]
+        pair(rows, of_a_workload)
+        table.rows += rows
+
+    try:
+        on_ranks(work, ranks, job, take=take, progress=progress, deadline=DEADLINE)
+    finally:  # also where that was interrupted
+        if options.device == "cpu":
+            table.rows.append(Row.missing(BF16, "DDP takes it on NCCL alone", BACKWARD))
+        table.notes += line.note(lines)
 
 
 def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dict[str, list[Side]]:
@@ -76,13 +104,26 @@ def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dic
     }
 
 
-def make_row(result: Result, plain: list[float]) -> Row:
+def pair(rows: list[Row], results: list[Result]) -> None:
+    """Hold ours against plain DDP; a hook of torch's against our codec that sends the same, or else the least."""
+    ours = {result.side.way: (row, result) for row, result in zip(rows, results, strict=True) if row.ours and row.time}
+    least = min(ours.values(), key=lambda pair: pair[1].wire_bytes or 0, default=None)
+    for row, result in zip(rows, results, strict=True):
+        if row.ours:
+            row.hold_against(rows[0])
+        elif result.side.way == POWER_SGD and least:
+            row.hold_against(least[0])
+        elif found := ours.get(EQUALS.get(result.side.way, "")):
+            row.hold_against(found[0])
+
+
+def make_row(result: Result) -> Row:
     side = result.side
     name = side.name + (f": {result.chosen}" if result.chosen else "")
     row = Row(result.workload, name, side.ours, result.wrong == 0, str(result.wrong), result.samples)
-    if row.time and plain and side.way != PLAIN:
-        row.ratio = Spread.of(plain).median / row.time.median
     row.figures = {"wire bytes": result.wire_bytes, "error": result.error}
+    if row.time:
+        row.figures |= line.share(result.wire_bytes, row.time.median, result.line)
     if result.hidden is not None:
         row.figures["hidden %"] = 100 * result.hidden
     return row

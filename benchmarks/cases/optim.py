@@ -1,7 +1,6 @@
 """Steps of AdamW, SGD and LARS against torch's and others' implementations (fp32)."""
 
 import argparse
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,52 +8,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import (
-    MemoryLimit,
-    Progress,
-    Row,
-    Table,
-    at_least,
-    choices,
-    extra_memory,
-    last_level_cache,
-    time_rows,
-)
+from benchmarks import optim_peers
+from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
+from benchmarks.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
+from benchmarks.optim_peers import MOVING, LARSByHand, Make, Stranger
 from dltrain_ext import optim
+
+OVERVIEW = ["--seconds", "3", "--no-compile"]
 
 OURS = "ours"
 STEPS, ATOL = 3, 1e-8
-Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-class LARSByHand(torch.optim.Optimizer):
-    """LARS of the paper as one writes it with torch's multi-tensor functions."""
-
-    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            params = group["params"]
-            grads, decay = [p.grad for p in params], group["weight_decay"]
-            for p in params:
-                self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            buffers = [self.state[p]["momentum_buffer"] for p in params]
-            norms, grad_norms = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, grads))
-            ratios = torch.where((norms > 0) & (grad_norms > 0), 1e-3 * norms / (grad_norms + decay * norms), 1.0)
-            flat = torch.tensor([p.ndim <= 1 for p in params], device=ratios.device)
-            factors = torch.where(flat, 1.0, ratios) * group["lr"]
-            updates = torch._foreach_add(grads, params, alpha=decay)
-            torch._foreach_mul_(updates, list(factors.unbind()))
-            torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, updates)
-            torch._foreach_sub_(params, buffers)
-
-
-def of_package(package: str, name: str, **options: Any) -> Make:
-    """An optimizer of a package that need not be installed: then making it raises ModuleNotFoundError."""
-    return lambda params: getattr(importlib.import_module(package), name)(params, **options)
+Values = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def of_torch(kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Make]:
@@ -70,7 +34,7 @@ def of_torch(kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Mak
 class Kind:
     """An optimizer, ours and others'. A step reads parameter, gradient and state, and writes all but the gradient.
 
-    The last peer that is no stranger is what results are checked against; strangers have a formula of their own.
+    The last peer is what results are checked against, or a stranger's own formula.
     """
 
     name: str
@@ -80,11 +44,12 @@ class Kind:
     norms: bool = False  # a pass over parameter and gradient comes first
     rtol: float = 1e-6
     cancels: bool = False  # its sums do, so they are held against the largest element
-    strangers: dict[str, Make] = field(default_factory=dict)
+    strangers: dict[str, Stranger] = field(default_factory=dict)
 
     @property
     def sides(self) -> dict[str, Make]:
-        return {OURS: self.ours, **self.peers, **self.strangers}
+        strangers = {name: stranger.make for name, stranger in self.strangers.items()}
+        return {OURS: self.ours, **self.peers, **strangers}
 
     @property
     def reference(self) -> str:
@@ -101,15 +66,21 @@ class Kind:
         return self.bytes_held + 4 * (1 + len(self.state)) + 8 * self.norms
 
 
-MOVING = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 OPTIMIZERS = {
-    "adamw": Kind("AdamW", optim.AdamW, of_torch(torch.optim.AdamW), ("exp_avg", "exp_avg_sq")),
+    "adamw": Kind(
+        "AdamW",
+        optim.AdamW,
+        of_torch(torch.optim.AdamW),
+        ("exp_avg", "exp_avg_sq"),
+        strangers=optim_peers.ADAMW,
+    ),
     "sgd": Kind(
         "SGD",
         lambda params: optim.SGD(params, **MOVING),
         of_torch(torch.optim.SGD, **MOVING),
         ("momentum_buffer",),
         cancels=True,
+        strangers=optim_peers.SGD,
     ),
     "lars": Kind(
         "LARS",
@@ -119,11 +90,7 @@ OPTIMIZERS = {
         norms=True,
         rtol=1e-4,  # torch's norms are sums in float32
         cancels=True,
-        strangers={
-            "pytorch_optimizer": of_package("pytorch_optimizer", "LARS", **MOVING),
-            "bitsandbytes": of_package("bitsandbytes.optim", "LARS", **MOVING),
-            "timm": of_package("timm.optim", "Lars", **MOVING),
-        },
+        strangers=optim_peers.LARS,
     ),
 }
 
@@ -176,10 +143,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "default all, for sgd and lars resnet50",
     )
     parser.add_argument("--peers", type=choices(PEERS), default=PEERS, help=f"out of {', '.join(PEERS)}; default all")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="take the memory limit from plain streams, which need no compiler"
+    )
     parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default 15, --quick: 2)")
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Table:
+def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     device = options.device
     jobs = [
         (kind, workload)
@@ -191,11 +161,12 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
     bytes_moved = ", ".join(dict.fromkeys(f"{kind.bytes_moved} ({kind.name})" for kind, _ in jobs))
     shares = "the shares of the limit and of a copy" if device == "cuda" else "the share of the limit"
     cache = f"{'L2' if device == 'cuda' else 'last-level'} cache ({last_level_cache(device) / 2**20:.0f} MiB)"
-    rows: list[Row] = []
     notes = [
         f"checked after {STEPS} steps against the last of torch's to rtol 1e-6 (LARS: 1e-4) and, for AdamW's "
         f"parameters, atol {ATOL:g}, for SGD and LARS as much of the largest element; shown is the largest error of "
-        "a parameter; where a peer has a formula of its own, only that its parameters are finite",
+        "a parameter; packages that are not torch's: their parameters, LARS against its formula in each",
+        f"state of 8 bits: the step's rms error after {STEPS} steps with gradients of one magnitude is within "
+        f"{100 * max(peer.lost for peer in optim_peers.ADAMW.values()):.0f} % of the step's rms; shown is that share",
         f"GB/s and {shares} count {bytes_moved} bytes per element, whatever a side really moves",
         f"each side has parameters, gradients and state of its own; where they exceed the {cache} the streams of the "
         "memory limit run in between",
@@ -203,6 +174,9 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
     ]
     if device == "cuda":
         notes.append("the clock is read when the device has finished; a copy is the device's own, in the same run")
+    where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
+    table = Table(f"Steps of {', '.join(kinds)}, fp32, on {where}: elements in tensors", notes=notes)
+    keep(table)
     for index, (kind, workload) in enumerate(jobs):
         shapes = WORKLOADS[workload](options.quick, device)
         elements = sum(map(math.prod, shapes))
@@ -213,13 +187,13 @@ def run(options: argparse.Namespace, progress: Progress) -> Table:
 
         advance(0.0)
         seconds = options.seconds or (2 if options.quick else 15)
-        new_rows, note = measure(kind, shapes, device, [OURS, *options.peers], seconds, options.quick, advance)
-        for row in new_rows:
+        reads = 0 if options.quick or options.no_compile or device == "cuda" else 2 + len(kind.state)
+        why_not = {name: stranger.why_not(device, workload) for name, stranger in kind.strangers.items()}
+        rows, note = measure(kind, shapes, device, [OURS, *options.peers], why_not, seconds, reads, advance)
+        for row in rows:
             row.workload = label
-        rows += new_rows
+        table.rows += rows
         notes += [f"{kind.name} {workload}: {note}"] if note else []
-    where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
-    return Table(f"Steps of {', '.join(kinds)}, fp32, on {where}: elements in tensors", rows, notes)
 
 
 def measure(
@@ -227,8 +201,9 @@ def measure(
     shapes: list[tuple[int, ...]],
     device: str,
     sides: list[str],
+    why_not: dict[str, str],
     seconds: float,
-    quick: bool,
+    reads: int,
     advance: Callable[[float], None],
 ) -> tuple[list[Row], str]:
     """Verify the sides and time those that are right; rows, and a line on the memory limit where that counts."""
@@ -237,30 +212,47 @@ def measure(
     reference = stepped(kind.sides[kind.reference], values)
     rows, steps = {}, {}
     for side in (side for side in kind.sides if side in sides):
-        try:
-            optimizer = reference if side == kind.reference else stepped(kind.sides[side], values)
-        except ModuleNotFoundError as missing:
-            rows[side] = Row("", side, False, True, f"not installed: pip install {missing.name}")
-            continue
         if side in kind.strangers:
-            correct, check = all(p.isfinite().all() for p in optimizer.param_groups[0]["params"]), "its own formula"
+            optimizer, rows[side] = meet(side, kind, values, reference, why_not[side])
         else:
+            optimizer = reference if side == kind.reference else stepped(kind.sides[side], values)
             correct, error = compare(kind, optimizer, reference)
-            check = f"{error:.1e}"
-        rows[side] = Row("", side, side == OURS, correct, check)
-        if correct:
+            rows[side] = Row("", side, side == OURS, correct, f"{error:.1e}")
+        if optimizer and rows[side].correct:
             steps[side] = optimizer.step
             rows[side].figures["extra MiB"] = extra_memory(optimizer.step, device)
     del reference, values
     past_cache = kind.bytes_held * elements > last_level_cache(device)
-    reads = 0 if quick or device == "cuda" else 2 + len(kind.state)
     limit = MemoryLimit(device, reads) if past_cache else None
     moved = dict.fromkeys(steps, kind.bytes_moved * elements)
     note = time_rows(rows, steps, moved, limit=limit, device=device, seconds=seconds, progress=advance)
     return list(rows.values()), note
 
 
-def make_values(shapes: list[tuple[int, ...]], device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def meet(
+    side: str, kind: Kind, values: Values, reference: torch.optim.Optimizer, why_not: str
+) -> tuple[torch.optim.Optimizer | None, Row]:
+    """A stranger after its steps, and its row; without the optimizer where it cannot run, for whatever reason."""
+    stranger = kind.strangers[side]
+    if why_not:
+        return None, Row.missing(side, why_not)
+    given = even(values) if stranger.lost else values
+    try:
+        optimizer = stepped(stranger.make, given)
+    except ModuleNotFoundError as missing:
+        return None, Row.missing(side, f"not installed: pip install {(missing.name or side).split('.')[0]}")
+    except Exception as error:  # another package's, on a machine that may not suit it
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return None, Row.missing(side, f"cannot run here: {reason}")
+    if stranger.lost:
+        share = lost(optimizer, stepped(kind.sides[kind.reference], given), given)
+        return optimizer, Row("", side, False, share <= stranger.lost, f"{100 * share:.1f} %")
+    wanted = stepped(stranger.formula, values) if stranger.formula else reference
+    correct, error = compare(kind, optimizer, wanted, state=False)
+    return optimizer, Row("", side, False, correct, f"{error:.1e}")
+
+
+def make_values(shapes: list[tuple[int, ...]], device: str) -> Values:
     """A parameter and a gradient of each shape; gradients over eight decades, so that eps counts too."""
     random = torch.Generator(device).manual_seed(0)
     values = []
@@ -271,7 +263,12 @@ def make_values(shapes: list[tuple[int, ...]], device: str) -> list[tuple[torch.
     return values
 
 
-def stepped(make: Make, values: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.optim.Optimizer:
+def even(values: Values) -> Values:
+    """The same with gradients of magnitudes from 1/2 to 1, which a block of 8-bit numbers can tell apart."""
+    return [(value, gradient.sign() * (0.5 + 0.5 * (gradient % 1.0))) for value, gradient in values]
+
+
+def stepped(make: Make, values: Values) -> torch.optim.Optimizer:
     """An optimizer after STEPS steps over its own copy of the values."""
     parameters = []
     for value, gradient in values:
@@ -279,20 +276,33 @@ def stepped(make: Make, values: list[tuple[torch.Tensor, torch.Tensor]]) -> torc
         parameters[-1].grad = gradient.clone()
     optimizer = make(parameters)
     for step in range(STEPS):
-        for parameter in parameters if step else []:
-            parameter.grad.mul_(0.5)  # keeps the sign: the state does not cancel and stays comparable
+        # Halved, it keeps the sign: the state does not cancel and stays comparable. Some write to gradients.
+        for parameter, (_, gradient) in zip(parameters, values, strict=True) if step else []:
+            torch.mul(gradient, 0.5**step, out=parameter.grad)
         optimizer.step()
     return optimizer
 
 
-def compare(kind: Kind, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer) -> tuple[bool, float]:
-    """Whether parameters and state are close, and the largest difference of a parameter."""
+def compare(
+    kind: Kind, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, state: bool = True
+) -> tuple[bool, float]:
+    """Whether parameters, and state, are close, and the largest difference of a parameter."""
     correct, errors = True, []
     pairs = zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True)
     for ours, theirs in pairs:
-        state, wanted = optimizer.state[ours], reference.state[theirs]
-        for a, b, atol in [(ours, theirs, ATOL), *((state[key], wanted[key], 0.0) for key in kind.state)]:
+        both = [(ours, theirs, ATOL)]
+        if state:
+            both += [(optimizer.state[ours][key], reference.state[theirs][key], 0.0) for key in kind.state]
+        for a, b, atol in both:
             atol = kind.rtol * b.detach().abs().max().item() if kind.cancels else atol
             correct &= torch.allclose(a, b, rtol=kind.rtol, atol=atol)
         errors.append((ours.detach() - theirs.detach()).abs().max())
     return correct, torch.stack(errors).max().item()
+
+
+def lost(optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, values: Values) -> float:
+    """The rms of what an optimizer moves parameters otherwise, over that of what it should."""
+    params = zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], values, strict=True)
+    squares = [((a - b).square().sum().item(), (b - start).square().sum().item()) for a, b, (start, _) in params]
+    off, moved = map(sum, zip(*squares, strict=True))
+    return math.sqrt(off / moved)

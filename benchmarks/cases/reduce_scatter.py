@@ -1,29 +1,22 @@
 """comm.reduce_scatter, in any codec, against Gloo's or NCCL's own: over loopback, or torchrun's ranks."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.allreduce_ranks import (
-    DEADLINE,
-    PEERS,
-    Data,
-    count_wrong,
-    nccl_group,
-    normal,
-    relative_error,
-    tolerance,
-    whole_numbers,
-)
-from benchmarks.cases.allreduce import size
-from benchmarks.harness import Failure, Progress, Row, Spread, Table, at_least, choices, interleave
-from benchmarks.ranks import given_rank, join_ranks, over_ranks, run_ranks
+from benchmarks import line
+from benchmarks.allreduce_ranks import DEADLINE, PEERS, nccl_group
+from benchmarks.cases.allreduce import RANKS, size
+from benchmarks.checked_sums import Data, count_wrong, normal, relative_error, tolerance, whole_numbers
+from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices, interleave
+from benchmarks.ranks import count_ranks, on_ranks, over_ranks
 from dltrain_ext import codecs, comm
 
+OVERVIEW = ["-b", "1M", "-f", "16", "-n", "10", "--codecs", "raw,int8"]
 torchs_own = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
 
 
@@ -36,7 +29,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One side at one size; counts are over all ranks."""
+    """One side at one size; counts are over all ranks. `line`: bytes per second that the line carried meanwhile."""
 
     nbytes: int
     side: str
@@ -44,6 +37,7 @@ class Result(NamedTuple):
     error: float
     wire_bytes: int | None
     samples: list[float]
+    line: float | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--factor", type=at_least(2), default=16, help="from one size to the next (%(default)s)")
     parser.add_argument("-n", "--iters", type=at_least(1), help="timed calls per size (default 20, --quick: 5)")
     parser.add_argument("-w", "--warmup", type=at_least(0), default=2, help="calls before them (default %(default)s)")
-    parser.add_argument("--ranks", type=at_least(1), help="processes (default 4; under torchrun WORLD_SIZE)")
     parser.add_argument(
         "--codecs",
         type=choices(codecs.CODECS),
@@ -61,58 +54,62 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Table:
+def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     if options.begin > options.end:
         raise Failure(f"-b {options.begin} is above -e {options.end}")
     sizes = [options.begin]
     while not options.quick and (following := sizes[-1] * options.factor) <= options.end:
         sizes.append(following)
-    given = given_rank()
-    if given and options.ranks not in (None, given.ranks):
-        raise Failure(f"--ranks {options.ranks} contradicts WORLD_SIZE={given.ranks}")
-    ranks = given.ranks if given else options.ranks or 4
+    ranks = count_ranks(options.ranks, RANKS)
     names = options.codecs or (["raw", "int8"] if options.quick else ["raw", "bf16", "int8", "int4"])
     peer = PEERS[options.device]
     job = Job(sizes, [peer, *names], options.iters or (5 if options.quick else 20), options.warmup, options.device)
-    if given:
-        results = join_ranks(work, given, job, progress=progress, deadline=DEADLINE)
-    else:
-        results = run_ranks(work, ranks, job, progress=progress, deadline=DEADLINE)
-    peers = {result.nbytes: result.samples for result in results if result.side == peer}
     notes = [
         "a barrier, then one call; the slowest rank counts; the sides take turns",
         "#wrong: elements of a share beyond what encoding each contribution once may lose; raw has to be exact",
         "error: its rms over that of the exact sum; wire bytes: sent by one rank in a call",
     ]
-    rows = [make_row(result, peer, peers[result.nbytes]) for result in results]
-    return Table(
-        f"reduce_scatter sum, {ranks} ranks, fp32", rows, notes, check_heading="#wrong", x_label="input, bytes"
-    )
+    title = f"reduce_scatter sum, {ranks} ranks, fp32"
+    table = Table(title, [], notes, check_heading="#wrong", x_label="input, bytes")
+    keep(table)
+    lines: list[float | None] = []
+
+    def take(of_a_size: list[Result]) -> None:
+        lines.append(of_a_size[0].line)
+        first, *ours = (make_row(result, peer) for result in of_a_size)
+        for row in ours:
+            row.hold_against(first)
+        table.rows += [first, *ours]
+
+    try:
+        on_ranks(work, ranks, job, take=take, progress=progress, deadline=DEADLINE)
+    finally:  # also where that was interrupted
+        if options.device == "cpu":
+            table.rows.append(Row.missing(PEERS["cuda"], "needs --device cuda"))
+        table.notes += line.note(lines)
 
 
-def make_row(result: Result, peer: str, times: list[float]) -> Row:
+def make_row(result: Result, peer: str) -> Row:
     name = f"{result.nbytes / 2**20:g} MiB"
     ours = result.side != peer
     row = Row(name, result.side, ours, result.wrong == 0, str(result.wrong), result.samples, x=result.nbytes)
-    if ours and row.time and times:
-        row.ratio = Spread.of(times).median / row.time.median
     row.figures = {"wire bytes": result.wire_bytes, "error": result.error}
+    if row.time:
+        row.figures |= line.share(result.wire_bytes, row.time.median, result.line)
     return row
 
 
-def work(rank: int, ranks: int, progress: Progress, job: Job) -> list[Result]:
-    """The results are the same on all ranks."""
+def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
+    """The results of one size after the other, the same on all ranks."""
     peer = nccl_group(rank, ranks) if job.device == "cuda" else None
     communicator = comm.Communicator(timeout=timedelta(seconds=DEADLINE / 2), ranks_per_host=1)
-    results: list[Result] = []
     for index, nbytes in enumerate(job.sizes):
 
         def advance(done: float, index: int = index, nbytes: int = nbytes) -> None:
             progress(f"{nbytes} bytes on {ranks} ranks", (index + done) / len(job.sizes))
 
-        results += measure(rank, ranks, nbytes // 4 // ranks, peer, communicator, job, advance)
+        yield measure(rank, ranks, nbytes // 4 // ranks, peer, communicator, job, advance)
     communicator.close()
-    return results
 
 
 def measure(
@@ -145,6 +142,8 @@ def measure(
         dist.barrier()
 
     def after(side: str) -> None:
+        if side == line.SIDE:
+            return
         bound = tolerance(side, ranks, data[side].magnitudes) if side in codecs.CODECS else 0.0
         wrong[side] += count_wrong(share, total(side), bound)
 
@@ -158,7 +157,7 @@ def measure(
         errors.append(relative_error(share, total(side)))
     right = [side for side, count in zip(job.sides, over_ranks(list(wrong.values()), "sum"), strict=True) if not count]
     timed = interleave(
-        {side: lambda side=side: call(side) for side in right},
+        {side: lambda side=side: call(side) for side in right} | line.sides(rank, ranks, job.device),
         rounds=(job.rounds, job.rounds),
         warmup=job.warmup,
         before=before,
@@ -167,8 +166,9 @@ def measure(
         progress=advance,
     )
     slowest = {side: over_ranks(samples, "max") for side, samples in timed.items()}
+    carried = line.rate(slowest.get(line.SIDE, []))
     over_all = over_ranks(list(wrong.values()), "sum"), over_ranks(sent, "max"), over_ranks(errors, "max")
     return [
-        Result(4 * n * ranks, side, int(count), error, int(bytes_) or None, [] if count else slowest[side])
+        Result(4 * n * ranks, side, int(count), error, int(bytes_) or None, [] if count else slowest[side], carried)
         for side, count, bytes_, error in zip(job.sides, *over_all, strict=True)
     ]

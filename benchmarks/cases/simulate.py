@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks import measured, published, simulated_plots
 from benchmarks.cases.allreduce import RAW_ALONE, size
-from benchmarks.harness import Failure, Progress, at_least, choices
+from benchmarks.harness import Failure, Keep, Progress, at_least, choices
 from benchmarks.simulation import Cell, Section, Simulation
 from benchmarks.workloads import BACKWARD, RESNET50, TRANSFORMER, Workload, transformer_compute
 from dltrain_ext import codecs, comm, sim
@@ -19,6 +19,7 @@ ALL_REDUCE, BREAK_EVEN, TRAINING, PUBLISHED, MEASURED = PARTS = (
     "published",
     "measured",
 )
+OVERVIEW = ["--max-ranks", "64"]
 GBIT, US = 1e9 / 8, 1e-6
 
 
@@ -73,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, progress: Progress) -> Simulation:
+def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     names = options.codecs or (["raw", "int8"] if options.quick else ["raw", "bf16", "int8", "int4"])
     if "raw" not in names and all(name in RAW_ALONE for name in options.algorithms):
         raise Failure(f"--algorithms: no codec but raw: {', '.join(options.algorithms)}")
@@ -92,19 +93,16 @@ def run(options: argparse.Namespace, progress: Progress) -> Simulation:
         TRAINING: lambda: training(options, names, largest, network, progress),
         PUBLISHED: published.compare,
     }
-    sections, notes = {}, make_notes(options, network)
+    title = "SIMULATED on a modelled network: nothing was timed, and no model knows all that a real network does"
+    simulation = Simulation(title, {}, make_notes(options, network))
+    keep(simulation)
     for part in options.parts:
         progress(part, 0.0)
         if part == MEASURED:
-            sections[part], note = measured.compare(options.measured)
-            notes.append(f"{MEASURED}: simulated over measured, less 1; {note}")
+            simulation.sections[part], note = measured.compare(options.measured)
+            simulation.notes.append(f"{MEASURED}: simulated over measured, less 1; {note}")
         else:
-            sections[part] = parts[part]()
-    return Simulation(
-        "SIMULATED on a modelled network: nothing was timed, and no model knows all that a real network does",
-        sections,
-        notes,
-    )
+            simulation.sections[part] = parts[part]()
 
 
 def doubling(first: int, last: int) -> Iterator[int]:

@@ -1,0 +1,70 @@
+"""What ranks contribute, so that the sum is known; and how many elements of a result are wrong."""
+
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dltrain_ext import codecs
+
+
+class Data(NamedTuple):
+    """A rank's contribution, the sum over all ranks, and the sum of their largest magnitudes."""
+
+    own: Tensor
+    total: Tensor
+    magnitudes: float
+
+    @classmethod
+    def of(cls, part: Callable[[int], Tensor], rank: int, ranks: int, device: str = "cpu") -> "Data":
+        total, magnitudes = torch.zeros_like(part(0), dtype=torch.float64), 0.0
+        for contributor in range(ranks):
+            values = part(contributor)
+            total += values
+            magnitudes += values.abs().max().item()
+        return cls(part(rank).to(device), total.float().to(device), magnitudes)
+
+
+def whole_numbers(n: int) -> Callable[[int], Tensor]:
+    """Their sum is exact in any order."""
+    return lambda rank: ((torch.arange(n) * 7 + 13 * rank) % 251 - 125).float()
+
+
+def normal(n: int) -> Callable[[int], Tensor]:
+    return lambda rank: torch.randn(n, generator=torch.Generator().manual_seed(rank))
+
+
+def tolerance(codec: str, ranks: int, magnitudes: float) -> float:
+    """How far an element may be from the sum: each of p contributions, and the result, is encoded once."""
+    if codec == "raw":
+        return 0.0
+    return (codecs.error_bound(codec).max * (ranks + 1) + 1e-5) * magnitudes
+
+
+def count_wrong(result: Tensor, exact: Tensor, tolerance: float, first: Tensor | None = None) -> int:
+    """Elements beyond the tolerance, not a number, or of other bits than rank 0's result `first` (None: the same)."""
+    right = (result - exact).abs_() <= tolerance
+    if first is not None:
+        right &= result.view(torch.int32) == first.view(torch.int32)
+    return result.numel() - int(torch.count_nonzero(right))
+
+
+def first_if_unlike(result: Tensor) -> Tensor | None:
+    """Rank 0's result where those of the ranks differ in a bit; None where they do not."""
+    own = torch.tensor(list(hashlib.sha256(result.cpu().numpy().data).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, own)
+    if all(torch.equal(digests[0], other) for other in digests):
+        return None
+    first = result.cpu().clone()
+    dist.broadcast(first, 0)
+    return first.to(result.device)
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """The rms of the error over that of what is exact."""
+    norm = torch.linalg.vector_norm
+    return (norm(result - exact, dtype=torch.float64) / norm(exact, dtype=torch.float64)).item()

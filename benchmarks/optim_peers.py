@@ -1,0 +1,122 @@
+"""Optimizers of other packages, none of which need be installed, and what their results are checked against."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+MOVING = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+
+
+class LARSByHand(torch.optim.Optimizer):
+    """LARS of the paper as one writes it with torch's multi-tensor functions.
+
+    `vectors`, which have no rate of their own: "decayed", or "plain" without; "adapted" are those that have one.
+    """
+
+    def __init__(
+        self,
+        params: list[torch.nn.Parameter],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        vectors: str = "decayed",
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "vectors": vectors})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params, vectors = group["params"], group["vectors"]
+            grads, decay = [p.grad for p in params], group["weight_decay"]
+            for p in params:
+                self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            norms, grad_norms = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, grads))
+            ratios = torch.where((norms > 0) & (grad_norms > 0), 1e-3 * norms / (grad_norms + decay * norms), 1.0)
+            flat = torch.tensor([p.ndim <= 1 and vectors != "adapted" for p in params], device=ratios.device)
+            factors = torch.where(flat, 1.0, ratios) * group["lr"]
+            if vectors == "plain":
+                decays = [0.0 if p.ndim <= 1 else decay for p in params]
+                updates = torch._foreach_add(grads, torch._foreach_mul(params, decays))
+            else:
+                updates = torch._foreach_add(grads, params, alpha=decay)
+            torch._foreach_mul_(updates, list(factors.unbind()))
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates)
+            torch._foreach_sub_(params, buffers)
+
+
+class NormLimited(torch.optim.Optimizer):
+    """SGD whose step is at most a share of the norm of the parameter: what bitsandbytes calls LARS."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.mul_(group["momentum"]).add_(p.grad).add_(p, alpha=group["weight_decay"])
+                p.sub_(buffer * (group["lr"] * min(1.0, (0.02 * p.norm() / buffer.norm()).item())))
+
+
+def of_package(package: str, name: str, **options: Any) -> Make:
+    """Making it raises ModuleNotFoundError where the package is not installed."""
+    return lambda params: getattr(importlib.import_module(package), name)(params, **options)
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """`formula`: makes what its parameters are checked against, where that is not torch's.
+
+    `lost`: the share of a step that rounding its state to a few bits may lose, as rms; it is then checked with
+    gradients of one magnitude. It runs on `devices`, and in `workloads` alone, if there are any.
+    """
+
+    make: Make
+    formula: Make | None = None
+    lost: float = 0.0
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    workloads: tuple[str, ...] = ()
+    because: str = ""
+
+    def why_not(self, device: str, workload: str) -> str:
+        """Why it is left out; empty where it is not."""
+        if device not in self.devices:
+            return f"runs on {' and '.join(self.devices)} alone"
+        return self.because if self.workloads and workload not in self.workloads else ""
+
+
+ADAMW = {
+    "bitsandbytes": Stranger(of_package("bitsandbytes.optim", "AdamW32bit")),
+    "bitsandbytes 8-bit": Stranger(of_package("bitsandbytes.optim", "AdamW8bit"), lost=0.05),
+    "torchao 8-bit": Stranger(
+        of_package("torchao.optim", "AdamW8bit"),
+        lost=0.05,
+        workloads=("one",),
+        because="compiles a kernel for each shape: in workload one alone",
+    ),
+    "pytorch_optimizer": Stranger(of_package("pytorch_optimizer", "AdamW", weight_decay=0.01)),
+    "deepspeed": Stranger(of_package("deepspeed.ops.adam", "DeepSpeedCPUAdam", weight_decay=0.01), devices=("cpu",)),
+}
+SGD = {
+    "bitsandbytes": Stranger(of_package("bitsandbytes.optim", "SGD32bit", **MOVING)),
+}
+LARS = {
+    "pytorch_optimizer": Stranger(
+        of_package("pytorch_optimizer", "LARS", **MOVING),
+        formula=lambda params: LARSByHand(params, **MOVING, vectors="plain"),
+    ),
+    "bitsandbytes": Stranger(
+        of_package("bitsandbytes.optim", "LARS", **MOVING), formula=lambda params: NormLimited(params, **MOVING)
+    ),
+    "timm": Stranger(
+        of_package("timm.optim", "Lars", **MOVING),
+        formula=lambda params: LARSByHand(params, **MOVING, vectors="adapted"),
+    ),
+}

@@ -1,0 +1,93 @@
+"""One table of all that was timed, made of the rows alone: ours beside its peers, and where we are slower."""
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from benchmarks.harness import Row, Table
+from benchmarks.report import number, show_notes, time_of
+from benchmarks.simulation import Simulation
+
+LIMITS = {"% of limit": "memory", "% of line": "line"}
+HEADINGS = ("case", "workload", "ours", "time", "peer", "time", "ratio", "of the limit", "correct", "")
+SLOWER, NOT_TIMED = "SLOWER", "left out"
+NOTES = [
+    "time: median of rounds in which all sides of a workload took turns; ratio: peer's / ours, so that below 1 we are "
+    f"slower, which the last column says: {SLOWER}",
+    "of the limit: of ours; % memory: of what plain streams move in the same run; % line: of what plain messages carry",
+    "correct: every side is checked against a reference before it is timed; a wrong one is not timed",
+]
+
+
+def show(console: Console, tables: Mapping[str, Table | Simulation]) -> None:
+    grid = Grid(title="Summary", box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
+    for index, heading in enumerate(HEADINGS):
+        grid.add_column(heading, justify="right" if index in (3, 5, 6, 7) else "left")
+    notes = list(NOTES)
+    for case, table in tables.items():
+        if isinstance(table, Simulation):
+            notes.append(f"{case}: {table.title.split(':')[0]}; `python -m benchmarks {case}` shows it")
+            continue
+        first = True
+        for cells, style in lines(table):
+            grid.add_row(case if first else "", *cells, style=style)
+            first = False
+        grid.add_section()
+    console.print(grid)
+    notes.append("`python -m benchmarks CASE` measures one case at length, and says what its figures mean")
+    show_notes(console, notes)
+
+
+def lines(table: Table) -> Iterator[tuple[list[Text | str], str]]:
+    """The cells behind the case's name, and their style."""
+    rows = [row for row in table.rows if not row.left_out]
+    for workload, group in groupby(rows, key=lambda row: row.workload):
+        for index, (ours, peer) in enumerate(pairs(list(group))):
+            yield cells(workload if index == 0 else "", ours, peer), ""
+    missing: dict[tuple[str, str], list[str]] = {}
+    for row in table.rows:
+        if row.left_out:
+            missing.setdefault((row.side, row.check), []).append(row.workload.split(":")[0])
+    for (side, why), workloads in missing.items():
+        yield [", ".join(filter(None, workloads)), "", "", side, why, "", "", "", NOT_TIMED], "dim"
+
+
+def pairs(rows: list[Row]) -> list[tuple[Row | None, Row | None]]:
+    """Of one workload: each of ours with each peer that it is held against, peers by themselves, and what is wrong.
+
+    Where nothing is held against anything, the first of ours stands by itself.
+    """
+    sides = {row.side: row for row in rows}
+    found: list[tuple[Row | None, Row | None]] = []
+    for row in rows:
+        if row.against:
+            found.append((row, sides[row.against]) if row.ours else (sides[row.against], row))
+    met = {id(row) for pair in found for row in pair}
+    alone = [row for row in rows if id(row) not in met and (not row.correct or (row.time and not row.ours))]
+    if not found:
+        alone += [row for row in rows if row.ours and row.time][:1]
+    return found + [(row, None) if row.ours else (None, row) for row in alone]
+
+
+def cells(workload: str, ours: Row | None, peer: Row | None) -> list[Text | str]:
+    both = [row for row in (ours, peer) if row]
+    ratio = next((row.ratio for row in both if row.against and {row.against, row.side} == {r.side for r in both}), None)
+    correct = all(row.correct for row in both)
+    times = [(row.side, time_of(row)) if row else ("", "") for row in (ours, peer)]
+    return [
+        workload,
+        *times[0],
+        *times[1],
+        f"{number(ratio)}x" if ratio else "",
+        share(ours) if ours else "",
+        "yes" if correct else Text("WRONG", style="bold red"),
+        Text(SLOWER, style="bold red") if ratio and ratio < 1 else "",
+    ]
+
+
+def share(row: Row) -> str:
+    return next((f"{row.figures[name]:.0f} % {of}" for name, of in LIMITS.items() if row.figures.get(name)), "")
