@@ -94,10 +94,10 @@ class Stranger:
 
 ADAMW = {
     "bitsandbytes": Stranger(of_package("bitsandbytes.optim", "AdamW32bit")),
-    "bitsandbytes 8-bit": Stranger(of_package("bitsandbytes.optim", "AdamW8bit"), lost=0.05),
+    "bitsandbytes 8-bit": Stranger(of_package("bitsandbytes.optim", "AdamW8bit"), lost=0.01),
     "torchao 8-bit": Stranger(
         of_package("torchao.optim", "AdamW8bit"),
-        lost=0.05,
+        lost=0.01,
         workloads=("one",),
         because="compiles a kernel for each shape: in workload one alone",
     ),

@@ -31,7 +31,7 @@ matplotlib.use("Agg")
 def make_console(quiet: bool = False) -> Console:
     """The terminal; a pipe or a log file gets lines wide enough for the tables."""
     console = Console(highlight=False, quiet=quiet)
-    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=140)
+    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=160)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -20,18 +21,16 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # behind what is installed
 
 from benchmarks.__main__ import parse  # noqa: E402
-from benchmarks.allreduce_ranks import (  # noqa: E402
+from benchmarks.allreduce_ranks import Result, Side, nccl_variables  # noqa: E402
+from benchmarks.cases.allreduce import DEFAULT, make_row, make_sides  # noqa: E402
+from benchmarks.checked_sums import (  # noqa: E402
     Data,
-    Result,
-    Side,
     count_wrong,
     first_if_unlike,
-    nccl_variables,
     normal,
     tolerance,
     whole_numbers,
 )
-from benchmarks.cases.allreduce import DEFAULT, make_row, make_sides  # noqa: E402
 
 SMALL = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0")
 
@@ -43,7 +42,8 @@ def run(*arguments: object, launcher: Sequence[str] = (), **environment: str) ->
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["cases"]["allreduce"]["rows"]
+    rows = json.loads(path.read_text())["cases"]["allreduce"]["rows"]
+    return [row for row in rows if not row["left_out"]]
 
 
 def names_of_sides(*arguments: str) -> list[str]:
@@ -71,6 +71,27 @@ def test_codecs_are_sides_with_an_error(op: str, tmp_path: Path) -> None:
     assert wire_bytes["gloo"] is wire_bytes["native"] is None
     assert [side for side, row in rows.items() if row["ratio"] is None] == ["gloo", "gloo fp16"]
     assert "no codec but raw: recursive_doubling, native" in done.stdout
+
+
+def test_the_share_of_the_line_counts_what_is_sent(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ("-b", "64K", "-e", "128K", "-f", "2")
+    done = run(*sizes, "--ranks", 2, "--algorithms", "ring", "--codecs", "raw,fp16", "--json", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    short, long = ([row for row in rows_of(out) if row["x"] == size << 10] for size in (64, 128))
+    assert not any("% of line" in row["figures"] for row in short)  # there it is latency that counts
+    (line,) = {row["figures"]["% of line"] * median(row["samples"]) / row["figures"]["wire bytes"] for row in long[2:3]}
+    for row in long:
+        sent = row["figures"]["wire bytes"]
+        share = line * sent / median(row["samples"]) if sent else None
+        assert row["figures"]["% of line"] == (share and pytest.approx(share))
+    assert [(row["side"], row["against"]) for row in long] == [
+        ("gloo", ""),
+        ("gloo fp16", "ring fp16"),
+        ("ring", "gloo"),
+        ("ring fp16", "gloo"),
+    ]
+    assert "% of line: bytes that a rank sends" in done.stdout
 
 
 def test_a_codec_that_no_algorithm_takes_is_answered() -> None:
@@ -168,7 +189,7 @@ def test_ranks_on_one_gpu_are_hosts_to_nccl() -> None:
     ],
 )
 def test_time_of_a_tick(side: Side, nbytes: int, device: str, ticks: int | None) -> None:
-    row = make_row(Result(nbytes, side, 0, None, None, [3e-6]), [], 4, device)
+    row = make_row(Result(nbytes, side, 0, None, None, [3e-6]), 4, device)
     assert row.figures.get("us/tick") == (ticks and pytest.approx(3 / ticks))
 
 

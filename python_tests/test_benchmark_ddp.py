@@ -15,7 +15,16 @@ from dltrain_ext import codecs
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # behind what is installed
 
-from benchmarks.ddp_ranks import BACKWARD, PLAIN, Job, Runner, Side, are_identical, work  # noqa: E402
+from benchmarks.ddp_ranks import (  # noqa: E402
+    BACKWARD,
+    PLAIN,
+    POWER_SGD,
+    Job,
+    Runner,
+    Side,
+    are_identical,
+    work,
+)
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -33,23 +42,31 @@ def run(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) 
 
 
 def rows_of(path: Path) -> list[dict]:
-    return json.loads(path.read_text())["cases"]["ddp"]["rows"]
+    rows = json.loads(path.read_text())["cases"]["ddp"]["rows"]
+    (bf16,) = [row for row in rows if row["left_out"]]
+    assert (bf16["side"], bf16["check"]) == ("torch bf16_compress_hook", "DDP takes it on NCCL alone")
+    return [row for row in rows if not row["left_out"]]
 
 
 def test_every_side_is_verified_and_timed(tmp_path: Path) -> None:
-    done = run("--codecs", "raw,int8", "--algorithms", "ring,direct", "--json", tmp_path / "out.json")
+    done = run("--codecs", "raw,fp16,int8", "--algorithms", "ring,direct", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path / "out.json")
-    ours = ["raw ring", "raw direct", "int8 ring", "int8 direct"]
-    steps = ["plain DDP torch", "int8 ring reads it", "int8 ring told the norm"]
-    assert [row["side"] for row in rows] == ["plain DDP", "torch fp16_compress_hook", *ours, *steps]
+    ours = [f"{codec} {algorithm}" for codec in ("raw", "fp16", "int8") for algorithm in ("ring", "direct")]
+    steps = ["plain DDP torch", "fp16 direct reads it", "fp16 direct told the norm"]
+    assert [row["side"] for row in rows] == ["plain DDP", "torch fp16_compress_hook", POWER_SGD, *ours, *steps]
     assert all(row["correct"] and len(row["samples"]) == 3 for row in rows)
+    against = {row["side"]: row["against"] for row in rows}
+    assert against["torch fp16_compress_hook"].startswith("fp16") and against[POWER_SGD].startswith("int8")
+    assert {against[side] for side in ours} == {"plain DDP"} and against["plain DDP"] == ""
     assert [row["ratio"] is None for row in rows] == [row["side"].startswith("plain") for row in rows]
     sent = {row["side"]: row["figures"]["wire bytes"] for row in rows}
     assert sent["plain DDP"] is None and sent["int8 ring"] < 0.35 * sent["raw ring"]
     errors = {row["side"]: row["figures"]["error"] for row in rows}
     assert errors["raw ring"] < 1e-6 < errors["int8 ring"] < codecs.error_bound("int8").max * 3
-    assert 0 <= rows[2]["figures"]["hidden %"] <= 100
+    assert 0 < errors[POWER_SGD] < 1
+    assert 0 <= rows[3]["figures"]["hidden %"] <= 100
+    assert all((row["figures"]["% of line"] or 0) > 0 for row in rows if row["ours"])
 
 
 def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
@@ -72,7 +89,11 @@ def spoil(rank: int, world_size: int) -> list[tuple[int, int]]:
 
     Runner.gradients = spoilt
     job = Job({BACKWARD: [Side(PLAIN), Side("raw"), Side("int8")]}, 1, 16, 4, rounds=2, warmup=2, device="cpu")
-    return [(result.wrong, len(result.samples)) for result in work(rank, world_size, lambda *_: None, job)]
+    return [
+        (result.wrong, len(result.samples))
+        for results in work(rank, world_size, lambda *_: None, job)
+        for result in results
+    ]
 
 
 def test_wrong_gradients_are_seen_and_not_timed() -> None:

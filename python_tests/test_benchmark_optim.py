@@ -5,11 +5,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # behind what is installed
+
+from benchmarks.cases import optim  # noqa: E402
+from benchmarks.optim_peers import Stranger  # noqa: E402
 
 
 def run(
@@ -34,14 +41,56 @@ def test_optimizers(tmp_path: Path, device: str) -> None:
     done, rows = run(tmp_path, "optim", "--device", device, "--workloads", "many")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(row["correct"] for row in rows)
+    assert all(row["left_out"] != bool(row["samples"]) for row in rows)
     timed = [(row["workload"].split()[0], row["side"]) for row in rows if row["samples"]]
     torchs = ["torch fused", "torch foreach", "torch for-loop"]
     for name, peers in (("AdamW", torchs), ("SGD", torchs), ("LARS", ["torch by hand"])):
         assert {(name, side) for side in ["ours", *peers]} <= set(timed)
     missing = {row["side"]: row["check"] for row in rows if not row["samples"]}
-    for side, package in (("timm", "timm"), ("pytorch_optimizer", "pytorch_optimizer")):
-        if not importlib.util.find_spec(package):
-            assert missing[side] == f"not installed: pip install {package}"
+    for side in ("timm", "pytorch_optimizer", "bitsandbytes", "deepspeed"):
+        if not importlib.util.find_spec(side) and (device == "cpu" or side != "deepspeed"):
+            assert missing[side] == f"not installed: pip install {side}"
+    assert missing["torchao 8-bit"] == "compiles a kernel for each shape: in workload one alone"
+
+
+class Rounded(torch.optim.AdamW):
+    """Whose steps are a little off, like those of a state in few bits."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        before = [p.clone() for p in self.param_groups[0]["params"]]
+        super().step()
+        for p, start in zip(self.param_groups[0]["params"], before, strict=True):
+            p.copy_(start + 1.005 * (p - start))
+
+
+def fail(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    raise RuntimeError("no kernel\nfor this processor")
+
+
+def import_nothing(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    raise ModuleNotFoundError(name="package.part")
+
+
+@pytest.mark.parametrize(
+    ("stranger", "left_out", "correct", "check"),
+    [
+        (Stranger(torch.optim.AdamW), False, True, "0.0e+00"),
+        (Stranger(partial(torch.optim.AdamW, weight_decay=0.0)), False, False, "e-05"),
+        (Stranger(Rounded), False, False, "e-05"),
+        (Stranger(Rounded, lost=0.01), False, True, "0.5 %"),
+        (Stranger(Rounded, lost=0.001), False, False, "0.5 %"),
+        (Stranger(Rounded, formula=Rounded), False, True, "0.0e+00"),
+        (Stranger(fail), True, True, "cannot run here: no kernel"),
+        (Stranger(import_nothing), True, True, "not installed: pip install package"),
+    ],
+)
+def test_a_package_is_checked_or_left_out(stranger: Stranger, left_out: bool, correct: bool, check: str) -> None:
+    kind = replace(optim.OPTIMIZERS["adamw"], strangers={"other": stranger})
+    values = optim.make_values([(50, 40), (7,)], "cpu")
+    _, row = optim.meet("other", kind, values, optim.stepped(kind.sides[kind.reference], values), "")
+    assert (row.left_out, row.correct) == (left_out, correct)
+    assert check in row.check
 
 
 def test_loss_scaled_steps(tmp_path: Path, device: str) -> None:

@@ -22,6 +22,8 @@ def test_every_side_is_checked_and_timed(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     assert main([*SMALL, "--codecs", "raw,int8,sign", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["cases"]["reduce_scatter"]["rows"]
+    *rows, left_out = rows
+    assert (left_out["side"], left_out["check"]) == ("nccl", "needs --device cuda")
     assert [row["side"] for row in rows] == ["gloo", "raw", "int8", "sign"]
     assert all(row["correct"] and len(row["samples"]) == 2 for row in rows)
     raw, int8 = (row["figures"]["wire bytes"] for row in rows[1:3])
@@ -40,7 +42,7 @@ def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm.Communicator, "reduce_scatter", wrong)
     try:
         job = reduce_scatter.Job([4096], ["gloo", "raw"], 2, 0, "cpu")
-        gloo, raw = reduce_scatter.work(0, 1, lambda text, done: None, job)
+        ((gloo, raw),) = reduce_scatter.work(0, 1, lambda text, done: None, job)
     finally:
         dist.destroy_process_group()
     assert gloo.wrong == 0 and len(gloo.samples) == 2

@@ -1,0 +1,123 @@
+"""A run of benchmarks beside an older one: the verdicts, rows that one side lacks, files that are none of ours."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # behind what is installed
+
+from benchmarks import compare, report  # noqa: E402
+from benchmarks.__main__ import main  # noqa: E402
+from benchmarks.harness import Failure, Row, Spread, Table  # noqa: E402
+
+SMALL = ["reduce_scatter", "--ranks", "2", "-b", "64K", "-e", "64K", "-n", "3", "-w", "0", "--codecs", "raw"]
+ROW = '{"workload": "", "side": "", "samples": ["x"]}'
+ORIGIN = {"CPU": "this one", "torch": "2.13.0", "cores": "2"}
+
+
+def table_of(**sides: list[float]) -> Table:
+    return Table("title", [Row("w", side, True, True, "0", samples) for side, samples in sides.items()])
+
+
+def kept(tmp_path: Path, table: Table, origin: dict[str, str] = ORIGIN, interrupted: bool = False) -> compare.Old:
+    report.write_json(tmp_path / "old.json", origin, {"case": table}, interrupted)
+    return compare.load(tmp_path / "old.json")
+
+
+def shown(old: compare.Old, **tables: Table) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    compare.show(console, old, ORIGIN, tables)
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("new", "verdict"),
+    [
+        ((1, 2, 3), "within the spread"),
+        ((3, 4, 5), "within the spread"),
+        ((4, 5, 6), "slower"),
+        ((0, 0.5, 0.9), "faster"),
+    ],
+)
+def test_verdicts_go_by_the_quartiles(new: tuple[float, float, float], verdict: str) -> None:
+    assert compare.judge(Spread(1, 2, 3), Spread(*new)) == verdict
+
+
+def test_rows_stand_side_by_side(tmp_path: Path) -> None:
+    old = kept(tmp_path, table_of(same=[1.0, 1.0], slower=[1.0, 1.0], gone=[1.0], wrong=[1.0]))
+    table = table_of(same=[1.0, 1.0], slower=[3.0, 3.0], added=[2.0], wrong=[])
+    found = {line.side: (line.verdict, line.ratio) for line in compare.compare(old.times["case"], table)}
+    assert found == {
+        "same": ("within the spread", 1.0),
+        "slower": ("slower", 3.0),
+        "added": ("timed now alone", None),
+        "wrong": ("timed then alone", None),
+        "gone": ("in the old run alone", None),
+    }
+    text = shown(old, case=table, other=table)
+    (line,) = (line.split() for line in text.splitlines() if "slower" in line and "3.00x" in line)
+    assert line[-2:] == ["3.00x", "slower"]
+    assert f"other: not in {tmp_path / 'old.json'}" in text and "ANOTHER" not in text
+
+
+def test_another_machine_or_run_is_said(tmp_path: Path) -> None:
+    old = kept(tmp_path, table_of(a=[1.0]), {**ORIGIN, "CPU": "another", "torch": "2.12.0"}, interrupted=True)
+    table = table_of(a=[1.0])
+    table.title = "with more ranks"
+    text = shown(old, case=table)
+    assert "ANOTHER CPU: another, now this one" in text and "ANOTHER torch: 2.12.0, now 2.13.0" in text
+    assert "the old run was interrupted" in text
+    assert "case: the old run is another: title; now with more ranks" in text
+    assert "within the spread" in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no JSON",
+        "[1, 2]",
+        "{}",
+        '{"provenance": {}, "cases": {"allreduce": {"rows": [{"side": 3}], "title": ""}}}',
+        '{"provenance": [], "cases": {}}',
+        '{"provenance": {}, "cases": {"allreduce": {"title": "", "rows": [ROW]}}}'.replace("ROW", ROW),
+    ],
+)
+def test_a_file_that_is_not_ours_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(content)
+    with pytest.raises(Failure, match="old.json: expected what --json writes"):
+        compare.load(tmp_path / "old.json")
+
+
+def test_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--compare", str(tmp_path / "none.json")]) == 2
+    assert "--compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_kept_can_be_compared_with(path: Path) -> None:
+    if "provenance" not in json.loads(path.read_text()):
+        pytest.skip("of no benchmark")
+    compare.load(path)
+
+
+def test_two_runs_alike_are_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    assert main([*SMALL, "--json", str(files[0])]) == 0
+    assert main([*SMALL, "--json", str(files[1]), "--compare", str(files[0])]) == 0
+    output = capsys.readouterr().out
+    assert "alone" not in output.partition("Beside")[2] and "ANOTHER" not in output
+
+    def rows(path: Path) -> list[tuple[Any, ...]]:
+        run = json.loads(path.read_text())
+        assert run["interrupted"] is False
+        return [(row["workload"], row["side"], len(row["samples"])) for row in run["cases"]["reduce_scatter"]["rows"]]
+
+    assert rows(files[0]) == rows(files[1])
+    (table,) = [line for line in output.splitlines() if line.split()[:1] == ["reduce_scatter"] and "MiB" in line][-1:]
+    assert any(verdict in table for verdict in (compare.WITHIN, compare.FASTER, compare.SLOWER))

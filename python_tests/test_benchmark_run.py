@@ -1,0 +1,137 @@
+"""A run of benchmarks: its options, the summary, what Ctrl-C leaves."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # behind what is installed
+
+from benchmarks import report, summary  # noqa: E402
+from benchmarks.__main__ import parse  # noqa: E402
+from benchmarks.cases import CASES  # noqa: E402
+from benchmarks.harness import Row, Table  # noqa: E402
+from benchmarks.simulation import Simulation  # noqa: E402
+
+
+def shown(tables: dict[str, Table | Simulation]) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    summary.show(console, tables)
+    return console.export_text()
+
+
+def timed(side: str, seconds: float, ours: bool = False, workload: str = "w", **figures: float) -> Row:
+    return Row(workload, side, ours, True, "0", [seconds] * 3, figures=figures)
+
+
+def make_table() -> Table:
+    ours = timed("ours", 2e-3, ours=True, **{"% of limit": 81.4})
+    slow, fast = timed("slow peer", 5e-3), timed("fast peer", 1e-3)
+    slow.hold_against(ours)
+    fast.hold_against(ours)
+    wrong = Row("w", "wrong peer", False, False, "7")
+    missing = [Row.missing("absent", "not installed: pip install absent", workload) for workload in ("w", "v: 3")]
+    alone = timed("alone", 4e-6, ours=True, workload="v: 3", **{"% of line": 50.0})
+    return Table("title", [ours, slow, fast, wrong, missing[0], alone, missing[1]])
+
+
+def test_the_summary_marks_where_we_are_slower() -> None:
+    text = shown({"some case": make_table()})
+    lines = {name: line.split() for name in ("slow peer", "fast peer") for line in text.splitlines() if name in line}
+    assert " ".join(lines["slow peer"]) == "some case w ours 2.00 ms slow peer 5.00 ms 2.50x 81 % memory yes"
+    assert " ".join(lines["fast peer"]) == "ours 2.00 ms fast peer 1.00 ms 0.500x 81 % memory yes SLOWER"
+    (alone,) = (line.split() for line in text.splitlines() if "alone" in line)
+    assert " ".join(alone) == "v: 3 alone 4.00 us 50 % line yes"
+
+
+def test_the_summary_has_what_is_wrong_and_what_is_missing() -> None:
+    text = shown({"some case": make_table(), "model": Simulation("SIMULATED: not timed", {}, [])})
+    (wrong,) = (line for line in text.splitlines() if "wrong peer" in line)
+    assert "WRONG" in wrong
+    (missing,) = (line.split() for line in text.splitlines() if "absent" in line)
+    assert " ".join(missing) == "w, v absent not installed: pip install absent left out"
+    assert "model: SIMULATED" in text
+
+
+def test_a_missing_peer_is_in_the_table_of_its_case() -> None:
+    console = Console(width=160, record=True, file=io.StringIO())
+    table = make_table()
+    report.show(console, table)
+    (first, _) = (line for line in console.export_text().splitlines() if "absent" in line)
+    assert "not installed: pip install absent" in first and "WRONG" not in first
+    assert all(row.correct for row in table.rows if row.left_out)
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "3", "ddp"], ["ddp", "--ranks", "3"], ["--ranks", "3"]])
+def test_ranks_are_taken_anywhere(arguments: list[str]) -> None:
+    _, chosen = parse(arguments)
+    assert chosen["ddp"].ranks == 3
+    assert list(chosen) == (["ddp"] if "ddp" in arguments else list(CASES))
+
+
+def test_a_run_of_all_is_the_cases_with_smaller_options() -> None:
+    _, overview = parse([])
+    _, quick = parse(["--quick"])
+    _, own = parse(["allreduce"])
+    assert overview["allreduce"].algorithms == ["auto"] and overview["allreduce"].iters == 10
+    assert own["allreduce"].algorithms is quick["allreduce"].algorithms is None
+    assert all(options.quick for options in quick.values())
+
+
+def children(pid: int) -> set[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return {int(child) for child in listed.split()}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("after", ["4096 bytes", "262144 bytes"])
+def test_ctrl_c_leaves_what_was_measured_and_no_rank(after: str, tmp_path: Path) -> None:
+    """Twice, within a case: before anything is measured, and after one size of two."""
+    file = tmp_path / "out.json"
+    options = ["-b", "4K", "-e", "256K", "-f", "64", "-w", "0", "--algorithms", "ring", "--ranks", "2"]
+    rounds = ["-n", "2000000" if after.startswith("4096") else "200"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "allreduce", *options, *rounds, "--json", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        # A shell has its background jobs ignore Ctrl-C, and they their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert any(after in line for line in process.stdout), "it ended early"
+        ranks = children(process.pid)
+        assert len(ranks) >= 2
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.05)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, output
+    assert "interrupted" in output and "Traceback" not in output
+    deadline = time.monotonic() + 10
+    while any(map(is_running, ranks)):
+        assert time.monotonic() < deadline, "a rank is left"
+        time.sleep(0.05)
+    run = json.loads(file.read_text())
+    assert run["interrupted"] is True
+    rows = [(row["workload"], row["side"]) for row in run["cases"]["allreduce"]["rows"] if row["samples"]]
+    assert rows == ([] if after.startswith("4096") else [("4 KiB", "gloo"), ("4 KiB", "ring")])
