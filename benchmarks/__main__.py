@@ -18,33 +18,35 @@ INTERRUPTED = 130
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Namespace]]:
-    """The options that all cases share, and those of each case that shall run: none for `hosts`, which is no case."""
-    from benchmarks import hosts
+    """The options that all cases share, and those of each case that shall run: none for a command that is no case."""
+    from benchmarks import hosts, plots, sweep
     from benchmarks.cases import CASES
     from benchmarks.harness import at_least
 
-    shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    shared.add_argument("--quick", action="store_true", help="smaller and fewer, for CI: well under a minute in all")
+    written = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    written.add_argument("--quick", action="store_true", help="smaller and fewer, for CI: well under a minute in all")
+    written.add_argument("--json", type=Path, metavar="FILE", help="write everything, with provenance")
+    written.add_argument("--plot", type=Path, metavar="DIR", help="write plots of each case, as PNG and SVG")
+    shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS, parents=[written])
     shared.add_argument("--device", choices=["cpu", "cuda"], help="where the tensors are (default cpu)")
     shared.add_argument(
         "--ranks", type=at_least(1), help="processes of the cases that have some (default 4, ddp 2; or WORLD_SIZE)"
     )
     shared.add_argument("--list", action="store_true", help="list the cases and stop")
-    shared.add_argument("--json", type=Path, metavar="FILE", help="write everything, with provenance")
-    shared.add_argument("--plot", type=Path, metavar="DIR", help="write a PNG per case, or several")
     shared.add_argument("--compare", type=Path, metavar="OLD.json", help="show how a run that was kept differs")
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, parents=[shared])
     commands = parser.add_subparsers(dest="case", metavar="CASE", title="cases (CASE --help lists the options of one)")
     for name, case in CASES.items():
         summary = case.__doc__.splitlines()[0]
         case.add_options(commands.add_parser(name, help=summary, description=summary, parents=[shared]))
-    summary = hosts.__doc__.splitlines()[0]
-    hosts.add_options(commands.add_parser("hosts", help=summary, description=summary))
+    for name, module, parents in (("hosts", hosts, []), ("sweep", sweep, [written]), ("plot", plots, [])):
+        summary = module.__doc__.splitlines()[0]
+        module.add_options(commands.add_parser(name, help=summary, description=summary, parents=parents))
 
     defaults = {"quick": False, "device": "cpu", "ranks": None, "list": False}
     defaults |= dict.fromkeys(("json", "plot", "compare"))
     given = parser.parse_args(argv, argparse.Namespace(**defaults))
-    if given.case == "hosts":
+    if given.case in ("hosts", "sweep", "plot"):
         return given, {}
     if given.case:
         return given, {given.case: given}
@@ -56,7 +58,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
 
 def main(argv: list[str]) -> int:
     try:
-        from benchmarks import compare, hosts, report, summary
+        from benchmarks import compare, hosts, plots, report, summary, sweep
         from benchmarks.cases import CASES
         from benchmarks.harness import Failure, check_device
     except ImportError as error:
@@ -74,8 +76,8 @@ def main(argv: list[str]) -> int:
             console.print(f"{name:16}{case.__doc__.splitlines()[0]}", soft_wrap=True)
         return 0
     try:
-        if shared.case == "hosts":
-            return hosts.run(shared)
+        if command := {"hosts": hosts, "sweep": sweep, "plot": plots}.get(shared.case):
+            return command.run(shared)
         check_device(shared.device)
         old = compare.load(shared.compare) if shared.compare else None
     except Failure as error:
@@ -94,8 +96,7 @@ def main(argv: list[str]) -> int:
     if shared.json and reports:
         report.write_json(shared.json, origin, tables, interrupted=status == INTERRUPTED)
     for name, table in tables.items() if shared.plot and reports else ():
-        draw = getattr(CASES[name], "plot", report.plot)
-        for path in draw(shared.plot, name, table):
+        for path in plots.draw(shared.plot, name, table):
             console.print(f"wrote {path}")
     return status or int(not all(table.correct for table in tables.values()))
 

@@ -59,7 +59,7 @@ class Job(NamedTuple):
 class Result(NamedTuple):
     """One side at one size. Counts are over all ranks; `samples` is empty where a result was wrong.
 
-    `line`: bytes per second that the line carried meanwhile.
+    `line`: bytes per second that the line carried meanwhile; `chosen`: the plan that a tuned auto took.
     """
 
     nbytes: int
@@ -69,6 +69,7 @@ class Result(NamedTuple):
     wire_bytes: int | None
     samples: list[float]
     line: float | None = None
+    chosen: str = ""
 
 
 class Connections(NamedTuple):
@@ -77,6 +78,9 @@ class Connections(NamedTuple):
     peer: dist.ProcessGroup | None
     ours: dict[tuple[int, str], comm.Communicator]
     cupy: "cupy_peers.Nccl | None" = None
+
+    def plan_for(self, side: Side, nbytes: int) -> str:
+        return self.ours[side.levels, side.transport].plan_for(side.codec, nbytes)[0]
 
     def wire_bytes(self) -> int:
         return sum(communicator.stats()["wire_bytes"] for communicator in self.ours.values())
@@ -213,6 +217,7 @@ def measure(
             int(wire_bytes) if side.ours and side.algorithm != "native" else None,
             [] if count else slowest[side.name],
             carried,
+            connections.plan_for(side, 4 * n) if job.tuned and side.algorithm == "auto" else "",
         )
         for side, count, wire_bytes, error in zip(job.sides, *over_all, strict=True)
     ]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +20,7 @@ from benchmarks.harness import Failure, at_least
 LINK = "eth0"
 PORT = 29500
 NETWORK = ipaddress.ip_network("10.0.0.0/16")
-NAME = re.compile(r"dltrain-(\d+)-(switch|\d+)")
+NAME = re.compile(r"dltrain-(\d+)-(\d+)-(switch|\d+)")  # the run's process id, and when it started: ids come again
 BURST = "64kb"
 OFFLOAD = "60000"  # bytes of a packet of segmentation offload: one beyond the burst would be cut up, at half the rate
 TAIL = 20
@@ -38,32 +38,71 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "COMMAND runs once per rank, with the variables that torchrun sets. Rank 0's output is shown, that of another "
         f"rank if it fails (the last {TAIL} lines). The exit status is that of the first rank to fail. The ranks share "
-        "this machine's cores: OMP_NUM_THREADS is 1 unless it is set. Needs root and iproute2."
+        "this machine's cores: OMP_NUM_THREADS is 1 unless it is set. Whatever ends a run, its ranks, what they have "
+        "started and the network end with it; what a run leaves that was killed outright (SIGKILL), the next one "
+        "removes, or --clean. Needs root and iproute2."
     )
     parser.add_argument("--hosts", type=at_least(1), default=4, help="network namespaces (default %(default)s)")
     parser.add_argument("--per-host", type=at_least(1), default=1, help="ranks on each (default %(default)s)")
     parser.add_argument(
         "--rate", type=rate, default="1gbit", help="of each host's link, each way, or none (default %(default)s)"
     )
-    parser.add_argument("command", metavar="COMMAND", nargs="+", help="what each rank runs")
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="keep what each rank writes, in a file named by its host and rank"
+    )
+    parser.add_argument("--clean", action="store_true", help="remove what killed runs have left, and run nothing")
+    parser.add_argument("command", metavar="COMMAND", nargs="*", help="what each rank runs")
 
 
 def run(options: argparse.Namespace) -> int:
     """The exit status; whatever it is, the ranks and the network are gone then."""
-    if options.hosts + 2 > NETWORK.num_addresses:
-        raise Failure(f"--hosts {options.hosts}: {NETWORK} has no room for so many")
+    if options.clean == bool(options.command):
+        raise Failure("hosts: expected either -- COMMAND or --clean")
+    check_tools()
+    with listening() as heard:
+        if options.clean:
+            return clean()
+        show = show_output if options.logs else None
+        with cluster(options.hosts, options.rate) as hosts:
+            return launch(options.command, hosts, options.per_host, heard, logs=options.logs, show=show)
+
+
+def check_tools() -> None:
+    """Raise Failure where there can be no such hosts."""
     missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if os.geteuid() or missing:
         found = f"no {' and no '.join(missing)} on the path" if missing else "not root"
         raise Failure(f"hosts: needs root and iproute2 (apt install iproute2): {found}")
-    with listening() as heard:
-        remove(spaces_of_the_dead())
-        spaces = [f"dltrain-{os.getpid()}-{name}" for name in ("switch", *range(options.hosts))]
-        try:
-            connect(spaces[0], spaces[1:], options.rate)
-            return launch(options.command, spaces[1:], options.per_host, heard)
-        finally:
-            remove(spaces)
+
+
+def clean() -> int:
+    """Tell what is removed; the exit status."""
+    dead = spaces_of_the_dead()
+    remove(dead)
+    living = [name for name in existing() if NAME.fullmatch(name) and name not in dead]
+    for what, names in (("removed", dead), ("left alone, in use", living)):
+        print(f"{what}: {', '.join(names) or 'none'}")
+    return 0
+
+
+@contextlib.contextmanager
+def cluster(hosts: int, rate: str) -> Iterator[list[str]]:
+    """The namespaces of so many hosts, behind links of that rate: gone afterwards, and all that lives in them."""
+    if hosts + 2 > NETWORK.num_addresses:
+        raise Failure(f"--hosts {hosts}: {NETWORK} has no room for so many")
+    remove(spaces_of_the_dead())
+    owner = f"dltrain-{os.getpid()}-{started(os.getpid())}"
+    spaces = [f"{owner}-{name}" for name in ("switch", *range(hosts))]
+    try:
+        connect(spaces[0], spaces[1:], rate)
+        yield spaces[1:]
+    finally:
+        remove(spaces)
+
+
+def show_output(output: bytes) -> None:
+    sys.stdout.buffer.write(output)
+    sys.stdout.flush()
 
 
 @contextlib.contextmanager
@@ -105,30 +144,46 @@ def address(host: int) -> str:
     return str(NETWORK[host + 1])
 
 
-def launch(command: list[str], hosts: list[str], per_host: int, heard: list[int]) -> int:
-    """Run the command as every rank; the status of the first that fails, or 128 + the signal that is heard."""
+def launch(
+    command: list[str],
+    hosts: list[str],
+    per_host: int,
+    heard: list[int],
+    *,
+    logs: Path | None = None,
+    show: Callable[[bytes], None] | None = None,
+) -> int:
+    """Run the command as every rank; the status of the first that fails, or 128 + the signal that is heard.
+
+    Rank 0 writes to where we do; with `show`, that is called at every look, with what rank 0 has written since.
+    """
     ranks: list[subprocess.Popen[bytes]] = []
     outputs: list[IO[bytes] | None] = []
+    shown = 0
     with contextlib.ExitStack() as files:
         try:
-            for rank in range(len(hosts) * per_host):
+            for rank in range(0 if heard else len(hosts) * per_host):
                 host = rank // per_host
-                outputs.append(files.enter_context(tempfile.TemporaryFile()) if rank else None)
+                outputs.append(files.enter_context(keep(logs, host, rank)) if rank or show else None)
                 ranks.append(
                     subprocess.Popen(
                         ["ip", "netns", "exec", hosts[host], *command],
                         env={"OMP_NUM_THREADS": "1"} | os.environ | variables(rank, len(hosts), per_host),
                         stdin=subprocess.DEVNULL,
                         stdout=outputs[rank],
-                        stderr=subprocess.STDOUT if rank else None,
+                        stderr=subprocess.STDOUT if outputs[rank] else None,
                         start_new_session=True,  # Ctrl-C is for us
                     )
                 )
             while not heard:
                 statuses = {rank: process.poll() for rank, process in enumerate(ranks)}
+                if show and outputs[0]:
+                    new = written(outputs[0], shown)
+                    shown += len(new)
+                    show(new)
                 if failed := {rank: status for rank, status in statuses.items() if status}:
                     for rank, status in failed.items():
-                        tell(rank, status, outputs[rank])
+                        tell(rank, status, outputs[rank] if rank else None)
                     first = next(iter(failed.values()))
                     return first if first > 0 else 128 - first
                 if None not in statuses.values():
@@ -138,6 +193,22 @@ def launch(command: list[str], hosts: list[str], per_host: int, heard: list[int]
             return 128 + heard[0]
         finally:
             end(ranks, hosts)
+
+
+def keep(logs: Path | None, host: int, rank: int) -> IO[bytes]:
+    """A file for what a rank writes; without `logs` it has no name, and goes with us."""
+    if not logs:
+        return tempfile.TemporaryFile()
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        return (logs / f"host{host}-rank{rank}.log").open("wb+")
+    except OSError as error:
+        raise Failure(f"--logs {logs}: {error}") from None
+
+
+def written(output: IO[bytes], start: int = 0) -> bytes:
+    """From `start` on. Whoever writes shares our place in the file: it is not moved."""
+    return os.pread(output.fileno(), os.fstat(output.fileno()).st_size - start, start)
 
 
 def variables(rank: int, hosts: int, per_host: int) -> dict[str, str]:
@@ -159,8 +230,7 @@ def tell(rank: int, status: int, output: IO[bytes] | None) -> None:
     how = f"failed with exit status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
     lines = []
     if output:
-        output.seek(0)
-        lines = output.read().decode(errors="replace").splitlines()[-TAIL:]
+        lines = written(output).decode(errors="replace").splitlines()[-TAIL:]
     print(f"benchmarks: hosts: rank {rank} {how}", *lines, sep="\n  ", file=sys.stderr)
 
 
@@ -185,7 +255,8 @@ def living(spaces: list[str]) -> set[int]:
 
 def remove(spaces: list[str]) -> None:
     """The namespaces and what is in them: processes, links, the bridge."""
-    spaces = [space for space in spaces if space in existing()]
+    there = existing()
+    spaces = [space for space in spaces if space in there]
     end([], spaces)
     for space in spaces:
         call("ip", "netns", "delete", space, check=False)
@@ -193,17 +264,17 @@ def remove(spaces: list[str]) -> None:
 
 def spaces_of_the_dead() -> list[str]:
     """What runs that were killed outright have left behind."""
-    owners = {name: int(match[1]) for name in existing() if (match := NAME.fullmatch(name))}
-    return [name for name, owner in owners.items() if owner == os.getpid() or not is_alive(owner)]
+    owners = {name: match for name in existing() if (match := NAME.fullmatch(name))}
+    return [name for name, owner in owners.items() if started(int(owner[1])) != int(owner[2])]
 
 
-def is_alive(pid: int) -> bool:
-    """Whether it runs; one that waits for its parent to notice its end does not."""
+def started(pid: int) -> int | None:
+    """When a process did, in ticks since the boot; None for one that has ended, also where nobody waited for it."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+        return None
+    return None if state in "ZX" else int(numbers[18])
 
 
 def existing() -> list[str]:

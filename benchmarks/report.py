@@ -1,4 +1,4 @@
-"""What the user sees: live progress, a table per case, JSON, plots."""
+"""What the user sees: live progress, a table per case, JSON."""
 
 import contextlib
 import json
@@ -12,7 +12,6 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-import matplotlib
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -24,8 +23,6 @@ from rich.text import Text
 from benchmarks.harness import Progress, Row, Spread, Table
 from benchmarks.simulation import Simulation
 from dltrain_ext import info
-
-matplotlib.use("Agg")
 
 
 def make_console(quiet: bool = False) -> Console:
@@ -175,46 +172,3 @@ def write_json(
     text = re.sub(r'\[[^][{}"]+\]', lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers: one line
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
-
-
-def plot(folder: Path, case: str, table: Table) -> list[Path]:
-    """One PNG: time over message size as curves, or bars of each workload."""
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    timed = [row for row in table.rows if row.time]
-    if table.x_label:
-        figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-        for side in dict.fromkeys(row.side for row in timed):
-            x, spread = zip(*((row.x, row.time) for row in timed if row.side == side), strict=True)
-            axes.plot(x, [1e3 * time.median for time in spread], marker="o", label=side)
-            axes.fill_between(x, [1e3 * time.q1 for time in spread], [1e3 * time.q3 for time in spread], alpha=0.2)
-        axes.set(xscale="log", yscale="log", xlabel=table.x_label, ylabel="ms, median and quartiles")
-        axes.legend()
-    else:
-        groups = {workload: list(rows) for workload, rows in groupby(timed, key=lambda row: row.workload)}
-        columns = min(4, len(groups) or 1)
-        lines = max(1, math.ceil(len(groups) / columns))
-        size = (12, 4 * lines)
-        figure, grid = pyplot.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
-        for axes in grid.flat[len(groups) :]:
-            axes.set_axis_off()
-        for axes, (workload, rows) in zip(grid.flat, groups.items(), strict=False):
-            low, middle, high = zip(
-                *((1e3 * t.q1, 1e3 * t.median, 1e3 * t.q3) for t in (row.time for row in rows)), strict=True
-            )
-            errors = [
-                [m - a for m, a in zip(middle, low, strict=True)],
-                [b - m for m, b in zip(middle, high, strict=True)],
-            ]
-            colours = ["tab:orange" if row.ours else "tab:blue" for row in rows]
-            crowded = len(rows) > 4
-            names = [row.side if crowded else row.side.replace(" ", "\n") for row in rows]
-            axes.bar(names, middle, yerr=errors, color=colours, capsize=3)
-            axes.tick_params("x", rotation=90 if crowded else 0)
-            axes.set(title=workload, ylabel="ms, median and quartiles")
-    figure.suptitle(table.title)
-    path = folder / f"{case}.png"
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return [path]

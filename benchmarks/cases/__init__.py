@@ -5,7 +5,7 @@ add_options(parser) -> None    its own command line options; every one has a def
 run(options, progress, keep) -> None    verify each side, time the sides interleaved; raise Failure with a clear text
 
 run() hands its Table to keep() before it fills it, with rows that are complete: they are shown, interrupted or not.
-One that times nothing keeps a Simulation, and draws it: plot(folder, name, simulation) -> the files.
+One that times nothing keeps a Simulation. What is drawn of either, benchmarks.plots decides.
 """
 
 from types import ModuleType

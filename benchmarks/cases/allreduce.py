@@ -179,7 +179,8 @@ def make_row(result: Result, ranks: int, device: str) -> Row:
     exponent = min(3, (result.nbytes.bit_length() - 1) // 10)
     label = f"{result.nbytes / 1024**exponent:.4g} {['B', 'KiB', 'MiB', 'GiB'][exponent]}"
     side, right = result.side, result.wrong == 0
-    row = Row(label, side.name, side.ours, right, str(result.wrong), result.samples, x=result.nbytes)
+    name = side.name + (f": {result.chosen}" if result.chosen else "")
+    row = Row(label, name, side.ours, right, str(result.wrong), result.samples, x=result.nbytes)
     if row.time:
         algbw = result.nbytes / 1e9 / row.time.median
         row.figures = {"algbw GB/s": algbw, "busbw GB/s": algbw * 2 * (ranks - 1) / ranks}

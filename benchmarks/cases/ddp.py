@@ -24,6 +24,7 @@ from dltrain_ext import codecs, comm
 
 OVERVIEW = ["--codecs", "raw,fp16,int8", "--layers", "8", "-n", "10"]
 EQUALS = {FP16: "fp16", BF16: "bf16"}  # the codecs that send what torch's hooks do
+WORKLOADS = {"backward": BACKWARD, "step": STEP}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help=f"out of {', '.join(comm.ALGORITHMS)}, auto (default %(default)s)",
     )
+    parser.add_argument(
+        "--workloads",
+        type=choices(list(WORKLOADS)),
+        default=list(WORKLOADS),
+        help="out of backward (forward and backward) and step (a whole one); default both",
+    )
     parser.add_argument("--layers", type=at_least(1), help="of Linear(width, width) (default 12, --quick: 2)")
     parser.add_argument("--width", type=at_least(1), help="of a layer (default 1024, --quick: 256)")
     parser.add_argument("--batch", type=at_least(1), default=16, help="of each rank (default %(default)s)")
@@ -51,8 +58,9 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     ranks = count_ranks(options.ranks, 2)
     several = ["raw", "fp16", "int8"] if options.quick else ["raw", "fp16", "bf16", "int8", "int4", "sign"]
     names = options.codecs or several
+    sides = make_sides(PEERS[options.device], names, options.algorithms)
     job = Job(
-        make_sides(PEERS[options.device], names, options.algorithms),
+        {WORKLOADS[name]: sides[WORKLOADS[name]] for name in options.workloads},
         layers=options.layers or (2 if options.quick else 12),
         width=options.width or (256 if options.quick else 1024),
         batch=options.batch,
@@ -69,9 +77,12 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         "error: its rms over that of the exact average, in the first step; later ones feed back what was lost",
         "hidden %: the share of the time of communication that backward goes on beside it; state.stats() defines it",
         "wire bytes: sent by one rank in a step",
-        f"{STEP}: ours by LossScaler.step(optimizer, max_norm=1.0), told the norm: with grad_stats=state.grad_stats; "
-        "torch's by GradScaler.unscale_, clip_grad_norm_ and its fused AdamW",
     ]
+    if STEP in job.sides:
+        notes.append(
+            f"{STEP}: ours by LossScaler.step(optimizer, max_norm=1.0), told the norm: with grad_stats="
+            "state.grad_stats; torch's by GradScaler.unscale_, clip_grad_norm_ and its fused AdamW"
+        )
     title = f"DDP, {ranks} ranks, {job.layers} x Linear({job.width}, {job.width}), batches of {job.batch}, fp32"
     table = Table(title, [], notes, "#wrong")
     keep(table)
@@ -86,7 +97,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     try:
         on_ranks(work, ranks, job, take=take, progress=progress, deadline=DEADLINE)
     finally:  # also where that was interrupted
-        if options.device == "cpu":
+        if options.device == "cpu" and BACKWARD in job.sides:
             table.rows.append(Row.missing(BF16, "DDP takes it on NCCL alone", BACKWARD))
         table.notes += line.note(lines)
 

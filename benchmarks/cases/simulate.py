@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import measured, published, simulated_plots
+from benchmarks import measured, published
 from benchmarks.cases.allreduce import RAW_ALONE, size
 from benchmarks.harness import Failure, Keep, Progress, at_least, choices
 from benchmarks.simulation import Cell, Section, Simulation
@@ -242,9 +242,3 @@ def make_notes(options: argparse.Namespace, network: sim.Network) -> list[str]:
             f"{PUBLISHED}: off is simulated over reported, less 1; --json has the inputs, and what else is assumed"
         )
     return notes
-
-
-def plot(folder: Path, name: str, simulation: Simulation) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = {ALL_REDUCE: simulated_plots.all_reduces, TRAINING: simulated_plots.efficiency}
-    return [draw[part](folder, section) for part, section in simulation.sections.items() if part in draw]

@@ -1,0 +1,54 @@
+"""What all plots share: colours, the width of a page, how they are written."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+# Told apart by those who are colour-blind, too (Okabe and Ito 2008), and by their markers.
+STYLES = [
+    *zip(("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000"), "osD^vP*", strict=True),
+]
+LINES = ("-", "--")  # the second, once all colours are used
+OURS, PEER, FAINT = "#0072B2", "#E69F00", "#767676"
+PEERS = [(FAINT, "x"), ("#000000", "+"), ("#A0522D", "1")]  # what ours is held against
+WIDTH = 8.4  # inches: a README's column
+
+SETTINGS: dict[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "lines.markersize": 4.5,
+    "legend.fontsize": 8.5,
+    "figure.titlesize": 10.5,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "dltrain",  # the same figures make the same file
+}
+
+
+def new_figure(height: float, title: str) -> Figure:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure.suptitle("\n".join(textwrap.wrap(title, 90)))
+    return figure
+
+
+def curve_style(index: int) -> dict[str, Any]:
+    colour, marker = STYLES[index % len(STYLES)]
+    return {"color": colour, "marker": marker, "linestyle": LINES[index // len(STYLES) % len(LINES)]}
+
+
+def peer_style(index: int) -> dict[str, Any]:
+    colour, marker = PEERS[index % len(PEERS)]
+    return {"color": colour, "marker": marker, "linestyle": ":"}
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """As PNG and as SVG; the path is without a suffix."""
+    paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+    figure.savefig(paths[0], dpi=130)
+    figure.savefig(paths[1], metadata={"Date": None})
+    return paths

@@ -1,0 +1,183 @@
+"""A step of DDP over rates of emulated hosts' links, by codec, and the rates at which each codec breaks even."""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+
+from benchmarks import hosts, kept, line, plots, report
+from benchmarks.crossings import in_words
+from benchmarks.ddp_ranks import BACKWARD
+from benchmarks.harness import Failure, Progress, Table, at_least, choices
+from benchmarks.plots.rates import AGAINST, LINK, curves_of
+from dltrain_ext import codecs
+
+NAME = "sweep"
+LAYERS = 6
+SLOW, FEW, MANY = 0.5, 3, 10  # below so many Gbit/s a step is the link's, and alike from round to round: few will do
+UNITS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
+
+
+def rates(text: str) -> list[str]:
+    """An argparse type."""
+    return list(dict.fromkeys(hosts.rate(part.strip()) for part in text.split(",")))
+
+
+def gbits(rate: str) -> float | None:
+    """None without a limit."""
+    if rate == "none":
+        return None
+    number = rate.removesuffix("bit")
+    return float(number[:-1]) * UNITS[number[-1]] if number[-1] in UNITS else float(number) * 1e-9
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Each rate is a run of the case ddp on `hosts` (see both); the model's options are ddp's. Ctrl-C ends it, and "
+        "what was measured until then is reported. Needs root and iproute2, but for --from."
+    )
+    parser.add_argument(
+        "--rates",
+        type=rates,
+        default="100mbit,250mbit,1gbit,2.5gbit,10gbit,none",
+        help="of each host's link (default %(default)s)",
+    )
+    parser.add_argument("--hosts", type=at_least(2), default=4, help="default %(default)s")
+    parser.add_argument("--per-host", type=at_least(1), default=1, help="ranks on each (default %(default)s)")
+    parser.add_argument(
+        "--codecs",
+        type=choices([*codecs.CODECS, "auto"]),
+        default="raw,bf16,int8,int4",
+        help=f"out of {', '.join(codecs.CODECS)}, auto (default %(default)s)",
+    )
+    parser.add_argument("--layers", type=at_least(1), help=f"of Linear(width, width) (default {LAYERS}, --quick: 2)")
+    parser.add_argument("--width", type=at_least(1), help="of a layer (default 1024, --quick: 256)")
+    parser.add_argument("--batch", type=at_least(1), help="of each rank (default 16)")
+    parser.add_argument(
+        "-n", "--iters", type=at_least(1), help=f"timed steps (default {MANY}, below {SLOW:g} Gbit/s {FEW})"
+    )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the ranks write, in a folder for each rate")
+    parser.add_argument("--from", dest="kept", type=Path, metavar="FILE", help="show what --json wrote; run nothing")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
+    console = report.make_console()
+    if options.kept:
+        if options.json:
+            raise Failure("sweep: expected --from or --json, got both")
+        origin, table, status = *load(options.kept), 0
+        console.print(report.headline(origin), style="dim", markup=False)
+    else:
+        hosts.check_tools()
+        origin = report.provenance()
+        console.print(report.headline(origin), style="dim", markup=False)
+        with report.live(console, [NAME]) as begin:
+            table, status = measure(options, begin(NAME))
+    if table.rows:
+        show(console, table)
+        if options.json:
+            report.write_json(options.json, origin, {NAME: table}, interrupted=bool(status))
+        for path in plots.draw(options.plot, NAME, table) if options.plot else ():
+            console.print(f"wrote {path}")
+    return status or int(not table.correct)
+
+
+def load(path: Path) -> tuple[dict[str, str], Table]:
+    origin, tables = kept.load(path)
+    if not isinstance(table := tables.get(NAME), Table):
+        raise Failure(f"--from {path}: expected a sweep, got {', '.join(tables) or 'nothing'}")
+    return origin, table
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> tuple[Table, int]:
+    """The exit status, and what was measured until the end, a failure, or a signal."""
+    table = Table("", [], [], "#wrong", LINK)
+    with hosts.listening() as heard, tempfile.TemporaryDirectory() as folder:
+        for index, rate in enumerate(options.rates):
+            listener = Listener(progress, f"{rate}, {index + 1} of {len(options.rates)}", index / len(options.rates))
+            out = Path(folder, f"{rate}.json")
+            command = [sys.executable, "-m", "benchmarks", *ddp_options(options, rate), "--json", str(out)]
+            logs = options.logs and options.logs / rate
+            with hosts.cluster(options.hosts, rate) as spaces:
+                status = hosts.launch(command, spaces, options.per_host, heard, logs=logs, show=listener.hear)
+            if status:
+                last = [] if heard else listener.lines()[-hosts.TAIL :]
+                print(f"benchmarks: sweep: ended at {rate}, with status {status}", *last, sep="\n  ", file=sys.stderr)
+                return table, status
+            add(table, options, rate, kept.load(out)[1]["ddp"])
+    return table, 0
+
+
+class Listener:
+    """To rank 0: its progress is ours, told at most once a second, as drawing takes a core from the ranks."""
+
+    def __init__(self, progress: Progress, where: str, done: float) -> None:
+        self.progress, self.where, self.done = progress, where, done
+        self.output, self.told = b"", 0.0
+
+    def hear(self, new: bytes) -> None:
+        self.output += new
+        if time.monotonic() > self.told + 1:
+            self.told = time.monotonic()
+            steps = [line.removeprefix("ddp: ") for line in self.lines() if line.startswith("ddp: ")]
+            self.progress(f"{self.where}: {(steps or ['starting'])[-1]}", self.done)
+
+    def lines(self) -> list[str]:
+        return self.output.decode(errors="replace").splitlines()
+
+
+def ddp_options(options: argparse.Namespace, rate: str) -> list[str]:
+    slow = (gbits(rate) or SLOW) < SLOW
+    given = {
+        "--codecs": ",".join(options.codecs),
+        "--layers": options.layers or (None if options.quick else LAYERS),
+        "--width": options.width,
+        "--batch": options.batch,
+        "--iters": options.iters or (None if options.quick else FEW if slow else MANY),
+        "--warmup": 2,
+        "--workloads": "backward",
+    }
+    chosen = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
+    return ["ddp", *(["--quick"] if options.quick else []), *chosen]
+
+
+def add(table: Table, options: argparse.Namespace, rate: str, measured: Table) -> None:
+    """Their workload is the rate."""
+    where = f"{options.hosts} emulated hosts" + (f" of {options.per_host} ranks" if options.per_host > 1 else "")
+    table.title = f"{measured.title}: {BACKWARD} on {where}, by the rate of their links"
+    table.notes = [note for note in measured.notes if not note.startswith(line.NOTE)]
+    for row in measured.rows:
+        if not row.left_out:
+            row.workload, row.x = rate, gbits(rate)
+            table.rows.append(row)
+
+
+def show(console: Console, table: Table) -> None:
+    """A line for each side, a column for each rate, and the rates at which ours and the peers' are even."""
+    ours, peers, free = curves_of(table)
+    rates = list(dict.fromkeys((row.workload, row.x) for row in table.rows))
+    grid = Grid(title=table.title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
+    grid.add_column("side")
+    for rate, _ in rates:
+        grid.add_column(rate, justify="right")
+    against = [peer for peer in AGAINST if peer in peers]
+    for peer in against:
+        grid.add_column(f"even with {peer}")
+    for side, curve in (peers | ours).items():
+        times = [free.get(side) if x is None else curve.get(x) for _, x in rates]
+        cells = [report.number(time and 1e3 * time) for time in times]
+        even = [in_words(curve, peers[peer], free.get(side), free.get(peer)) for peer in against if side in ours]
+        grid.add_row(side, *cells, *even, style="bold" if side in ours else "")
+    console.print(grid)
+    notes = [
+        "ms a step, median; ours is faster than the peer up to, or from, so many Gbit/s: where the lines between what "
+        "was measured cross, both axes logarithmic",
+        *(f"WRONG: {row.side} at {row.workload}" for row in table.rows if not row.correct),
+    ]
+    report.show_notes(console, [*notes, *table.notes])

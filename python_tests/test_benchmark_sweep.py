@@ -1,0 +1,170 @@
+"""The sweep over link rates: where curves cross, by hand; and a small one on emulated hosts, also broken off."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_benchmark_hosts import REASON, assert_gone
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # behind what is installed
+
+from benchmarks.__main__ import main  # noqa: E402
+from benchmarks.crossings import at, crossings, faster_in, in_words  # noqa: E402
+from benchmarks.ddp_ranks import PEERS  # noqa: E402
+from benchmarks.sweep import gbits, rates  # noqa: E402
+
+needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
+
+KEPT = ROOT / "benchmarks" / "results" / "ddp-2-ranks.json"
+PLAIN = {0.1: 1000.0, 1.0: 100.0, 10.0: 10.0}
+FLAT = {0.1: 50.0, 1.0: 50.0, 10.0: 50.0}
+
+
+def test_curves_cross_on_straight_lines_between_logarithms() -> None:
+    ((rate, below),) = crossings(FLAT, PLAIN)
+    assert rate == pytest.approx(2.0) and below  # where 100 / rate is 50
+    assert crossings(PLAIN, FLAT) == [(pytest.approx(2.0), False)]
+    assert at(PLAIN, 2.0) == pytest.approx(50.0) and at(PLAIN, 1.0) == 100.0
+    assert faster_in(FLAT, PLAIN) == [(0.1, pytest.approx(2.0))]
+    assert faster_in(PLAIN, FLAT) == [(pytest.approx(2.0), 10.0)]
+
+
+def test_curves_may_cross_twice_or_meet_where_they_were_measured() -> None:
+    wave = {0.1: 900.0, 1.0: 200.0, 10.0: 9.0}
+    (first, below), (second, above) = crossings(wave, PLAIN)
+    assert below and not above and 0.1 < first < 1.0 < second < 10.0
+    assert faster_in(wave, PLAIN) == [(0.1, first), (second, 10.0)]
+    assert crossings({0.1: 900.0, 1.0: 100.0, 10.0: 11.0}, PLAIN) == [(pytest.approx(1.0), True)]
+    assert crossings(PLAIN, PLAIN) == [] and faster_in(PLAIN, PLAIN) == []
+
+
+def test_only_what_both_were_measured_at_counts() -> None:
+    assert crossings({0.1: 1.0, 5.0: 1e9}, PLAIN) == []
+    assert faster_in({0.1: 1.0, 5.0: 1e9}, PLAIN) == [(0.1, 0.1)]
+    assert faster_in({5.0: 1.0}, PLAIN) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "free", "words"),
+    [
+        (FLAT, (None, None), "up to 2"),
+        ({rate: 1.0 for rate in PLAIN}, (1.0, 2.0), "faster everywhere measured"),
+        ({rate: 2e3 for rate in PLAIN}, (None, None), "slower everywhere measured"),
+        ({rate: 1.0 for rate in PLAIN}, (2.0, 1.0), "up to > 10"),
+        ({rate: 2e3 for rate in PLAIN}, (1.0, 2.0), "from > 10"),
+        ({0.1: 900.0, 1.0: 200.0, 10.0: 9.0}, (2.0, 1.0), "up to 0.136, from 7.38, up to > 10"),
+        ({}, (1.0, 2.0), "faster everywhere measured"),
+        ({}, (None, None), ""),
+    ],
+)
+def test_what_is_said_of_a_crossing(
+    ours: dict[float, float], free: tuple[float | None, float | None], words: str
+) -> None:
+    assert in_words(ours, PLAIN, *free) == words
+
+
+def test_rates_are_read() -> None:
+    assert rates("100mbit, none,100mbit,2.5gbit") == ["100mbit", "none", "2.5gbit"]
+    assert [gbits(rate) for rate in ("100mbit", "2.5gbit", "none", "1tbit", "8kbit")] == [0.1, 2.5, None, 1e3, 8e-6]
+    assert math.isclose(gbits("500bit") or 0.0, 5e-7)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "benchmarks", "sweep", *map(str, arguments)]
+
+
+def run(*arguments: object) -> int:
+    """In this process, which has imported torch already; the exit status."""
+    try:
+        return main(["sweep", *map(str, arguments)])
+    except SystemExit as exit:
+        return int(exit.code or 0)
+
+
+QUICK = ("--quick", "--hosts", 2, "--codecs", "int8", "--layers", 1, "--width", 64, "-n", 2)
+
+
+@needs_hosts
+def test_every_rate_is_measured_shown_kept_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out.json"
+    rates = ("--rates", "200mbit,none")
+    assert run(*QUICK, *rates, "--json", out, "--plot", tmp_path, "--logs", tmp_path / "logs") == 0
+    shown = capfd.readouterr().out
+    kept = json.loads(out.read_text())
+    assert "commit" in kept["provenance"]
+    found = [(row["workload"], row["side"], row["x"], len(row["samples"])) for row in kept["cases"]["sweep"]["rows"]]
+    sides = (*PEERS["cpu"], "int8")
+    assert found == [(rate, side, x, 2) for rate, x in (("200mbit", 0.2), ("none", None)) for side in sides]
+    for text in ("200mbit, 1 of 2: forward and backward, 2 ranks", "none, 2 of 2", "even with plain DDP", "2 emulated"):
+        assert text in shown
+    assert (tmp_path / "logs" / "200mbit" / "host1-rank1.log").exists()
+    pictures = {name: (tmp_path / name).read_bytes() for name in ("sweep.png", "sweep.svg")}
+
+    assert run("--from", out, "--plot", tmp_path / "again") == 0
+    assert shown[shown.index("DDP, 2 ranks") : shown.index("wrote")] in capfd.readouterr().out
+    assert {name: (tmp_path / "again" / name).read_bytes() for name in pictures} == pictures
+
+
+@needs_hosts
+def test_broken_off_it_reports_what_it_has(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    # At the second rate a step would take minutes.
+    process = subprocess.Popen(
+        command(*QUICK, "--rates", "none,8kbit", "--json", out),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout
+    for line in process.stdout:
+        if "8kbit, 2 of 2" in line:
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, rest + errors
+    assert "even with plain DDP" in rest and "Traceback" not in errors
+    assert {row["workload"] for row in json.loads(out.read_text())["cases"]["sweep"]["rows"]} == {"none"}
+    assert_gone(process.pid, [])
+
+
+@needs_hosts
+def test_a_rate_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\necho no memory; exit 7\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(failing))
+    assert run(*QUICK, "--rates", "none,1gbit", "--json", tmp_path / "out.json") == 7
+    assert "ended at none, with status 7\n  no memory" in capfd.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--rates", "1gbit,fast"), "'fast' is not a rate"),
+        (("--hosts", 1), "not a whole number >= 2"),
+        (("--from", KEPT), "expected a sweep, got ddp"),
+        (("--from", KEPT, "--json", "out.json"), "expected --from or --json, got both"),
+        (("--hosts", 2), "apt install iproute2"),
+    ],
+)
+def test_mistakes_are_answered(
+    arguments: tuple[object, ...], text: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")  # where there is no tc
+    assert run(*arguments) == 2
+    assert text in " ".join(capfd.readouterr().err.split())
