@@ -1,4 +1,4 @@
-"""A wheel, and what its user has: DLTRAIN_WHEEL names it, DLTRAIN_PYTHON a Python that has it and torch, and no more."""
+"""A wheel, and what its user has: DLTRAIN_WHEEL names it, DLTRAIN_PYTHON a Python that has it and torch alone."""
 
 import os
 import subprocess
@@ -97,6 +97,6 @@ def test_a_program_runs(program, tmp_path):
 
 def test_a_program_is_typed(program, tmp_path):
     """By the types in the wheel, which mypy finds as it finds those of any installed package."""
-    cache = str(ROOT / ".mypy_cache")
-    typed = [sys.executable, "-m", "mypy", "--strict", "--python-executable", PYTHON, "--cache-dir", cache, str(program)]
+    seen_as = ["--python-executable", PYTHON, "--cache-dir", str(ROOT / ".mypy_cache")]
+    typed = [sys.executable, "-m", "mypy", "--strict", *seen_as, str(program)]
     assert "Success" in run(*typed, folder=tmp_path)
