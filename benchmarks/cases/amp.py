@@ -12,7 +12,7 @@ from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
 from benchmarks.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
 from dltrain_ext import amp, optim
 
-OVERVIEW = ["--seconds", "3", "--no-compile"]
+OVERVIEW = ["--seconds", "2", "--no-compile"]
 OURS, TOLD = "ours", "ours, told the norm"
 STEPS, SCALE, MAX_NORM = 3, 1024.0, 1.0
 Values = list[tuple[Tensor, Tensor]]

@@ -14,7 +14,7 @@ from benchmarks.memory import MemoryLimit, extra_memory, last_level_cache, time_
 from benchmarks.optim_peers import MOVING, LARSByHand, Make, Stranger
 from dltrain_ext import optim
 
-OVERVIEW = ["--seconds", "3", "--no-compile"]
+OVERVIEW = ["--elements", "8400000", "--seconds", "2", "--no-compile"]
 
 OURS = "ours"
 STEPS, ATOL = 3, 1e-8
@@ -114,16 +114,16 @@ def resnet50() -> list[tuple[int, ...]]:
     return [*shapes, (1000, into), (1000,)]
 
 
-def one(quick: bool, device: str) -> list[tuple[int, ...]]:
-    if device == "cuda":
-        return [(100_000_000,)]
-    return [(4_200_000 if quick else 33_500_000,)]  # no power of two: there all streams share cache sets
+def one(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """No power of two by default: there all streams share cache sets."""
+    default = 100_000_000 if options.device == "cuda" else 4_200_000 if options.quick else 33_500_000
+    return [(options.elements or default,)]
 
 
-WORKLOADS: dict[str, Callable[[bool, str], list[tuple[int, ...]]]] = {
+WORKLOADS: dict[str, Callable[[argparse.Namespace], list[tuple[int, ...]]]] = {
     "one": one,
-    "resnet50": lambda quick, device: resnet50(),
-    "many": lambda quick, device: [(64,)] * 4000,
+    "resnet50": lambda options: resnet50(),
+    "many": lambda options: [(64,)] * 4000,
 }
 DEFAULT_WORKLOADS = {"adamw": list(WORKLOADS), "sgd": ["resnet50"], "lars": ["resnet50"]}
 PEERS = list(dict.fromkeys(side for kind in OPTIMIZERS.values() for side in kind.sides if side != OURS))
@@ -143,6 +143,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "default all, for sgd and lars resnet50",
     )
     parser.add_argument("--peers", type=choices(PEERS), default=PEERS, help=f"out of {', '.join(PEERS)}; default all")
+    parser.add_argument(
+        "--elements", type=at_least(1), help="of workload one (default 33,500,000, --quick: 4,200,000, on a GPU 10^8)"
+    )
     parser.add_argument(
         "--no-compile", action="store_true", help="take the memory limit from plain streams, which need no compiler"
     )
@@ -178,7 +181,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     table = Table(f"Steps of {', '.join(kinds)}, fp32, on {where}: elements in tensors", notes=notes)
     keep(table)
     for index, (kind, workload) in enumerate(jobs):
-        shapes = WORKLOADS[workload](options.quick, device)
+        shapes = WORKLOADS[workload](options)
         elements = sum(map(math.prod, shapes))
         label = f"{kind.name} {workload}: {elements / 1e6:.3g}M in {len(shapes):,}"
 
