@@ -13,6 +13,8 @@ sys.path.append(str(ROOT))  # behind what is installed
 
 from benchmarks import plots  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
+from benchmarks.allreduce_ranks import Result, Side  # noqa: E402
+from benchmarks.cases.allreduce import make_row  # noqa: E402
 from benchmarks.harness import Failure, Row, Table  # noqa: E402
 from benchmarks.kept import load  # noqa: E402
 from benchmarks.plots.rates import LINK  # noqa: E402
@@ -135,6 +137,12 @@ def test_the_fastest_plan_changes_where_the_curves_cross() -> None:
     (begin, middle, first), (from_middle, end, second) = fastest(curves)
     assert (first, second) == ("tree", "ring") and (begin, end) == (2**10, 2**24)
     assert middle == from_middle and 2**14 < middle < 2**20
+
+
+def test_what_a_tuned_auto_took_is_told_by_its_side() -> None:
+    result = Result(2**10, Side("auto"), 0, None, None, [1e-3], chosen="tree")
+    (curve,) = curves_of(Table("all_reduce", [make_row(result, 2, "cpu")], []))
+    assert (curve.name, curve.chosen) == ("auto", {2**10: "tree"})
 
 
 def test_what_is_kept_is_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

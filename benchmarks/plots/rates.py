@@ -6,12 +6,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from benchmarks.crossings import Curve, at, crossings, faster_in
 from benchmarks.ddp_ranks import FP16, PLAIN
 from benchmarks.harness import Table
-from benchmarks.plots.style import curve_style, new_figure, peer_style
+from benchmarks.plots.style import curve_style, new_figure, number_logarithms, peer_style
 
 LINK = "link, Gbit/s"
 AGAINST = (PLAIN, FP16)  # what ours breaks even with
@@ -63,8 +62,7 @@ def by_rate(table: Table) -> Figure:
             axes.plot(beyond, line, **styles[side] | {"linestyle": ""})
         axes.set_title(f"faster than {peer}", loc="left")
     upper.set(xscale="log", yscale="log", ylabel="ms a step, median")
-    upper.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    upper.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    number_logarithms(upper.yaxis)
     upper.legend(loc="upper right")
     (feet or [upper])[-1].set_xlabel("rate of each host's link, Gbit/s (rings: two curves cross)")
     ticks = {rate: f"{rate:g}" for rate in rates} | ({beyond: "no limit"} if free else {})

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from benchmarks.crossings import crossings
 from benchmarks.harness import Table
-from benchmarks.plots.style import curve_style, new_figure, peer_style
+from benchmarks.plots.style import curve_style, new_figure, number_logarithms, peer_style
 
 AUTO = "auto"
 LETTER = 0.075  # inches
@@ -63,6 +63,7 @@ def by_size(table: Table) -> Figure:
         for curve in shown:
             upper.plot(*line(curve), **styles[curve.name], label=curve.name)
         upper.set(xscale="log", yscale="log", ylabel="ms, median" if index % columns == 0 else "")
+        number_logarithms(upper.yaxis)
         upper.set_title(kind or ("raw" if len(kinds) > 1 else ""), loc="left", fontweight="bold")
         bands(foot, shown, styles, inches=6.2 if columns == 1 else 2.7)
         name_sizes(foot, sorted({x for curve in curves for x in curve.seconds}))
@@ -122,8 +123,10 @@ def bands(axes: Axes, curves: list[Curve], styles: dict[str, dict[str, Any]], in
         if curve.chosen:
             rows.append("auto took")
             for x, plan in curve.chosen.items():
-                style = styles.get(plan, {"color": "#000000", "marker": "."})
-                axes.plot(x, 1.5, color=style["color"], marker=style["marker"], markersize=7, linestyle="")
+                if plan in styles:
+                    axes.plot(x, 1.5, **styles[plan] | {"markersize": 7, "linestyle": ""})
+                else:  # it was not asked for by its name
+                    axes.text(x, 1.5, plan, ha="center", va="center", fontsize=7.5)
     axes.set_yticks([0.5 + at for at in range(len(rows))], rows)
     axes.set_ylim(max(1, len(rows)), 0)
     axes.grid(visible=False, axis="y")

@@ -4,7 +4,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 # Told apart by those who are colour-blind, too (Okabe and Ito 2008), and by their markers.
 STYLES = [
@@ -44,6 +46,13 @@ def curve_style(index: int) -> dict[str, Any]:
 def peer_style(index: int) -> dict[str, Any]:
     colour, marker = PEERS[index % len(PEERS)]
     return {"color": colour, "marker": marker, "linestyle": ":"}
+
+
+def number_logarithms(axis: Axis) -> None:
+    """With 1, 2, 5 and their tenfolds, written out."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
