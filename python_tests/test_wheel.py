@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 WHEEL = os.environ.get("DLTRAIN_WHEEL", "")
 PYTHON = os.environ.get("DLTRAIN_PYTHON", "")
 
+CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
 pytestmark = pytest.mark.skipif(not (WHEEL and PYTHON), reason="needs DLTRAIN_WHEEL and DLTRAIN_PYTHON; CI has them")
 
 USER = """
@@ -62,8 +64,9 @@ assert ddp.allreduce_hook and fsdp.register and reference.__name__
 
 
 def run(*command: str, folder: Path) -> str:
-    """What it prints, in a folder without the checkout; any warning is an error."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
+    """What it prints, in a folder without the checkout; a warning fails, but torch's own where there is no NumPy."""
+    warnings = {"PYTHONWARNINGS": "error,ignore:Failed to initialize NumPy:UserWarning"}
+    done = subprocess.run(command, cwd=folder, env=CLEAN | warnings, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr
     return done.stdout
@@ -87,7 +90,7 @@ def test_a_wheel_holds_the_package_and_nothing_else():
 
 
 def test_info_needs_torch_alone(tmp_path):
-    printed = run(PYTHON, "-W", "error", "-m", "dltrain_ext.info", folder=tmp_path)
+    printed = run(PYTHON, "-m", "dltrain_ext.info", folder=tmp_path)
     assert "instruction set" in printed and "site-packages" in printed
 
 
