@@ -58,7 +58,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
 
 def main(argv: list[str]) -> int:
     try:
-        from benchmarks import compare, hosts, plots, report, summary, sweep
+        from benchmarks import compare, hosts, kept, plots, report, summary, sweep
         from benchmarks.cases import CASES
         from benchmarks.harness import Failure, check_device
     except ImportError as error:
@@ -79,22 +79,23 @@ def main(argv: list[str]) -> int:
         if command := {"hosts": hosts, "sweep": sweep, "plot": plots}.get(shared.case):
             return command.run(shared)
         check_device(shared.device)
-        old = compare.load(shared.compare) if shared.compare else None
+        old = kept.load(shared.compare, "--compare") if shared.compare else None
     except Failure as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     origin = report.provenance()
     console.print(report.headline(origin), style="dim", markup=False)
     tables, status = run(console, chosen)
+    measured = kept.Run(origin, tables, interrupted=status == INTERRUPTED)
     if shared.case:
         for table in tables.values():
             report.show(console, table)
     else:
         summary.show(console, tables)
     if old:
-        compare.show(console, old, origin, tables)
+        compare.show(console, shared.compare, old, measured)
     if shared.json and reports:
-        report.write_json(shared.json, origin, tables, interrupted=status == INTERRUPTED)
+        kept.write(shared.json, measured)
     for name, table in tables.items() if shared.plot and reports else ():
         for path in plots.draw(shared.plot, name, table):
             console.print(f"wrote {path}")

@@ -1,23 +1,52 @@
-"""What --json wrote, as the tables that it was written from."""
+"""What a run keeps: --json writes it, and it is read again to be drawn, or to be compared with."""
 
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness import Failure, Row, Table
 from benchmarks.simulation import Section, Simulation
 
 
-def load(path: Path) -> tuple[dict[str, str], dict[str, Table | Simulation]]:
-    """The provenance, and the tables by case."""
+class Run(NamedTuple):
+    """Where and with what the figures were made, and the tables by case."""
+
+    origin: Mapping[str, str]
+    tables: Mapping[str, Table | Simulation]
+    interrupted: bool = False
+
+
+def write(path: Path, run: Run) -> None:
+    """Everything, the samples too (in seconds)."""
+    cases = {case: asdict(table) for case, table in run.tables.items()}
+    text = json.dumps({"provenance": dict(run.origin), "interrupted": run.interrupted, "cases": cases}, indent=1)
+    text = re.sub(r'\[[^][{}"]+\]', lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers: one line
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def load(path: Path, argument: str) -> Run:
+    """Of any age; Failure, that names the argument, if it is something else."""
     try:
-        kept = json.loads(path.read_text())
-        return kept["provenance"], {name: table_of(case) for name, case in kept["cases"].items()}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Failure(f"{path}: not what --json writes: {error}") from None
+        plain = json.loads(path.read_text())
+        origin = {str(name): str(fact) for name, fact in plain["provenance"].items()}
+        tables = {name: _table_of(case) for name, case in plain["cases"].items()}
+        return Run(origin, tables, bool(plain.get("interrupted")))
+    except OSError as error:
+        raise Failure(f"{argument} {path}: {error.strerror}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise Failure(f"{argument} {path}: expected what --json writes, got something else ({reason})") from error
 
 
-def table_of(case: dict[str, Any]) -> Table | Simulation:
+def _table_of(case: dict[str, Any]) -> Table | Simulation:
     if "sections" in case:
         return Simulation(**case | {"sections": {name: Section(**part) for name, part in case["sections"].items()}})
-    return Table(**case | {"rows": [Row(**row) for row in case["rows"]]})
+    return Table(**{"notes": []} | case | {"rows": [_row_of(row) for row in case["rows"]]})
+
+
+def _row_of(row: dict[str, Any]) -> Row:
+    return Row(**row | {"samples": [float(sample) for sample in row["samples"]]})

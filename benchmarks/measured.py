@@ -1,12 +1,12 @@
 """All-reduces that were measured on emulated hosts, beside what the model says that is fitted to some of them."""
 
-import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.harness import Failure
+from benchmarks import kept
+from benchmarks.harness import Failure, Table
 from benchmarks.hosts import BURST
 from benchmarks.simulation import Cell, Section
 from dltrain_ext import comm, sim
@@ -21,18 +21,16 @@ MEMORY = 10e9  # bytes/s, of codecs on a processor: too little is known of it wh
 
 def load(path: Path) -> tuple[int, int, dict[tuple[str, str, int], float]]:
     """Ranks, the machine's cores, and seconds by plan, codec and bytes, of a JSON that the case allreduce wrote."""
-    try:
-        plain = json.loads(path.read_text())
-        table = plain["cases"]["allreduce"]
-        ranks = int(re.search(r"(\d+) ranks", table["title"])[1])  # type: ignore[index]
-        seconds = {}
-        for row in table["rows"]:
-            algorithm, _, codec = row["side"].partition(" ")
-            if row["ours"] and algorithm in comm.ALGORITHMS and row["samples"]:
-                seconds[algorithm, codec or "raw", row["x"]] = statistics.median(row["samples"])
-        return ranks, int(plain["provenance"]["cores"]), seconds
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise Failure(f"--measured {path}: not what `allreduce --json` writes: {error}") from error
+    run = kept.load(path, "--measured")
+    table = run.tables.get("allreduce")
+    if not isinstance(table, Table) or not (found := re.search(r"(\d+) ranks", table.title)):
+        raise Failure(f"--measured {path}: expected a run of allreduce, got {', '.join(run.tables) or 'nothing'}")
+    seconds = {}
+    for row in table.rows:
+        algorithm, _, codec = row.side.partition(" ")
+        if row.ours and algorithm in comm.ALGORITHMS and row.time and row.x:
+            seconds[algorithm, codec or "raw", int(row.x)] = row.time.median
+    return int(found[1]), int(run.origin["cores"]), seconds
 
 
 def compare(paths: Sequence[Path]) -> tuple[Section, str]:

@@ -1,16 +1,12 @@
 """What the user sees: live progress, a table per case, JSON."""
 
 import contextlib
-import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -161,14 +157,3 @@ def headline(origin: Mapping[str, str]) -> str:
     line = ", ".join(f"{name} {origin[name]}" for name in names if name in origin)
     busy = float(origin["load average"]) > (os.cpu_count() or 1) / 2
     return f"{line}{' (the machine is busy: expect noise)' if busy else ''}"
-
-
-def write_json(
-    path: Path, origin: Mapping[str, str], tables: Mapping[str, Table | Simulation], interrupted: bool = False
-) -> None:
-    """Everything, the samples too (in seconds)."""
-    cases = {case: asdict(table) for case, table in tables.items()}
-    text = json.dumps({"provenance": dict(origin), "interrupted": interrupted, "cases": cases}, indent=1)
-    text = re.sub(r'\[[^][{}"]+\]', lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers: one line
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")

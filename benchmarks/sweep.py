@@ -4,6 +4,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich import box
@@ -82,17 +83,17 @@ def run(options: argparse.Namespace) -> int:
     if table.rows:
         show(console, table)
         if options.json:
-            report.write_json(options.json, origin, {NAME: table}, interrupted=bool(status))
+            kept.write(options.json, kept.Run(origin, {NAME: table}, interrupted=bool(status)))
         for path in plots.draw(options.plot, NAME, table) if options.plot else ():
             console.print(f"wrote {path}")
     return status or int(not table.correct)
 
 
-def load(path: Path) -> tuple[dict[str, str], Table]:
-    origin, tables = kept.load(path)
-    if not isinstance(table := tables.get(NAME), Table):
-        raise Failure(f"--from {path}: expected a sweep, got {', '.join(tables) or 'nothing'}")
-    return origin, table
+def load(path: Path) -> tuple[Mapping[str, str], Table]:
+    run = kept.load(path, "--from")
+    if not isinstance(table := run.tables.get(NAME), Table):
+        raise Failure(f"--from {path}: expected a sweep, got {', '.join(run.tables) or 'nothing'}")
+    return run.origin, table
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> tuple[Table, int]:
@@ -110,7 +111,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> tuple[Table, int
                 last = [] if heard else listener.lines()[-hosts.TAIL :]
                 print(f"benchmarks: sweep: ended at {rate}, with status {status}", *last, sep="\n  ", file=sys.stderr)
                 return table, status
-            add(table, options, rate, kept.load(out)[1]["ddp"])
+            add(table, options, rate, kept.load(out, "--json").tables["ddp"])
     return table, 0
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # behind what is installed
 
-from benchmarks import compare, report  # noqa: E402
+from benchmarks import compare, kept  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.harness import Failure, Row, Spread, Table  # noqa: E402
 
@@ -25,14 +25,18 @@ def table_of(**sides: list[float]) -> Table:
     return Table("title", [Row("w", side, True, True, "0", samples) for side, samples in sides.items()])
 
 
-def kept(tmp_path: Path, table: Table, origin: dict[str, str] = ORIGIN, interrupted: bool = False) -> compare.Old:
-    report.write_json(tmp_path / "old.json", origin, {"case": table}, interrupted)
-    return compare.load(tmp_path / "old.json")
+def run_of(tables: dict[str, Table], origin: dict[str, str] = ORIGIN, interrupted: bool = False) -> kept.Run:
+    return kept.Run(origin, tables, interrupted)
 
 
-def shown(old: compare.Old, **tables: Table) -> str:
+def reread(tmp_path: Path, run: kept.Run) -> kept.Run:
+    kept.write(tmp_path / "old.json", run)
+    return kept.load(tmp_path / "old.json", "--compare")
+
+
+def shown(old: kept.Run, **tables: Table) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    compare.show(console, old, ORIGIN, tables)
+    compare.show(console, Path("old.json"), old, run_of(tables))
     return console.export_text()
 
 
@@ -50,9 +54,10 @@ def test_verdicts_go_by_the_quartiles(new: tuple[float, float, float], verdict: 
 
 
 def test_rows_stand_side_by_side(tmp_path: Path) -> None:
-    old = kept(tmp_path, table_of(same=[1.0, 1.0], slower=[1.0, 1.0], gone=[1.0], wrong=[1.0]))
+    before = table_of(same=[1.0, 1.0], slower=[1.0, 1.0], gone=[1.0], wrong=[1.0])
+    old = reread(tmp_path, run_of({"case": before}))
     table = table_of(same=[1.0, 1.0], slower=[3.0, 3.0], added=[2.0], wrong=[])
-    found = {line.side: (line.verdict, line.ratio) for line in compare.compare(old.times["case"], table)}
+    found = {line.side: (line.verdict, line.ratio) for line in compare.compare(before, table)}
     assert found == {
         "same": ("within the spread", 1.0),
         "slower": ("slower", 3.0),
@@ -63,11 +68,12 @@ def test_rows_stand_side_by_side(tmp_path: Path) -> None:
     text = shown(old, case=table, other=table)
     (line,) = (line.split() for line in text.splitlines() if "slower" in line and "3.00x" in line)
     assert line[-2:] == ["3.00x", "slower"]
-    assert f"other: not in {tmp_path / 'old.json'}" in text and "ANOTHER" not in text
+    assert "other: not in old.json" in text and "ANOTHER" not in text
 
 
 def test_another_machine_or_run_is_said(tmp_path: Path) -> None:
-    old = kept(tmp_path, table_of(a=[1.0]), {**ORIGIN, "CPU": "another", "torch": "2.12.0"}, interrupted=True)
+    another = ORIGIN | {"CPU": "another", "torch": "2.12.0"}
+    old = reread(tmp_path, run_of({"case": table_of(a=[1.0])}, another, interrupted=True))
     table = table_of(a=[1.0])
     table.title = "with more ranks"
     text = shown(old, case=table)
@@ -91,7 +97,7 @@ def test_another_machine_or_run_is_said(tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(content)
     with pytest.raises(Failure, match="old.json: expected what --json writes"):
-        compare.load(tmp_path / "old.json")
+        kept.load(tmp_path / "old.json", "--compare")
 
 
 def test_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +109,7 @@ def test_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_what_is_kept_can_be_compared_with(path: Path) -> None:
     if "provenance" not in json.loads(path.read_text()):
         pytest.skip("of no benchmark")
-    compare.load(path)
+    kept.load(path, "--compare")
 
 
 def test_two_runs_alike_are_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,7 @@
 """The plots of the benchmarks, of small tables made by hand: what is drawn of which, and what is written on it."""
 
-import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,12 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # behind what is installed
 
-from benchmarks import plots  # noqa: E402
+from benchmarks import kept, plots  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.allreduce_ranks import Result, Side  # noqa: E402
 from benchmarks.cases.allreduce import make_row  # noqa: E402
 from benchmarks.harness import Failure, Row, Table  # noqa: E402
-from benchmarks.kept import load  # noqa: E402
 from benchmarks.plots.rates import LINK  # noqa: E402
 from benchmarks.plots.sizes import curves_of, fastest  # noqa: E402
 from benchmarks.simulation import Section, Simulation  # noqa: E402
@@ -146,12 +143,12 @@ def test_what_a_tuned_auto_took_is_told_by_its_side() -> None:
 
 
 def test_what_is_kept_is_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept, drawn = tmp_path / "kept.json", tmp_path / "plots"
-    cases = {name: asdict(table) for name, (table, _) in CASES.items()}
-    kept.write_text(json.dumps({"provenance": {"commit": "0"}, "cases": cases}))
-    assert load(kept) == ({"commit": "0"}, {name: table for name, (table, _) in CASES.items()})
+    file, drawn = tmp_path / "kept.json", tmp_path / "plots"
+    run = kept.Run({"commit": "0"}, {name: table for name, (table, _) in CASES.items()})
+    kept.write(file, run)
+    assert kept.load(file, "FILE") == run
 
-    assert main(["plot", str(kept), str(drawn)]) == 0
+    assert main(["plot", str(file), str(drawn)]) == 0
     assert set(capsys.readouterr().out.splitlines()) == {f"wrote {path}" for path in drawn.iterdir()}
     assert {path.name for path in drawn.iterdir()} >= {"limits-limit.svg", "rates.png", "simulated-efficiency.svg"}
 
@@ -159,5 +156,5 @@ def test_what_is_kept_is_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("text", ["", "[]", '{"provenance": {}}', '{"provenance": {}, "cases": {"ddp": {"rows": 1}}}'])
 def test_what_is_no_such_file_is_answered(text: str, tmp_path: Path) -> None:
     (tmp_path / "kept.json").write_text(text)
-    with pytest.raises(Failure, match="kept.json: not what --json writes"):
-        load(tmp_path / "kept.json")
+    with pytest.raises(Failure, match="kept.json: expected what --json writes"):
+        kept.load(tmp_path / "kept.json", "FILE")

@@ -117,7 +117,7 @@ def test_the_model_foresees_what_was_measured(tmp_path: Path) -> None:
         (2, "'-3' is not a number above 0", ["--bandwidth=-3"]),
         (2, "'fast' is not a number above 0", ["--links", "10,fast"]),
         (2, "is not a size", ["--nbytes", "10MB"]),
-        (1, "--measured /nowhere: not what", ["--parts=measured", "--measured=/nowhere"]),
+        (1, "--measured /nowhere: No such file", ["--parts=measured", "--measured=/nowhere"]),
         (2, ", ".join(codecs.CODECS), ["--codecs", "int3"]),
         (1, "--algorithms: no codec but raw: recursive_doubling", ["--codecs=int8", "--algorithms=recursive_doubling"]),
         (1, "--max-ranks: expected at least one host of 16 ranks, got 8", ["--max-ranks=8", "--ranks-per-host=16"]),

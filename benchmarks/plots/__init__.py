@@ -25,8 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    _, tables = kept.load(options.file)
-    for name, table in tables.items():
+    for name, table in kept.load(options.file, "FILE").tables.items():
         for path in draw(options.folder, name, table):
             print(f"wrote {path}")
     return 0
