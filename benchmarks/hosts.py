@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.harness import Failure, at_least
+from benchmarks.signals import listening
 
 LINK = "eth0"
 PORT = 29500
@@ -103,21 +104,6 @@ def cluster(hosts: int, rate: str) -> Iterator[list[str]]:
 def show_output(output: bytes) -> None:
     sys.stdout.buffer.write(output)
     sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[int]]:
-    """The signals that ask us to end, as they come. Noted only: an exception could break into the cleaning up."""
-    heard: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: heard.append(number))
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def connect(switch: str, hosts: list[str], rate: str) -> None:

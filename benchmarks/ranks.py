@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.harness import Failure, Progress
-from benchmarks.hosts import listening
+from benchmarks.signals import listening
 
 Work = Callable[..., Iterator[Any]]
 Take = Callable[[Any], object]

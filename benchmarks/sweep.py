@@ -16,6 +16,7 @@ from benchmarks.crossings import in_words
 from benchmarks.ddp_ranks import BACKWARD
 from benchmarks.harness import Failure, Progress, Table, at_least, choices
 from benchmarks.plots.rates import AGAINST, LINK, curves_of
+from benchmarks.signals import listening
 from dltrain_ext import codecs
 
 NAME = "sweep"
@@ -99,7 +100,7 @@ def load(path: Path) -> tuple[Mapping[str, str], Table]:
 def measure(options: argparse.Namespace, progress: Progress) -> tuple[Table, int]:
     """The exit status, and what was measured until the end, a failure, or a signal."""
     table = Table("", [], [], "#wrong", LINK)
-    with hosts.listening() as heard, tempfile.TemporaryDirectory() as folder:
+    with listening() as heard, tempfile.TemporaryDirectory() as folder:
         for index, rate in enumerate(options.rates):
             listener = Listener(progress, f"{rate}, {index + 1} of {len(options.rates)}", index / len(options.rates))
             out = Path(folder, f"{rate}.json")
