@@ -53,7 +53,8 @@ def lines(table: Table) -> Iterator[tuple[list[Text | str], str]]:
         if row.left_out:
             missing.setdefault((row.side, row.check), []).append(row.workload.split(":")[0])
     for (side, why), workloads in missing.items():
-        yield [", ".join(filter(None, workloads)), "", "", side, why, "", "", "", NOT_TIMED], "dim"
+        where = workloads[0] if len(workloads) == 1 else f"in {len(workloads)} workloads"
+        yield [where, "", "", f"{side}: {why}", "", "", "", "", NOT_TIMED], "dim"
 
 
 def pairs(rows: list[Row]) -> list[tuple[Row | None, Row | None]]:
