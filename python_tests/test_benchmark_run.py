@@ -57,7 +57,7 @@ def test_the_summary_has_what_is_wrong_and_what_is_missing() -> None:
     (wrong,) = (line for line in text.splitlines() if "wrong peer" in line)
     assert "WRONG" in wrong
     (missing,) = (line.split() for line in text.splitlines() if "absent" in line)
-    assert " ".join(missing) == "w, v absent not installed: pip install absent left out"
+    assert " ".join(missing) == "in 2 workloads absent: not installed: pip install absent left out"
     assert "model: SIMULATED" in text
 
 
