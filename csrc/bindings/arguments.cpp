@@ -1,13 +1,32 @@
 #include "bindings/arguments.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include "bindings/place.h"
 
 namespace dltrain::bindings {
 
 void check_plain(const at::Tensor& tensor, const std::string& name) {
-  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() &&
-                       !tensor._is_zerotensor(),
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+                       !tensor.is_neg() && !tensor._is_zerotensor(),
                    name, ": expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
+}
+
+int64_t extent(const at::Tensor& tensor) {
+  int64_t elements = tensor.numel() > 0;
+  for (int64_t i = 0; i < tensor.dim() && elements > 0; ++i) elements += (tensor.size(i) - 1) * tensor.stride(i);
+  return elements * static_cast<int64_t>(tensor.element_size());
+}
+
+void check_backed(const at::Tensor& tensor, const std::string& name) {
+  TORCH_CHECK_VALUE(is_backed(tensor), name, ": expected a tensor whose elements are all in memory, got one of shape ", tensor.sizes(),
+                    " on a storage of ", tensor.has_storage() ? static_cast<int64_t>(tensor.storage().nbytes()) : 0, " bytes");
+}
+
+void check_written(const at::Tensor& tensor, const std::string& name) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, name,
+                    ": expected elements that each have a place of their own, got shape ", tensor.sizes(), " with strides ",
+                    tensor.strides());
 }
 
 void check_dense(const Argument& argument, const at::Device& device) {
@@ -15,6 +34,7 @@ void check_dense(const Argument& argument, const at::Device& device) {
   check_plain(tensor, name);
   TORCH_CHECK_VALUE(is_supported(tensor.device()), name, ": expected a tensor on ", supported_devices(), ", got one on ", tensor.device());
   TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device, ", got one on ", tensor.device());
+  check_backed(tensor, name);
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0, name,
@@ -36,12 +56,7 @@ void check_feedback(const Codec& codec, bool stochastic, const std::string& expe
 }
 
 void check_apart(const std::vector<Argument>& arguments) {
-  const auto extent = [](const at::Tensor& tensor) {  // in bytes, also where there are gaps
-    int64_t elements = tensor.numel() > 0;
-    for (int64_t i = 0; i < tensor.dim() && elements > 0; ++i) elements += (tensor.size(i) - 1) * tensor.stride(i);
-    return elements * static_cast<int64_t>(tensor.element_size());
-  };
-  const auto overlap = [&](const at::Tensor& a, const at::Tensor& b) {
+  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
     const auto* const x = static_cast<const char*>(a.const_data_ptr());
     const auto* const y = static_cast<const char*>(b.const_data_ptr());
     return x < y + extent(b) && y < x + extent(a);

@@ -30,6 +30,23 @@ struct Argument {
 // Its elements are numbers in memory: not sparse, nor what only stands for a tensor.
 void check_plain(const at::Tensor& tensor, const std::string& name);
 
+// The bytes from its first element to behind its last one, also where there are gaps.
+int64_t extent(const at::Tensor& tensor);
+
+// Who frees or shrinks a storage by hand leaves tensors whose elements are not all there.
+inline bool is_backed(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (impl.numel() == 0) return true;
+  if (!impl.has_storage()) return false;
+  const auto size = static_cast<int64_t>(impl.itemsize());
+  const int64_t bytes = impl.is_contiguous() ? impl.numel() * size : extent(tensor);
+  return impl.storage_offset() * size + bytes <= static_cast<int64_t>(impl.unsafe_storage().unsafeGetStorageImpl()->nbytes());
+}
+void check_backed(const at::Tensor& tensor, const std::string& name);
+
+// Its elements each have a place of their own.
+void check_written(const at::Tensor& tensor, const std::string& name);
+
 void check_dense(const Argument& argument, const at::Device& device);
 
 // Of `numel` elements; fp16 or not.

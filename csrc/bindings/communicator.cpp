@@ -1,6 +1,5 @@
 #include "bindings/communicator.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
@@ -32,12 +31,7 @@ void check_lies(const at::Tensor& tensor, const std::string& name, const c10::De
   check_plain(tensor, name);
   TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(), ", got one on ",
                     tensor.device());
-}
-
-void check_written(const at::Tensor& tensor, const std::string& name) {
-  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, name,
-                    ": expected elements that each have a place of their own, got shape ", tensor.sizes(), " with strides ",
-                    tensor.strides());
+  check_backed(tensor, name);
 }
 
 // Of an all-reduce.

@@ -138,6 +138,7 @@ class GroupOf : public FusedGroup {
       return true;
     }
     check_tensor(param, "params", index, param, true);
+    check_written(param, c10::str("params[", index, "]"));
     if (!detail::is_lazy(grad)) check_tensor(grad, "grads", index, param, true);
     starting_grads_.push_back(detail::is_lazy(grad) ? detail::resolved(grad) : grad.contiguous());
     return false;

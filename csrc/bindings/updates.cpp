@@ -12,12 +12,14 @@ void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at:
                    may_be_half ? ", float16 or bfloat16" : "", ", got ", tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", index, "]: expected shape ", param.sizes(), " of params[", index, "], got ",
                     tensor.sizes());
+  check_backed(tensor, c10::str(name, "[", index, "]"));
   TORCH_INTERNAL_ASSERT(false);
 }
 
 void check_step(const at::Tensor& step, int64_t index, const at::Tensor& param) {
   TORCH_CHECK_TYPE(detail::counts(step, param), "steps[", index, "]: expected one float32 number on ", param.device(), ", got ",
                    step.toString(), " of shape ", step.sizes());
+  check_backed(step, c10::str("steps[", index, "]"));
 }
 
 void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists) {
@@ -31,7 +33,13 @@ StepArguments::StepArguments(double lr, bool maximize, std::optional<at::Tensor>
                              std::optional<at::Tensor> found_inf)
     : lr_(lr), maximize_(maximize), tensor_lr_(std::move(tensor_lr)), grad_scale_(std::move(grad_scale)), found_inf_(std::move(found_inf)) {
   for (const auto& [name, tensor] : {std::pair{"lr", &tensor_lr_}, {"grad_scale", &grad_scale_}, {"found_inf", &found_inf_}}) {
-    TORCH_CHECK_VALUE(!*tensor || (*tensor)->numel() == 1, name, ": expected a tensor of one number, got shape ", (*tensor)->sizes());
+    if (!*tensor) continue;
+    check_plain(**tensor, name);
+    TORCH_CHECK_VALUE((*tensor)->numel() == 1, name, ": expected a tensor of one number, got shape ", (*tensor)->sizes());
+    TORCH_CHECK_VALUE(is_supported((*tensor)->device()), name, ": expected a tensor on ", supported_devices(), ", got one on ",
+                      (*tensor)->device());
+    TORCH_CHECK_TYPE(!(*tensor)->is_complex(), name, ": expected a real number, got ", (*tensor)->toString());
+    check_backed(**tensor, name);
   }
 }
 

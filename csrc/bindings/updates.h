@@ -47,7 +47,7 @@ inline bool has_type(const c10::TensorImpl& impl, bool may_be_half) {
 inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_half) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !impl.is_python_dispatch() &&
-         !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param);
+         !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param) && is_backed(tensor);
 }
 
 inline bool counts(const at::Tensor& step, const at::Tensor& param) {
@@ -147,6 +147,12 @@ class Updates {
     }
 
     const bool in_place = manner == Manner::as_it_lies || one_layout(tensors, master);
+    if (!in_place) {  // what is written by a copy must have a place for each element
+      for (int k = 0; k < K; ++k) {
+        if (k != 1) check_written(*tensors[k], c10::str(names_[k], "[", index, "]"));
+      }
+      if (master) check_written(*master, c10::str("masters[", index, "]"));
+    }
     const auto written = [&](const at::Tensor& tensor) { return (in_place ? tensor : copy(tensor)).mutable_data_ptr(); };
     Form<K> form;
     std::array<void*, K> data{};
@@ -231,7 +237,7 @@ class Updates {
       if (!detail::fits(*tensors[k], param, may_be_half(k)) || !has_memory(*tensors[k])) return false;
     }
     return (!master || (detail::fits(*master, param, false) && has_memory(*master))) &&
-           (!step || (detail::counts(*step, param) && has_memory(*step)));
+           (!step || (detail::counts(*step, param) && is_backed(*step) && has_memory(*step)));
   }
 
   // The same element at the same offset in all tensors, with nothing in between: then the update may walk through memory.
