@@ -44,7 +44,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.codecs.arguments import as_tensor, check_number, check_tensor, dtype_of_feedback, is_stochastic
-from dltrain_ext.codecs.message import Encoded, ErrorBound, GradStats
+from dltrain_ext.codecs.message import Encoded, ErrorBound, GradStats, check_message
 
 CODECS: tuple[str, ...] = tuple(codec.name for codec in _ops.codecs())
 
@@ -76,6 +76,7 @@ def error_bound(codec: str, rounding: str = "nearest") -> ErrorBound:
 
 def nbytes(codec: str, numel: int) -> int:
     """Bytes of the message of ``numel`` elements."""
+    check_number(numel, "numel", 2**60 + 1)
     return _find(codec).bytes(numel)
 
 
@@ -215,7 +216,7 @@ def reduce(
             f"out: expected a message of {own.dtype} {tuple(own.shape)}, got one of {result.dtype} {result.shape}"
         )
     _ops.encode_sum_(
-        own.contiguous(),
+        own.resolve_neg().contiguous(),
         messages,
         codec,
         position=position,
@@ -278,6 +279,8 @@ def _empty(tensor: Tensor, codec: str) -> Encoded:
 def _find(codec: str) -> _ops.Codec:
     if not isinstance(codec, str):
         raise TypeError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
+    if codec not in CODECS:  # which is no text that C++ could take, maybe
+        raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
     return _ops.find_codec(codec)
 
 
@@ -287,6 +290,7 @@ def _wire_of(
     """As :func:`as_tensor` of a message that is checked; None: whatever it says of itself."""
     if not isinstance(given, Encoded):
         raise TypeError(f"{name}: expected an Encoded, got {type(given).__name__}")
+    check_message(given, name)
     if codec not in (None, given.codec):
         raise ValueError(f"{name}: expected a message in {codec}, got one in {given.codec}")
     if numel not in (None, given.numel):

@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def is_stochastic(rounding: str) -> bool:
-    if rounding not in ("nearest", "stochastic"):
+    if not isinstance(rounding, str) or rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding: expected 'nearest' or 'stochastic', got {rounding!r}")
     return rounding == "stochastic"
 
 
 def dtype_of_feedback(feedback_dtype: str) -> torch.dtype:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if feedback_dtype not in dtypes:
+    if not isinstance(feedback_dtype, str) or feedback_dtype not in dtypes:
         raise ValueError(f"feedback_dtype: expected one of {', '.join(dtypes)}, got {feedback_dtype!r}")
     return dtypes[feedback_dtype]
 
@@ -36,12 +36,19 @@ def check_tensor(
         return
     if not isinstance(given, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
+    _check_dense(given, name)
     if written:
         _check_no_grad(given, name)
     if given.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {given.device}")
     if shape is not None and given.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(given.shape)}")
+
+
+def _check_dense(given: Tensor, name: str) -> None:
+    if given.layout != torch.strided or given.is_nested:
+        kind = "a nested one" if given.is_nested else f"layout {given.layout}"
+        raise TypeError(f"{name}: expected a plain dense tensor, got {kind}")
 
 
 def _check_no_grad(given: Tensor, name: str) -> None:
@@ -54,8 +61,7 @@ def _check_no_grad(given: Tensor, name: str) -> None:
 def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """The memory of an array as a tensor, and what makes arrays of its kind of tensors."""
     if isinstance(given, Tensor):
-        if given.layout != torch.strided:
-            raise TypeError(f"{name}: expected a plain dense tensor, got layout {given.layout}")
+        _check_dense(given, name)
         if written:
             _check_no_grad(given, name)
         return given.detach(), lambda tensor: tensor
@@ -64,7 +70,7 @@ def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, 
     if hasattr(given, "__array_namespace__"):
         library = given.__array_namespace__()
     else:
-        library = sys.modules[type(given).__module__.partition(".")[0]]
+        library = sys.modules.get(type(given).__module__.partition(".")[0])
     if not written and not hasattr(library, "from_dlpack"):
         raise TypeError(f"{name}: expected an array of a library with from_dlpack, got {type(given).__name__}")
     # What torch.from_dlpack does not look at: strides that would end the process, and memory that is not to be written.
@@ -75,5 +81,5 @@ def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, 
         raise ValueError(f"{name}: expected an array that can be written, got a {type(given).__name__} that cannot")
     try:
         return torch.from_dlpack(given), getattr(library, "from_dlpack", lambda tensor: tensor)
-    except BufferError as error:
+    except (BufferError, RuntimeError, TypeError) as error:
         raise ValueError(f"{name}: expected an array that torch can take, got one of which it says: {error}") from None

@@ -35,6 +35,15 @@ class Encoded:
         return int(self.wire.shape[0])
 
 
+def check_message(given: Encoded, name: str) -> None:
+    """What a message says of itself, as somebody may have sent it."""
+    shape = given.shape
+    if not isinstance(shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"{name}: expected a message whose shape is a tuple of ints of at least 0, got {shape!r}")
+    if not isinstance(given.dtype, torch.dtype):
+        raise TypeError(f"{name}: expected a message whose dtype is a torch.dtype, got {given.dtype!r}")
+
+
 class GradStats(NamedTuple):
     """What decoding finds out about the values, as tensors of one number where the values lie.
 
