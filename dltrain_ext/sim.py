@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dltrain_ext.codecs import CODECS
+from dltrain_ext.codecs.arguments import check_number
 from dltrain_ext.comm import algorithms_for
-from dltrain_ext.comm.model import Estimate, Network, Speed, simulate
+from dltrain_ext.comm.model import Estimate, Network, Speed, network_of, simulate
 
 __all__ = ["Estimate", "Network", "Speed", "StepEstimate", "best", "break_even", "simulate", "training_step"]
 
@@ -14,7 +15,10 @@ __all__ = ["Estimate", "Network", "Speed", "StepEstimate", "best", "break_even",
 def best(world_size: int, nbytes: int, *, codec: str = "raw", network: Network | None = None) -> Estimate:
     """The fastest plan's estimate, in one level or, where hosts have several ranks, in two; arguments as for
     :func:`simulate`."""
-    network = Network() if network is None else network
+    network = network_of(network)
+    if codec not in CODECS:
+        raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
+    check_number(world_size, "world_size", 2**16 + 1)
     per_host = network.ranks_per_host
     two_levels = 1 < per_host < world_size and world_size % per_host == 0
     return min(
@@ -74,11 +78,18 @@ def training_step(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    if not isinstance(buckets, Sequence):
+        raise TypeError(f"buckets: expected a sequence of bytes, got {buckets!r}")
     if not buckets:
         raise ValueError("buckets: expected at least one, got none")
+    for nbytes in buckets:
+        check_number(nbytes, "buckets", 2**48)
+    check_number(world_size, "world_size", 2**16 + 1)
     for name, seconds in (("backward", backward), ("other", other)):
-        if not 0 <= seconds < math.inf:
+        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"{name}: expected at least 0 s, got {seconds!r}")
+    if not isinstance(stragglers, tuple) or [isinstance(x, int | float) for x in stragglers] != [True, True]:
+        raise TypeError(f"stragglers: expected a probability and seconds, got {stragglers!r}")
     probability, lateness = stragglers
     if not (0 <= probability <= 1 and lateness >= 0):
         raise ValueError(f"stragglers: expected a probability and seconds, got {stragglers!r}")
@@ -108,7 +119,7 @@ def break_even(
     for name in (codec, against):
         if name not in CODECS:
             raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {name!r}")
-    network = Network() if network is None else network
+    network = network_of(network)
 
     def wins(bandwidth: float) -> bool:
         there = replace(network, bandwidth=bandwidth)

@@ -37,6 +37,7 @@ void bind_plans(py::module_& module) {
   py::class_<comm::Plan>(module, "Plan", "What one rank does in an all-reduce: rounds of steps over abstract chunks. print() draws it.")
       .def(py::init([](std::string algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds, bool exact) {
              check(chunks >= 1, "chunks: expected at least 1, got ", chunks);
+             check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
              check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
              return comm::Plan{std::move(algorithm), rank, world_size, chunks, std::move(rounds), exact};
            }),

@@ -67,6 +67,7 @@ const std::vector<std::string>& algorithms() {
 
 Plan make_plan(const std::string& algorithm, int rank, int world_size) {
   check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
+  check(world_size <= most_ranks, "world_size: expected at most ", most_ranks, ", got ", world_size);
   check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
   for (const Entry& entry : registry()) {
     if (entry.name == algorithm) return entry.build(rank, world_size);

@@ -55,7 +55,10 @@ const std::vector<std::string>& algorithms();
 // Names that are no plans: "auto" and "butterfly" resolve to one by size; "native" is the all-reduce of the backend below.
 const std::vector<std::string>& other_algorithms();
 
-// Throws std::invalid_argument for an unknown algorithm or a rank outside the world.
+// Of a world: a plan may have rounds in proportion.
+constexpr int most_ranks = 1 << 16;
+
+// Throws std::invalid_argument for an unknown algorithm, a world too large or a rank outside of it.
 Plan make_plan(const std::string& algorithm, int rank, int world_size);
 
 // A plan's place in plan_names().

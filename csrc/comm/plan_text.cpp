@@ -10,8 +10,25 @@ namespace dltrain::comm {
 
 namespace {
 
+// A plan that verify has yet to reject may hold any numbers.
 std::string range(const Chunks& chunks) {
-  return chunks.end - chunks.begin == 1 ? text(chunks.begin) : text(chunks.begin, "-", chunks.end - 1);
+  const int64_t last = int64_t{chunks.end} - 1;
+  return chunks.begin == last ? text(last) : text(chunks.begin, "-", last);
+}
+
+std::string quoted(const std::string& plain) {
+  std::ostringstream out;
+  out << '"' << std::hex << std::setfill('0');
+  for (const char c : plain) {
+    if (static_cast<unsigned char>(c) < ' ') {
+      out << "\\u" << std::setw(4) << int{c};
+    } else {
+      if (c == '"' || c == '\\') out << '\\';
+      out << c;
+    }
+  }
+  out << '"';
+  return out.str();
 }
 
 char symbol(Op op) {
@@ -80,7 +97,7 @@ std::string draw(const Plan& plan) {
 
 std::string to_json(const Plan& plan) {
   std::ostringstream out;
-  out << R"({"algorithm": )" << std::quoted(plan.algorithm) << R"(, "rank": )" << plan.rank << R"(, "world_size": )" << plan.world_size
+  out << R"({"algorithm": )" << quoted(plan.algorithm) << R"(, "rank": )" << plan.rank << R"(, "world_size": )" << plan.world_size
       << R"(, "chunks": )" << plan.chunks << R"(, "exact": )" << (plan.exact ? "true" : "false") << R"(, "rounds": [)";
   const char* between_rounds = "";
   for (const Round& round : plan.rounds) {

@@ -211,8 +211,10 @@ int walkers_of(int algorithm, int world_size, const Network& network, bool all_b
 void check_arguments(int world_size, int64_t numel, int segments, const Network& network, const Speed& speed,
                      const std::vector<double>& late) {
   check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
-  check(numel >= 0, "numel: expected at least 0, got ", numel);
-  check(segments >= 0, "segments: expected at least 0, got ", segments);
+  constexpr int64_t largest = int64_t{1} << 46;  // times chunks or segments it is still a number
+  check(world_size <= most_ranks, "world_size: expected at most ", most_ranks, ", got ", world_size);
+  check(numel >= 0 && numel <= largest, "numel: expected 0 to ", largest, ", got ", numel);
+  check(segments >= 0 && segments <= most_ranks, "segments: expected 0 to ", most_ranks, ", got ", segments);
   check(network.ranks_per_host >= 1, "ranks_per_host: expected at least 1, got ", network.ranks_per_host);
   check(network.cores >= 0, "cores: expected at least 0, got ", network.cores);
   check(network.bandwidth > 0, "bandwidth: expected more than 0 bytes/s, got ", network.bandwidth);
@@ -228,6 +230,14 @@ void check_arguments(int world_size, int64_t numel, int segments, const Network&
   for (const double seconds : late) check(seconds >= 0, "late: expected at least 0 s, got ", seconds);
 }
 
+void check_effort(const Plan& plan, int walkers, int segments) {
+  constexpr int64_t most = 1 << 27;  // a few GiB, and minutes
+  int64_t each = plan.chunks;
+  for (const Round& round : plan.rounds) each += std::ssize(round);
+  check(each <= most / walkers / segments, "world_size, segments: expected at most ", most, " steps and chunks to follow, got ", each,
+        " in each of ", segments, " segments on ", walkers, " ranks");
+}
+
 }  // namespace
 
 Estimate simulate(const std::string& algorithm, int world_size, int64_t numel, const Codec& codec, int segments, const Network& network,
@@ -239,6 +249,7 @@ Estimate simulate(const std::string& algorithm, int world_size, int64_t numel, c
   std::vector<Costs> programs;
   for (int rank = 0; rank < walkers; ++rank) {
     const Plan plan = make_plan(estimate.algorithm, rank, world_size);
+    if (rank == 0) check_effort(plan, walkers, count);
     // One rank's chunks stand for those of all, so they must not differ: then all are like the longest.
     const int64_t grain = codec.alignment * plan.chunks * count;
     const int64_t length = walkers < world_size ? (numel + grain - 1) / grain * grain : numel;

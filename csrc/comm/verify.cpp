@@ -78,7 +78,10 @@ class Walk {
       : plans_(plans),
         world_size_(static_cast<int>(plans.size())),
         exact_(std::all_of(plans.begin(), plans.end(), [](const Plan& plan) { return plan.exact; })) {
+    constexpr int64_t most = 1 << 22;  // a few GiB
     check(!plans.empty(), "plans: expected one for each rank, got none");
+    check(int64_t{plans[0].chunks} * world_size_ <= most, "plans: expected at most ", most, " chunks on all ranks, got ", plans[0].chunks,
+          " on each of ", world_size_);
     for (int rank = 0; rank < world_size_; ++rank) {
       const Plan& plan = plans[rank];
       check(plan.chunks >= 1, "plans[", rank, "]: expected at least 1 chunk, got ", plan.chunks);
@@ -107,7 +110,9 @@ class Walk {
   }
 
  private:
-  static std::string describe(Op op, const Chunks& chunks) { return text(name(op), " of chunks ", chunks.begin, " to ", chunks.end - 1); }
+  static std::string describe(Op op, const Chunks& chunks) {
+    return text(name(op), " of chunks ", chunks.begin, " to ", int64_t{chunks.end} - 1);
+  }
 
   const Round* round_of(const Plan& plan) const { return round_ < static_cast<int>(plan.rounds.size()) ? &plan.rounds[round_] : nullptr; }
 

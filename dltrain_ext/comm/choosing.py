@@ -75,7 +75,7 @@ class Overrides:
         algorithm, segments, path = (os.environ.get(f"DLTRAIN_{name}") for name in ("ALGORITHM", "SEGMENTS", "TUNING"))
         if algorithm is not None:
             _check_override(algorithm, "raw")
-        if segments is not None and not (segments.isdecimal() and 0 < int(segments) < 2**31):
+        if segments is not None and not (segments.isdecimal() and 0 < int(segments) < 2**16):
             raise ValueError(f"DLTRAIN_SEGMENTS: expected a number of at least 1, got {segments!r}")
         tuning = None
         if path is not None:

@@ -67,14 +67,19 @@ class Network:
         _check_positive(self, "bandwidth", "inside_bandwidth", "memory_bandwidth")
         _check_positive(self, "latency", "inside_latency", "burst", "overhead", "copy", zero=True)
         check_number(self.ranks_per_host, "ranks_per_host", 2**31)
-        check_number(self.cores, "cores", 2**31)
+        check_number(self.cores, "cores", 2**16)
         if self.ranks_per_host == 0:
             raise ValueError("ranks_per_host: expected at least 1, got 0")
-        for codec in self.speeds:
+        if not isinstance(self.speeds, Mapping):
+            raise TypeError(f"speeds: expected a mapping of Speed by codec, got {self.speeds!r}")
+        for codec, speed in self.speeds.items():
+            if not isinstance(codec, str) or not isinstance(speed, Speed):
+                raise TypeError(f"speeds: expected a mapping of Speed by codec, got {codec!r}: {speed!r}")
             _ops.find_codec(codec)
 
     def speed(self, codec: str) -> Speed:
         """What ``speeds`` says or, where it does not, as fast as memory is: each element and its code once."""
+        check_names("auto", codec)
         if codec in self.speeds:
             return self.speeds[codec]
         wire = _ops.find_codec(codec).bytes(2**20) / 2**20
@@ -140,20 +145,37 @@ def simulate(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    network = Network() if network is None else network
-    check_number(nbytes, "nbytes", 2**62)
-    check_number(world_size, "world_size", 2**31)
+    network = network_of(network)
+    check_number(nbytes, "nbytes", 2**48)
+    check_number(world_size, "world_size", 2**16 + 1)
     if segments is not None:
-        check_number(segments, "segments", 2**31)
-    _ops.check_names(algorithm, codec)
+        check_number(segments, "segments", 2**16)
+    check_names(algorithm, codec)
+    if not isinstance(late, Sequence) or not all(isinstance(seconds, int | float) for seconds in late):
+        raise TypeError(f"late: expected a sequence of seconds, got {late!r}")
     if algorithm == "native":
         raise ValueError("algorithm: expected one that is a plan, got 'native'")
-    if levels not in (1, 2):
+    if not isinstance(levels, int) or levels not in (1, 2):
         raise ValueError(f"levels: expected 1 or 2, got {levels!r}")
     numel = (nbytes + 3) // 4
     if levels == 2:
         return _in_two_levels(algorithm, world_size, numel, codec, network, segments or 0, late)
     return _in_one_level(algorithm, world_size, numel, codec, network, segments or 0, late)
+
+
+def network_of(given: Network | None) -> Network:
+    if given is not None and not isinstance(given, Network):
+        raise TypeError(f"network: expected a Network or None, got {given!r}")
+    return given or Network()
+
+
+def check_names(algorithm: object, codec: object) -> None:
+    for name, text in (("algorithm", algorithm), ("codec", codec)):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}: expected a str, got {text!r}")
+        if not text.isprintable():  # nor can it be told to C++
+            raise ValueError(f"{name}: expected a name, got {text!r}")
+    _ops.check_names(algorithm, codec)  # type: ignore[arg-type]
 
 
 def _in_one_level(

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from dltrain_ext._ops import Plan, Step, algorithms, make_plan
 from dltrain_ext._ops import verify as _verify
+from dltrain_ext.codecs import CODECS
+from dltrain_ext.codecs.arguments import check_number
 
 __all__ = ["ALGORITHMS", "Plan", "Step", "algorithms_for", "plan", "verify", "verify_plans"]
 
@@ -21,25 +23,36 @@ def plan(algorithm: str, rank: int, world_size: int) -> Plan:
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
+    if not isinstance(algorithm, str):
+        raise TypeError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    check_number(world_size, "world_size", 2**31)
+    check_number(rank, "rank", max(world_size, 1))
     return make_plan(algorithm, rank, world_size)
 
 
 def algorithms_for(codec: str) -> tuple[str, ...]:
     """Those of ``ALGORITHMS`` that take a codec: who encodes more than once takes ``"raw"`` alone."""
+    if codec not in CODECS:
+        raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
     return tuple(name for name in ALGORITHMS if codec == "raw" or not plan(name, 0, 1).exact)
 
 
 def verify(algorithm: str, world_size: int) -> None:
-    """Proves, symbolically, that the plans of all ranks together are an all-reduce.
+    """Proves, symbolically, that the plans of all ranks together are an all-reduce: of up to 2048.
 
     Raises:
         ValueError: with the rule that is broken and where. R1: the sends of each round match its receives. R2: every
             final chunk counts every contribution exactly once. R3: all ranks end with the same bits. R4: nothing is
             used before it came, and each rank encodes each chunk exactly once.
     """
+    check_number(world_size, "world_size", 2048 + 1)
+    if world_size == 0:
+        raise ValueError("world_size: expected at least 1, got 0")
     verify_plans([plan(algorithm, rank, world_size) for rank in range(world_size)])
 
 
 def verify_plans(plans: Sequence[Plan]) -> None:
     """:func:`verify` for plans made by hand; ``plans[r]`` is rank r's."""
+    if not isinstance(plans, Sequence) or not all(isinstance(each, Plan) for each in plans):
+        raise TypeError(f"plans: expected a sequence of Plan, got {plans!r}")
     _verify(list(plans))

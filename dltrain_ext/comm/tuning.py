@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dltrain_ext import _ops
 from dltrain_ext.codecs import error_bound
-from dltrain_ext.comm.model import Network
+from dltrain_ext.comm.model import Network, check_names
 
 VERSION = 1
 _LIKE_THE_FASTEST = 1.1  # as long as that times the fastest is as good
@@ -100,11 +99,18 @@ class Tuning:
                 if not choices:
                     raise ValueError(f"no choice for {codec}")
                 for choice in choices:
+                    whole = (choice.nbytes, choice.segments)
+                    if not all(type(number) is int and number < 2**62 for number in whole):
+                        raise ValueError(f"{choice} has bytes or segments that are no whole numbers")
+                    if not isinstance(choice.seconds, int | float) or choice.seconds == math.inf:
+                        raise ValueError(f"{choice} takes no number of seconds")
                     if not (choice.nbytes > 0 and choice.seconds > 0 and choice.segments > 0):
                         raise ValueError(f"{choice} is none")
-                    _ops.check_names(choice.algorithm, "raw" if codec == "native" else codec)
+                    check_names(choice.algorithm, "raw" if codec == "native" else codec)
+            if not table or type(plain["world_size"]) is not int or plain["world_size"] < 1:
+                raise ValueError(f"a table of {len(table)} codecs for {plain['world_size']!r} ranks")
             return cls(plain["world_size"], Network.from_dict(plain["network"]), table)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"tuning: expected what Tuning.to_json() wrote, got something else: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -115,7 +121,10 @@ class Tuning:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tuning":
-        return cls.from_json(Path(path).read_text())
+        try:
+            return cls.from_json(Path(path).read_text())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"tuning: expected what Tuning.save() wrote, got no text in {path}: {error}") from error
 
 
 def _cell(choice: Choice | None) -> str:
