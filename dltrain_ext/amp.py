@@ -1,7 +1,7 @@
 """Loss scaling whose verdict, clipping and unscaling are part of the optimizer's one pass."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,12 +56,19 @@ class LossScaler(torch.amp.GradScaler):
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
-        if not 0 < min_scale <= max_scale < math.inf:
-            raise ValueError(f"min_scale, max_scale: expected 0 < min_scale <= max_scale, got {min_scale}, {max_scale}")
+        _check_bounds(min_scale, max_scale, hysteresis)
+        for name, number in (
+            ("init_scale", init_scale),
+            ("growth_factor", growth_factor),
+            ("backoff_factor", backoff_factor),
+            ("growth_interval", growth_interval),
+        ):
+            if not isinstance(number, int | float):
+                raise TypeError(f"{name}: expected a number, got {number!r}")
+        if not isinstance(device, str):
+            raise TypeError(f"device: expected a str, got {device!r}")
         if enabled and not min_scale <= init_scale <= max_scale:
             raise ValueError(f"init_scale: expected {min_scale} to {max_scale}, got {init_scale}")
-        if isinstance(hysteresis, bool) or not isinstance(hysteresis, int) or hysteresis < 1:
-            raise ValueError(f"hysteresis: expected a whole number >= 1, got {hysteresis!r}")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.min_scale, self.max_scale, self.hysteresis = min_scale, max_scale, hysteresis
         # As torch has it of the scale: numbers until the device is known, then tensors there.
@@ -109,11 +116,15 @@ class LossScaler(torch.amp.GradScaler):
         Returns what ``optimizer.step(**kwargs)`` returns.
 
         Raises:
-            ValueError: ``max_norm`` is no number >= 0; ``grad_stats`` are no single numbers, or the sum no float64.
+            TypeError, ValueError: ``max_norm`` is no number >= 0; ``grad_stats`` are no single numbers, or the sum no
+                float64; ``optimizer`` is none.
             RuntimeError: a second call since ``update()``, or a closure, as in torch.
         """
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm >= 0):
             raise ValueError(f"max_norm: expected a number >= 0 or None, got {max_norm!r}")
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer: expected an optimizer, got {type(optimizer).__name__}")
+        _check_stats(grad_stats)
         self._total_norm = None
         if isinstance(optimizer, FusedStep):
             return self._fused_step(optimizer, max_norm, grad_stats, **kwargs)
@@ -206,7 +217,11 @@ class LossScaler(torch.amp.GradScaler):
         ``hysteresis``; to be called once an iteration, after all steps. ``new_scale`` sets it by hand.
         """
         if not self._enabled or new_scale is not None:
-            return super().update(new_scale)
+            if not isinstance(new_scale, int | float | Tensor | None) or (
+                isinstance(new_scale, Tensor) and new_scale.numel() != 1
+            ):
+                raise TypeError(f"new_scale: expected a number or a tensor of one, got {type(new_scale).__name__}")
+            return super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
         scale, _ = self._check_scale_growth_tracker("update")
         if self.hysteresis == 1:
             super().update()
@@ -230,10 +245,21 @@ class LossScaler(torch.amp.GradScaler):
         return {**super().state_dict(), **ours, **self._counted()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of ours, or of a GradScaler: what that lacks stays as it is."""
+        """Loads a state of ours, or of a GradScaler: what that lacks stays as it is.
+
+        Raises:
+            TypeError, ValueError: it is neither; then nothing has changed.
+        """
+        ours = {name: getattr(self, name) for name in ("min_scale", "max_scale", "hysteresis")}
+        if self._enabled:
+            if not isinstance(state_dict, Mapping):
+                raise TypeError(f"state_dict: expected that of a LossScaler, got {type(state_dict).__name__}")
+            ours = {name: state_dict.get(name, value) for name, value in ours.items()}
+            _check_bounds(**ours)
+            _check_saved(state_dict)
         super().load_state_dict(state_dict)
-        for name in ("min_scale", "max_scale", "hysteresis"):
-            setattr(self, name, state_dict.get(name, getattr(self, name)))
+        for name, value in ours.items():
+            setattr(self, name, value)
         counted = {**self._counted(), **state_dict}
         self._init_skipped, self._init_overflows = counted["skipped_steps"], counted["_overflows"]
         if self._skipped is not None and self._overflows is not None:
@@ -249,6 +275,33 @@ class LossScaler(torch.amp.GradScaler):
         counted = self._counted()
         state.update(_init_skipped=counted["skipped_steps"], _init_overflows=counted["_overflows"])
         return {**state, "_skipped": None, "_overflows": None, "_total_norm": None}
+
+
+def _check_bounds(min_scale: float, max_scale: float, hysteresis: int) -> None:
+    if not all(isinstance(number, int | float) for number in (min_scale, max_scale)):
+        raise TypeError(f"min_scale, max_scale: expected numbers, got {min_scale!r}, {max_scale!r}")
+    if not 0 < min_scale <= max_scale < math.inf:
+        raise ValueError(f"min_scale, max_scale: expected 0 < min_scale <= max_scale, got {min_scale}, {max_scale}")
+    if isinstance(hysteresis, bool) or not isinstance(hysteresis, int) or hysteresis < 1:
+        raise ValueError(f"hysteresis: expected a whole number >= 1, got {hysteresis!r}")
+
+
+def _check_saved(state_dict: Mapping[str, Any]) -> None:
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
+        if not isinstance(value := state_dict.get(name), int | float):
+            raise ValueError(f"state_dict: expected a number as its {name}, got {value!r}")
+    for name in ("growth_interval", "_growth_tracker", "skipped_steps", "_overflows"):
+        value = state_dict.get(name, 0)
+        if not isinstance(value, int) or not 0 <= value < 2**31:
+            raise ValueError(f"state_dict: expected a whole number >= 0 as its {name}, got {value!r}")
+
+
+def _check_stats(stats: GradStats | None) -> None:
+    if stats is None:
+        return
+    numbers = (getattr(stats, "sum_squares", None), getattr(stats, "found_inf", None))
+    if not isinstance(numbers[0], Tensor) or not isinstance(numbers[1], Tensor | None):
+        raise TypeError(f"grad_stats: expected a GradStats of tensors, got {type(stats).__name__}")
 
 
 def _flags(state: dict[str, Any]) -> list[Tensor]:

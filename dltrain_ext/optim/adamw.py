@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.fused import FusedStep, as_number, check_numbers, number_of
 
 
 class AdamW(FusedStep, torch.optim.AdamW):
@@ -48,6 +48,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
         fused: bool | None = None,
         master_weights: str | bool = "auto",
     ) -> None:
+        check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
+        _check_betas(betas)
         super().__init__(
             params,
             lr,
@@ -67,15 +69,16 @@ class AdamW(FusedStep, torch.optim.AdamW):
         return _ops.AdamWGroup()
 
     def _gather(self, fused: _ops.AdamWGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
-        return fused.gather(self.state, group["params"], self._has_masters(group), group["amsgrad"])
+        return fused.gather(self.state, group["params"], self._has_masters(group), bool(group["amsgrad"]))
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
+        betas: Any = group.get("betas")
+        _check_betas(betas)
         return {
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
+            "beta1": as_number(betas[0], "betas"),
+            "beta2": as_number(betas[1], "betas"),
+            "eps": number_of(group, "eps"),
+            "weight_decay": number_of(group, "weight_decay"),
         }
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
@@ -84,6 +87,15 @@ class AdamW(FusedStep, torch.optim.AdamW):
         steps = torch.zeros(len(params), **plain)
         for index, p in enumerate(params):
             step = self.state[p].get("step")
+            if not isinstance(step, Tensor | int | float | None):
+                raise TypeError(f"state['step']: expected a number, got {type(step).__name__}")
             self.state[p]["step"] = steps[index] if step is None else torch.as_tensor(step, **plain)
-        self._lay_out(params, ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"], group)
+        self._lay_out(params, ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"]), group)
         return params
+
+
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise TypeError(f"betas: expected two numbers, got {betas!r}")
+    check_numbers(betas=betas[0])
+    check_numbers(betas=betas[1])

@@ -17,6 +17,31 @@ Judge = Callable[[Sequence[_ops.FusedGroup]], tuple[Tensor | None, Tensor | None
 on any device, or None."""
 
 
+def number_of(group: dict[str, Any], name: str) -> float:
+    """Of a hyper-parameter; raises TypeError naming one that is no number."""
+    return as_number(group.get(name), name)
+
+
+def check_numbers(**given: Any) -> None:
+    """Before torch compares them; tensors it looks at itself."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            as_number(value, name)
+
+
+def as_number(value: Any, name: str) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{name}: expected a number, got {value!r}") from error
+
+
+def _is_on_cuda(lr: Any) -> bool:
+    return isinstance(lr, Tensor) and lr.is_cuda
+
+
 class FusedStep(torch.optim.Optimizer):
     """Mixed into an optimizer of torch.optim, or over torch.optim.Optimizer itself, which bring the constructor, the
     groups and the state_dict.
@@ -47,12 +72,27 @@ class FusedStep(torch.optim.Optimizer):
             self._load_as_saved(loading)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim; only that moments and masters stay float32 whatever the parameters are."""
+        """As in torch.optim; only that moments and masters stay float32 whatever the parameters are.
+
+        Raises:
+            ValueError: it is none of such an optimizer; then nothing has changed.
+        """
+        before = self.state, self.param_groups
         self._loading: dict[str, Any] = {}
         # Behind the user's own hooks, which may have changed it.
         hook = self.register_load_state_dict_pre_hook(lambda _, final: self._loading.update(final))
         try:
             super().load_state_dict(state_dict)
+            for group in self.param_groups:
+                self._check_group(group)
+            if not all(isinstance(entry, dict) for entry in self.state.values()):
+                raise TypeError("state: expected a dict for each parameter")
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            self.state, self.param_groups = before
+            raise ValueError(
+                f"state_dict: expected one of {type(self).__name__} for these parameters, got one that does not fit: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         finally:
             hook.remove()
             del self._loading
@@ -67,23 +107,29 @@ class FusedStep(torch.optim.Optimizer):
                     self.state[p][key] = value.detach().to(p.device, torch.float32, copy=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group: expected a dict with params, got {type(param_group).__name__}")
         self.defaults.update(self._given)  # only where it is not the default: else groups are torch's to the letter
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises ValueError naming what does not fit."""
+        """Raises TypeError, ValueError naming what does not fit."""
         if group.get("differentiable"):
             name = type(self).__name__
             raise ValueError(f"differentiable: expected False, got True; torch.optim.{name} has a differentiable step")
-        if group.get("master_weights", "auto") not in ("auto", True, False):
-            raise ValueError(f"master_weights: expected 'auto', True or False, got {group['master_weights']!r}")
+        masters = group.get("master_weights", "auto")
+        if not isinstance(masters, int | str) or masters not in ("auto", True, False):
+            raise ValueError(f"master_weights: expected 'auto', True or False, got {masters!r}")
         if len(set(group["params"])) < len(group["params"]):
             raise ValueError("params: expected each parameter once, got one that is twice in the group")
+        self._hyper(group)
+        if not _is_on_cuda(group["lr"]):
+            number_of(group, "lr")
 
     @staticmethod
     def _has_masters(group: dict[str, Any]) -> bool:
@@ -108,7 +154,7 @@ class FusedStep(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The hyper-parameters of the step beside ``lr`` and ``maximize``."""
+        """The hyper-parameters of the step beside ``lr`` and ``maximize``; raises TypeError naming one that is none."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -121,6 +167,8 @@ class FusedStep(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            if not callable(closure):
+                raise TypeError(f"closure: expected a callable or None, got {type(closure).__name__}")
             with torch.enable_grad():
                 loss = closure()
         if not any(any_sharded(group["params"]) for group in self.param_groups):
@@ -141,6 +189,7 @@ class FusedStep(torch.optim.Optimizer):
         while len(self._fused) < len(param_groups):
             self._fused.append(self._make_fused())
         groups = list(zip(self._fused, param_groups, strict=False))
+        before: list[tuple[Tensor, dict[str, Any] | None]] = []
         try:
             # All groups are read before anything is changed, so that an error leaves everything as it was.
             incomplete = [self._gather(fused, group) for fused, group in groups]
@@ -153,14 +202,34 @@ class FusedStep(torch.optim.Optimizer):
             for (fused, group), params in zip(groups, incomplete, strict=True):
                 if params:
                     starting: list[Tensor] = []
+                    before += [(p, self._entry_of(p)) for p in params]
                     for device in {p.device for p in params}:
                         starting += self._complete_state([p for p in params if p.device == device], group)
                     self._gather(fused, group, starting)
+        except Exception:
+            for p, entry in before:
+                self._put_back(p, entry)
+            raise
+        else:
             for (fused, _), given, hyper in zip(groups, arguments, hypers, strict=True):
                 fused.step(given, **hyper)
         finally:
             for fused, _ in groups:
                 fused.release()
+
+    def _entry_of(self, p: Tensor) -> dict[str, Any] | None:
+        entry = self.state.get(p)
+        if not isinstance(entry, dict | None):
+            raise TypeError(f"state of a param of shape {list(p.shape)}: expected a dict, got {type(entry).__name__}")
+        return None if entry is None else dict(entry)
+
+    def _put_back(self, p: Tensor, entry: dict[str, Any] | None) -> None:
+        """As its state was before the step."""
+        if entry is None:
+            self.state.pop(p, None)
+        else:
+            self.state[p].clear()
+            self.state[p].update(entry)
 
     def sum_squares(self, groups: Sequence[_ops.FusedGroup]) -> list[Tensor]:
         """Of all gradients of the step under way, which the groups have read: float64 numbers to be added up."""
@@ -175,9 +244,9 @@ class FusedStep(torch.optim.Optimizer):
         self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> _ops.StepArguments:
         lr = group["lr"]
-        on_device = isinstance(lr, Tensor) and lr.is_cuda
+        on_device = _is_on_cuda(lr)
         return _ops.StepArguments(
-            lr=0.0 if on_device else float(lr),
+            lr=0.0 if on_device else number_of(group, "lr"),
             tensor_lr=lr if on_device else None,
             maximize=bool(group["maximize"]),
             grad_scale=grad_scale,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.fused import FusedStep, check_numbers, number_of
 from dltrain_ext.optim.shards import any_sharded
 
 
@@ -99,22 +99,26 @@ class LARS(FusedStep):
         super().__init__(params, defaults, master_weights=master_weights)
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        if not isinstance(group["preset"], str) or group["preset"] not in PRESETS:
+            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {group['preset']!r}")
+        adapt = group["adapt"]
+        if not isinstance(adapt, int | str) or adapt not in ("auto", True, False):
+            raise ValueError(f"adapt: expected 'auto', True or False, got {adapt!r}")
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
         super()._check_group(group)
         if any_sharded(group["params"]):
             raise ValueError(
                 "params: expected whole tensors, since a step takes their norms, got DTensors; AdamW and SGD take them"
             )
-        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-            raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
         for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps"):
             value = group[name]
             asked_of_a_device = isinstance(value, Tensor) and not value.is_cpu
-            if not asked_of_a_device and value is not None and not 0 <= value < math.inf:
+            if value is None and name in ("trust_coefficient", "eps"):
+                continue
+            check_numbers(**{name: value})
+            if not asked_of_a_device and not 0 <= value < math.inf:
                 raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
-        if group["preset"] not in PRESETS:
-            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {group['preset']!r}")
-        if group["adapt"] not in ("auto", True, False):
-            raise ValueError(f"adapt: expected 'auto', True or False, got {group['adapt']!r}")
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("nesterov: expected False without momentum, got True")
 
@@ -128,12 +132,14 @@ class LARS(FusedStep):
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         preset = PRESETS[group["preset"]]
-        given = {name: group[name] for name in ("trust_coefficient", "eps") if group[name] is not None}
+        given: dict[str, Any] = {
+            name: number_of(group, name) for name in ("trust_coefficient", "eps") if group[name] is not None
+        }
         if not group["adapt"]:
             given["lr_inside"] = False
         return {
-            "momentum": float(group["momentum"]),
-            "weight_decay": float(group["weight_decay"]),
+            "momentum": number_of(group, "momentum"),
+            "weight_decay": number_of(group, "weight_decay"),
             "nesterov": bool(group["nesterov"]),
             **preset._replace(**given)._asdict(),
         }

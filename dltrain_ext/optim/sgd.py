@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.fused import FusedStep, check_numbers, number_of
 
 
 class SGD(FusedStep, torch.optim.SGD):
@@ -41,6 +41,7 @@ class SGD(FusedStep, torch.optim.SGD):
         fused: bool | None = None,
         master_weights: str | bool = "auto",
     ) -> None:
+        check_numbers(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
         super().__init__(
             params,
             lr,
@@ -64,9 +65,9 @@ class SGD(FusedStep, torch.optim.SGD):
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "momentum": float(group["momentum"]),
-            "dampening": float(group["dampening"]),
-            "weight_decay": float(group["weight_decay"]),
+            "momentum": number_of(group, "momentum"),
+            "dampening": number_of(group, "dampening"),
+            "weight_decay": number_of(group, "weight_decay"),
             "nesterov": bool(group["nesterov"]),
         }
 
