@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 VERSION = 1
+MOST_RANKS = 2**16
 
 
 def key_of(rank: int, world_size: int) -> str:
@@ -31,6 +32,16 @@ def merge(
         raise TypeError("state_dict: expected a state_dict of an AllReduceState, or a list of them")
     if any(state.get("version") != VERSION for state in states):
         raise ValueError(f"state_dict: expected version {VERSION}, got {[state.get('version') for state in states]}")
+    for state in states:
+        for name, least in (("steps", 0), ("world_size", 1)):
+            if type(number := state[name]) is not int or number < least:
+                raise ValueError(f"state_dict: expected {name} of at least {least}, got {number!r}")
+        if state["world_size"] > MOST_RANKS:
+            raise ValueError(f"state_dict: expected a world_size of at most {MOST_RANKS}, got {state['world_size']}")
+        if not isinstance(state["feedback"], Mapping) or not all(
+            isinstance(residuals, Mapping) for residuals in state["feedback"].values()
+        ):
+            raise ValueError("state_dict: expected feedback by rank and by parameter, got something else")
     steps = {state["steps"] for state in states}
     if len(steps) != 1:
         raise ValueError(f"state_dict: expected states of one moment, got some of {sorted(steps)} steps")
@@ -53,16 +64,16 @@ def merge(
             raise ValueError(f"state_dict: expected feedback of the model's parameters, got {', '.join(unknown)}")
         for name, residual in saved[key].items():
             parameter = parameters[name]
-            if not isinstance(residual, Tensor) or residual.shape != parameter.shape:
+            if not isinstance(residual, Tensor) or residual.layout != torch.strided or residual.is_meta:
+                raise ValueError(f"state_dict: expected feedback of {name} as a dense tensor, got {type(residual)}")
+            if not residual.is_floating_point() or residual.shape != parameter.shape:
                 raise ValueError(
                     f"state_dict: expected feedback of shape {tuple(parameter.shape)} for {name}, "
-                    f"got {tuple(getattr(residual, 'shape', ()))}"
+                    f"got {tuple(residual.shape)} of {residual.dtype}"
                 )
             given = residual.detach().to(parameter.device, torch.float32)
             total[name] = total[name] + given if name in total else given
     (done,) = steps
-    if type(done) is not int or done < 0:
-        raise ValueError(f"state_dict: expected steps of at least 0, got {done!r}")
     return done, total
 
 

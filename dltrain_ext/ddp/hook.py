@@ -82,6 +82,8 @@ class AllReduceState:
         ranks_per_host: int | None = None,
         tuning: Tuning | str | os.PathLike[str] | None = None,
     ):
+        if not isinstance(codec, str) or not isinstance(algorithm, str):
+            raise TypeError(f"codec, algorithm: expected a str each, got {codec!r} and {algorithm!r}")
         _ops.check_names(algorithm, "raw" if codec == "auto" else codec)
         dtype = dtype_of_feedback(feedback_dtype)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -271,6 +273,8 @@ class AllReduceState:
             saved_by = self._world_size
         if type(saved_by) is not int or saved_by < 1:
             raise ValueError(f"saved_by: expected a world size of at least 1, or None, got {saved_by!r}")
+        if saved_by > checkpoint.MOST_RANKS:
+            raise ValueError(f"saved_by: expected at most {checkpoint.MOST_RANKS}, got {saved_by}")
         feedback: dict[str, dict[str, Tensor]] = {}
         for rank in checkpoint.takes(self._rank, self._world_size, saved_by):
             residuals = feedback[checkpoint.key_of(rank, saved_by)] = {}

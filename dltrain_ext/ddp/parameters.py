@@ -29,7 +29,12 @@ class Parameters:
         if named is None:
             return
         self.names = {}
-        for name, parameter in named:
+        if not isinstance(named, Iterable) or isinstance(named, str | Tensor):
+            raise TypeError(f"named_parameters: expected pairs of a str and a tensor, got {named!r}")
+        for pair in named:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(f"named_parameters: expected pairs of a str and a tensor, got {pair!r}")
+            name, parameter = pair
             if not isinstance(name, str) or not isinstance(parameter, Tensor):
                 raise TypeError(
                     "named_parameters: expected pairs of a str and a tensor, as of model.named_parameters(), "

@@ -124,7 +124,8 @@ def register(
 
 def _groups(model: nn.Module) -> dict[str, tuple[FSDPModule, list[DTensor]]]:
     """What is reduced at once: parameters, and a module that stands for them."""
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    modules = {name: module for name, module in named if isinstance(module, FSDPModule)}
     if not modules:
         raise TypeError(
             f"model: expected one that fully_shard was applied to, got {type(model).__name__}; ddp.register is for a "

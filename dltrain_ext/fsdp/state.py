@@ -117,10 +117,12 @@ class ShardedState:
         if _key() not in by_rank:
             raise ValueError(
                 f"state_dict: expected what {_key()} saved, since shards of another world size are others, got that of "
-                f"{', '.join(by_rank)}; go on without, by a new register()"
+                f"{', '.join(map(str, by_rank))}; go on without, by a new register()"
             )
         lost = by_rank[_key()]
-        found = {name: tensor.numel() for name, tensor in lost.items() if isinstance(tensor, Tensor)}
+        if not isinstance(lost, Mapping):
+            raise ValueError(f"state_dict: expected the feedback of {_key()} by module, got {type(lost).__name__}")
+        found = {name: tensor.numel() for name, tensor in lost.items() if _is_feedback(tensor)}
         if steps.keys() != self._numels.keys() or (lost and found != self._numels):
             raise ValueError(f"state_dict: expected the modules and sizes of this model, {self._numels}, got {found}")
         if not all(type(done) is int and done >= 0 for done in steps.values()):
@@ -129,6 +131,16 @@ class ShardedState:
         for name, gradient in self._gradients.items():
             if gradient.feedback is not None and name in lost:
                 gradient.feedback.initial[name] = lost[name].to(gradient.feedback.dtype)
+
+
+def _is_feedback(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.dim() == 1
+        and value.is_floating_point()
+        and not value.is_meta
+    )
 
 
 def _key() -> str:
