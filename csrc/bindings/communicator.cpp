@@ -138,6 +138,12 @@ Communicator::Work::~Work() {
 }
 
 Communicator::~Communicator() {
+  if (is_forked()) {  // what would be joined, told and closed is the parent's
+    new auto(std::move(work_));
+    new auto(std::move(stream_queue_));
+    queue_.release();
+    return;
+  }
   // The worker and the backend's threads may need the GIL to let go of a tensor.
   py::gil_scoped_release no_gil;
   close();
@@ -148,7 +154,7 @@ Communicator::~Communicator() {
 void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& options) const {
   if (const std::string reason = work_->failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
   TORCH_CHECK(
-      !queue_.in_worker(),
+      !queue_->in_worker(),
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
   comm::check_names(options.call.algorithm, options.call.codec);
@@ -266,7 +272,7 @@ void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& 
       });
     }
   }
-  queue_.run([&] { work_->all_reduce(caller, tensor, options); });
+  queue_->run([&] { work_->all_reduce(caller, tensor, options); });
 }
 
 std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const AllReduceOptions& options) {
@@ -315,17 +321,18 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
     }
   }
   // Backward has the other cores busy: a team of threads would gain nothing here.
-  queue_.submit([task] { task(Place{serial_for}); });
+  queue_->submit([task] { task(Place{serial_for}); });
   return out;
 }
 
 void Communicator::close() {
+  if (is_forked()) return;
   const std::string reason = "the communicator was closed";
   // Before a call fails: nobody is told that this rank is well, and a call that asks for the culprit need not wait for an answer.
   work_->refuse(reason);
   if (work_->lookout) work_->lookout->close();
   work_->abort(reason);
-  queue_.close();
+  queue_->close();
   work_->close();
 }
 
@@ -335,6 +342,7 @@ Communicator::Stats Communicator::stats() const {
 }
 
 void Communicator::drain() {
+  if (is_forked()) return;
   for (const auto& level : {work_->inside, work_->across}) {
     if (level) level->executor().drain();
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <torch/csrc/jit/python/pybind_utils.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
@@ -46,6 +47,9 @@ class Communicator {
   // Aborts what is under way and fails what waits. Does not block on any peer.
   void close();
 
+  // Whether this process was forked from the one that made this: it has neither the threads nor connections of its own.
+  bool is_forked() const { return getpid() != process_; }
+
   // Returns when what was enqueued on a CUDA device is done, or has failed.
   void drain();
 
@@ -80,8 +84,9 @@ class Communicator {
   void check(const at::Tensor& tensor, const AllReduceOptions& options) const;
 
   const c10::Device device_;
+  const pid_t process_ = getpid();
   std::shared_ptr<Work> work_;  // shared with the tasks: one of them may drop the communicator
-  Queue queue_;
+  std::unique_ptr<Queue> queue_ = std::make_unique<Queue>();
   std::shared_ptr<cuda::StreamQueue> stream_queue_;  // in its place on a CUDA device
 };
 

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 import os
 import threading
 import weakref
@@ -18,7 +19,7 @@ from dltrain_ext.codecs.arguments import check_number, is_stochastic
 from dltrain_ext.comm import tuner
 from dltrain_ext.comm.choosing import Chooser, codec_for, is_raw_alone
 from dltrain_ext.comm.connections import TRANSPORTS, Connections
-from dltrain_ext.comm.model import Network
+from dltrain_ext.comm.model import Network, check_names
 from dltrain_ext.comm.tuning import Tuning
 
 _IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
@@ -26,7 +27,7 @@ _IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
 
 def _averages(op: "str | dist.ReduceOp") -> bool:
     for name, reduce_op, average in (("sum", dist.ReduceOp.SUM, False), ("avg", dist.ReduceOp.AVG, True)):
-        if op in (name, reduce_op):
+        if isinstance(op, str | type(reduce_op) | dist.ReduceOp) and op in (name, reduce_op):
             return average
     raise ValueError(f"op: expected 'sum', 'avg', ReduceOp.SUM or ReduceOp.AVG, got {op!r}")
 
@@ -40,6 +41,7 @@ class Work:
 
     def wait(self) -> bool:
         """Returns True when the tensor holds the result; raises ``DistBackendError`` when it cannot come."""
+        self._communicator.check_process()
         self._future.wait()
         return True
 
@@ -95,7 +97,7 @@ class Communicator:
         timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
         if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
             raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got {timeout!r}")
-        if transport not in TRANSPORTS:
+        if not isinstance(transport, str) or transport not in TRANSPORTS:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
@@ -107,6 +109,7 @@ class Communicator:
         self._connections = Connections(store, ranks, timeout, transport, ranks_per_host)
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._close = weakref.finalize(self, _close, self._by_device)
         if len(set(self._connections.share(self._chooser.digest))) > 1:
             raise ValueError(
@@ -119,7 +122,17 @@ class Communicator:
         for communicator in getattr(self, "_by_device", {}).values():
             communicator.drain()  # what is enqueued is somebody's result
 
+    def check_process(self) -> None:
+        """Raises RuntimeError in a child of fork(), which has none of the threads, and whose connections are not its
+        own."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"communicator: expected to be used in process {self._process}, which made it, got a call in process "
+                f"{os.getpid()}, forked from that; start processes by spawn, or make a group and a communicator in each"
+            )
+
     def _on(self, device: torch.device) -> "_ops.Communicator":
+        self.check_process()
         with self._lock:
             if not self._close.alive:
                 raise dist.DistBackendError("the communicator was closed")
@@ -239,10 +252,13 @@ class Communicator:
         Returns:
             The same on all ranks, and kept as ``tuning``; print it, ``save`` it, and give it to the next run.
         """
+        self.check_process()
+        if not isinstance(codecs, Sequence | None):
+            raise TypeError(f"codecs: expected a sequence of names or None, got {codecs!r}")
+        for codec in codecs or ():
+            check_names("auto", codec)
         names = [codec for codec in (CODECS if codecs is None else codecs) if codec != "raw"]
-        for codec in names:
-            _ops.find_codec(codec)
-        if not isinstance(seconds, int | float) or not seconds >= 0:
+        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"seconds: expected a number of at least 0, got {seconds!r}")
         per_host = self._connections.ranks_per_host
         group = tuner.Group(self._rank, self._world_size, self._device, self._try, self._connections.share)
@@ -262,11 +278,15 @@ class Communicator:
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
         """What ``algorithm="auto"`` stands for, with tensors of so many bytes in fp32: a plan, and the number of
         segments where that is decided; ``"auto"`` before tuning."""
+        check_names("auto", codec)
+        check_number(nbytes, "nbytes", 2**62)
         return self._chooser.plan_for(codec, nbytes)
 
     def codec_for(self, nbytes: int, algorithm: str = "auto") -> tuple[str, str]:
         """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32, behind the algorithm to go with it:
         ``"native"`` where compressing would lose. Before tuning this tunes, which is collective."""
+        check_names(algorithm, "raw")
+        check_number(nbytes, "nbytes", 2**62)
         if is_raw_alone(algorithm):
             return algorithm, "raw"
         return codec_for(self.tuning or self.tune(), nbytes, algorithm, tells=self._rank == 0)
@@ -285,6 +305,8 @@ class Communicator:
 
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if _forked_groups:
+        _check_own(dist.group.WORLD)
     if not dist.is_initialized():
         raise ValueError(
             "group: expected an initialized default group, call torch.distributed.init_process_group first"
@@ -293,6 +315,25 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a torch.distributed.ProcessGroup that this rank belongs to, got {group!r}")
     return group
+
+
+_forked_groups: list[weakref.ref[Any]] = []  # in a child: the default group that it has from its parent
+
+
+def _note_fork() -> None:
+    if dist.is_initialized():
+        _forked_groups.append(weakref.ref(dist.group.WORLD))
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _check_own(group: Any) -> None:
+    if any(forked() is group and group is not None for forked in _forked_groups):
+        raise RuntimeError(
+            f"group: expected one that was made in process {os.getpid()}, got one that it has from process "
+            f"{os.getppid()} by a fork; start processes by spawn, or make a group in each"
+        )
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
@@ -313,7 +354,7 @@ def _check_options(algorithm: str, codec: str, seed: int, step: int | None, segm
     for name, text in (("algorithm", algorithm), ("codec", codec)):
         if not isinstance(text, str):
             raise TypeError(f"{name}: expected a str, got {text!r}")
-    for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**31)):
+    for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**16)):
         if number is not None:
             check_number(number, name, bound)
 
