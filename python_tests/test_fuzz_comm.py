@@ -1,0 +1,318 @@
+"""Bad input to plans, the model, tunings, collectives and the DDP state: an error that names the argument."""
+
+import json
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from fuzzing import anything, attempt, fuzz, numbers, plain, shapes, spoiled, tensors
+from hypothesis import given
+from hypothesis import strategies as st
+from test_fuzz_optim import corrupted
+
+from dltrain_ext import codecs, comm, ddp, fsdp, sim
+
+codec_names = st.sampled_from(codecs.CODECS)
+algorithms = st.sampled_from([*comm.ALGORITHMS, "auto", "butterfly"])
+sizes = st.one_of(st.integers(0, 9), numbers)
+networks = st.sampled_from([None, sim.Network(), sim.Network(ranks_per_host=2)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def communicator(group):
+    return comm.Communicator()
+
+
+@fuzz("comm.plan", "comm.verify", "comm.verify_plans", "comm.algorithms_for", "comm.ALGORITHMS", examples=60)
+@given(st.data())
+def test_plans(data):
+    some = st.sampled_from(comm.ALGORITHMS)
+    plans = st.integers(1, 4).map(lambda size: [comm.plan("ring", rank, size) for rank in range(size)])
+    function, fits = data.draw(
+        st.sampled_from(
+            [
+                (comm.plan, {"algorithm": some, "rank": sizes, "world_size": sizes}),
+                (comm.verify, {"algorithm": some, "world_size": st.integers(0, 9)}),
+                (comm.verify_plans, {"plans": plans}),
+                (comm.algorithms_for, {"codec": codec_names}),
+            ]
+        )
+    )
+    attempt(function, data.draw(spoiled(fits)))
+
+
+@fuzz("comm.Plan", "comm.Step", examples=60)
+@given(st.data())
+def test_plans_by_hand(data):
+    ops = st.sampled_from(["send_partial", "recv_reduce", "finalize", "send_final", "recv_final"])
+    small = st.one_of(st.integers(-1, 3), st.sampled_from([-(2**31), 2**31 - 1]))
+    step = {"op": ops, "peer": small, "chunks": st.tuples(small, small)}
+    signature = r"\(self: dltrain_ext|op: expected"
+    made = []
+    for rank in range(data.draw(st.integers(1, 3))):
+        steps = [attempt(comm.Step, data.draw(spoiled(step, most=1)), names=step, also=signature)[0] for _ in range(3)]
+        fields = {
+            "algorithm": st.one_of(st.just("ring"), st.text()),
+            "rank": st.just(rank),
+            "world_size": st.integers(1, 3),
+            "chunks": st.sampled_from([1, 2, 2**31 - 1]),
+            "rounds": st.just([[each for each in steps if each is not None]] * 2),
+            "exact": st.booleans(),
+        }
+        plan, _ = attempt(comm.Plan, data.draw(spoiled(fields, most=1)), names=fields, also=signature)
+        if plan is not None:
+            assert json.loads(plan.to_json())["algorithm"] == plan.algorithm
+            assert str(plan) and repr(plan) and plan == plan
+            made.append(plan)
+    attempt(comm.verify_plans, {"plans": made}, also=r"R[1-4]: |at least 1 chunk")
+
+
+@fuzz("sim.simulate", "sim.best", "sim.training_step", "sim.break_even", examples=60)
+@given(st.data())
+def test_simulations(data):
+    name, fits = data.draw(
+        st.sampled_from(
+            [
+                (
+                    "simulate",
+                    {
+                        "algorithm": algorithms,
+                        "world_size": st.integers(0, 9),
+                        "nbytes": sizes,
+                        "codec": codec_names,
+                        "network": networks,
+                        "segments": st.one_of(st.none(), sizes),
+                        "levels": st.integers(1, 2),
+                        "late": st.lists(st.floats(0, 1), max_size=3),
+                    },
+                ),
+                ("best", {"world_size": st.integers(0, 9), "nbytes": sizes, "codec": codec_names, "network": networks}),
+                (
+                    "training_step",
+                    {
+                        "world_size": st.integers(0, 9),
+                        "buckets": st.lists(sizes, max_size=3),
+                        "backward": st.floats(),
+                        "other": st.floats(),
+                        "codec": codec_names,
+                        "algorithm": st.one_of(st.none(), algorithms),
+                        "network": networks,
+                        "stragglers": st.tuples(st.floats(), st.floats()),
+                    },
+                ),
+                (
+                    "break_even",
+                    {
+                        "codec": codec_names,
+                        "world_size": st.integers(0, 9),
+                        "nbytes": sizes,
+                        "against": codec_names,
+                        "network": networks,
+                    },
+                ),
+            ]
+        )
+    )
+    function = getattr(sim, name)
+    names = [*fits, "codec", "algorithm", "numel", "late", "buckets"]
+    attempt(function, data.draw(spoiled(fits)), names=names)
+
+
+@fuzz("sim.Network", "sim.Speed", "sim.Network.speed", "sim.Network.to_dict", "sim.Network.from_dict")
+@given(st.data())
+def test_networks(data):
+    fits = {
+        "latency": st.floats(0, 1),
+        "bandwidth": st.floats(1, 1e12),
+        "ranks_per_host": st.integers(1, 9),
+        "speeds": st.just({"int8": sim.Speed(1e9, 1e9)}),
+        "burst": st.floats(0, 1),
+        "cores": st.integers(0, 4),
+    }
+    network, _ = attempt(sim.Network, data.draw(spoiled(fits)), names=[*fits, "codec", "encode", "decode"])
+    attempt(sim.Speed, data.draw(spoiled({"encode": st.floats(), "decode": st.floats()})))
+    if network is not None:
+        again = sim.Network.from_dict(network.to_dict())
+        assert again == network
+        assert sim.simulate("ring", 4, 1000, network=network).rounds == 6
+        attempt(network.speed, data.draw(spoiled({"codec": codec_names})))
+
+
+CHOICE = {"nbytes": 1024, "algorithm": "ring", "segments": 1, "seconds": 1e-3, "measured": True}
+TUNING = {
+    "version": 1,
+    "world_size": 1,
+    "network": sim.Network().to_dict(),
+    "table": {"raw": [CHOICE], "int8": [CHOICE], "native": [{**CHOICE, "algorithm": "native"}]},
+}
+
+
+@fuzz("comm.Tuning", "comm.Choice", "comm.Tuning.from_json", "comm.Tuning.load", "comm.Tuning.save", examples=60)
+@given(data=st.data())
+def test_tunings(tmp_path_factory, data):
+    saved = data.draw(corrupted(TUNING))
+    try:
+        text = json.dumps(saved)
+    except (TypeError, ValueError, AttributeError):
+        text = data.draw(st.one_of(st.text(), st.just("[" * 10**5), st.binary()))
+    if data.draw(st.booleans()):
+        text = text[: data.draw(st.integers(0, len(text)))]
+    tuning, _ = attempt(comm.Tuning.from_json, {"text": text}, names=["tuning"])
+    path = tmp_path_factory.getbasetemp() / "tuning.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    attempt(comm.Tuning.load, {"path": str(path)}, names=["tuning"])
+    if tuning is not None:
+        assert comm.Tuning.from_json(tuning.to_json()) == tuning and str(tuning)
+        assert tuning.choose(next(iter(tuning.table)), 5000).seconds > 0
+        tuning.save(path)
+        assert comm.Tuning.load(path) == tuning
+
+
+@fuzz("comm.Tuning.choose", "comm.Tuning.codec_for", "comm.Tuning.to_json")
+@given(st.integers(0, 2**62))
+def test_choices(nbytes):
+    tuning = comm.Tuning.from_json(json.dumps(TUNING))
+    assert tuning.choose("raw", nbytes).algorithm == "ring"
+    assert tuning.codec_for(nbytes) in ("raw", "native")
+
+
+COLLECTIVES = {
+    "op": st.sampled_from(["sum", "avg", dist.ReduceOp.SUM]),
+    "codec": codec_names,
+    "residual": st.none(),
+    "rounding": st.sampled_from(["nearest", "stochastic"]),
+    "seed": st.integers(0, 2**63 - 1),
+    "step": st.one_of(st.none(), st.integers(0, 2**32 - 1)),
+    "segments": st.one_of(st.none(), st.integers(0, 2**16 - 1)),
+    "async_op": st.booleans(),
+}
+
+
+def collective(data, name, shape):
+    if name == "all_reduce":
+        fits = {"tensor": tensors(shape), **COLLECTIVES, "algorithm": algorithms}
+    else:
+        fits = {"output": tensors(shape), "input": tensors(shape), **COLLECTIVES}
+    arguments = data.draw(spoiled(fits, shape))
+    if data.draw(st.booleans()):
+        arguments["residual"] = torch.zeros(shape)
+    return arguments
+
+
+def call(function, **arguments):
+    work = function(**arguments)
+    if work is not None:
+        assert work.wait() and work.is_completed() and work.get_future().done()
+
+
+@fuzz(
+    *("comm.all_reduce", "comm.reduce_scatter", "comm.Communicator.all_reduce", "comm.Communicator.reduce_scatter"),
+    *("comm.Work", "comm.Work.wait", "comm.Work.is_completed", "comm.Work.get_future", "comm.Communicator.stats"),
+    examples=80,
+)
+@given(st.data(), shapes)
+def test_collectives(communicator, data, shape):
+    name = data.draw(st.sampled_from(["all_reduce", "reduce_scatter"]))
+    if data.draw(st.booleans()):
+        function = getattr(comm, name)
+        arguments = collective(data, name, shape)
+        arguments["group"] = data.draw(st.one_of(st.none(), st.none(), plain))
+    else:
+        function = getattr(communicator, name)
+        arguments = collective(data, name, shape)
+    if isinstance(arguments["async_op"], object) and not isinstance(arguments["async_op"], bool):
+        arguments["async_op"] = False
+    attempt(lambda **given: call(function, **given), arguments, names=[*arguments, "residual"])
+    assert communicator.stats()["wire_bytes"] == 0
+
+
+@fuzz(
+    *("comm.Communicator", "comm.Communicator.tune", "comm.Communicator.tuning", "comm.Communicator.plan_for"),
+    *("comm.Communicator.codec_for", "comm.Communicator.close"),
+)
+@given(st.data())
+def test_communicators(data):
+    fits = {
+        "group": st.none(),
+        "timeout": st.sampled_from([None, timedelta(seconds=9)]),
+        "transport": st.sampled_from(["auto", "c10d"]),
+        "ranks_per_host": st.sampled_from([None, 1]),
+        "tuning": st.sampled_from([None, comm.Tuning.from_json(json.dumps(TUNING))]),
+    }
+    communicator, _ = attempt(
+        comm.Communicator, data.draw(spoiled(fits)), also="No such file|embedded null|surrogates|directory|File name"
+    )
+    if communicator is None:
+        return
+    attempt(communicator.tune, {"seconds": data.draw(plain), "codecs": ["x"]})
+    assert communicator.tuning is None or communicator.tuning.world_size == 1
+    attempt(communicator.plan_for, data.draw(spoiled({"codec": codec_names, "nbytes": sizes})))
+    if communicator.tuning is not None:
+        attempt(communicator.codec_for, data.draw(spoiled({"nbytes": sizes, "algorithm": algorithms})))
+    communicator.close()
+    communicator.close()
+    with pytest.raises(RuntimeError, match="the communicator was closed"):
+        communicator.all_reduce(torch.ones(1))
+
+
+@fuzz("ddp.AllReduceState", "ddp.register", "fsdp.register", "ddp.allreduce_hook", "fsdp.ShardedState")
+@given(st.data())
+def test_hooks(data):
+    fits = {
+        "codec": codec_names,
+        "algorithm": st.just("auto"),
+        "error_feedback": st.booleans(),
+        "feedback_dtype": st.sampled_from(["fp32", "bf16"]),
+        "scaler": st.none(),
+        "named_parameters": st.just([("weight", torch.ones(4, requires_grad=True))]),
+        "min_compress_numel": sizes,
+        "warmup_steps": sizes,
+        "rounding": st.just("nearest"),
+        "seed": sizes,
+    }
+    arguments = data.draw(spoiled(fits).filter(lambda arguments: arguments["codec"] != "auto"))
+    state, _ = attempt(ddp.AllReduceState, arguments)
+    if state is not None:
+        attempt(ddp.allreduce_hook, {"state": state, "bucket": data.draw(plain)})
+        attempt(state.state_dict, {"saved_by": data.draw(sizes)}, names=["saved_by", "named_parameters"])
+        state.communicator.close()
+    for register in (ddp.register, fsdp.register):
+        attempt(register, {"model": data.draw(anything()), "codec": "int8"})
+
+
+@fuzz("ddp.AllReduceState.load_state_dict", "ddp.AllReduceState.state_dict", "ddp.AllReduceState.stats", examples=60)
+@given(st.data())
+def test_hook_checkpoints(data):
+    named = {"weight": torch.ones(2, 3, requires_grad=True), "bias": torch.ones(4, requires_grad=True)}
+    state = ddp.AllReduceState(named_parameters=named.items())
+    residuals = {name: torch.ones(p.shape) for name, p in named.items()}
+    good = {"version": 1, "steps": 3, "world_size": 1, "feedback": {"rank 0 of 1": residuals}}
+    state.load_state_dict(good)
+    before = repr(state.state_dict())
+    saved = data.draw(st.one_of(corrupted(good), corrupted([good]), corrupted([{**good, "world_size": 2}, good])))
+    _, error = attempt(state.load_state_dict, {"state_dict": saved})
+    if error is not None:
+        assert repr(state.state_dict()) == before
+    assert state.stats()["steps"] == state.steps
+    with pytest.raises(RuntimeError, match="grad_stats: expected a state that was given the scaler"):
+        _ = state.grad_stats
+    state.communicator.close()
+
+
+def test_a_destroyed_group_is_told():
+    own = dist.new_group([0])
+    communicator = comm.Communicator(own)
+    dist.destroy_process_group(own)
+    tensor = torch.ones(3)
+    communicator.all_reduce(tensor)  # on connections of its own
+    assert torch.equal(tensor, torch.ones(3)) and os.getpid() == communicator._process

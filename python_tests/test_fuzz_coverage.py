@@ -1,0 +1,50 @@
+"""Every public name has its fuzz test."""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import fuzzing
+import torch
+
+from dltrain_ext import amp, codecs, comm, ddp, fsdp, optim, sim
+
+# What holds or returns what others are tested with; and what takes nothing.
+DATA = {
+    *("codecs.CODECS", "codecs.ErrorBound", "codecs.GradStats", "sim.Estimate", "sim.StepEstimate"),
+    *("sim.StepEstimate.efficiency", "sim.Speed.from_list", "sim.Speed.to_list", "comm.Plan.to_json"),
+    *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.reduce_bucket"),
+}
+# Takes a model of fully_shard, on ranks: python_tests/test_fsdp.py holds what these refuse.
+ELSEWHERE = {
+    f"fsdp.ShardedState.{name}" for name in ("all_reduce", "reduce_scatter", "stats", "state_dict", "load_state_dict")
+}
+
+
+def public():
+    for module in (amp, codecs, comm, ddp, fsdp, optim, sim):
+        where = module.__name__.rpartition(".")[2]
+        names = getattr(module, "__all__", ["GradStats", "LossScaler"])
+        for name in names:
+            yield f"{where}.{name}"
+            kind = getattr(module, name)
+            if not inspect.isclass(kind):
+                continue
+            for base in kind.__mro__:
+                if base.__module__.startswith("dltrain_ext.") and base.__module__ != "dltrain_ext._C":
+                    own = {method for method, value in vars(base).items() if callable(value) or is_property(value)}
+                    yield from (f"{where}.{name}.{method}" for method in own if not method.startswith("_"))
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("dltrain_ext::"):
+            yield f"ops.{name.removeprefix('dltrain_ext::')}"
+
+
+def is_property(value):
+    return isinstance(value, property | classmethod | staticmethod)
+
+
+def test_every_public_name_is_fuzzed():
+    for path in Path(__file__).parent.glob("test_fuzz_*.py"):
+        importlib.import_module(path.stem)
+    names = set(public()) - DATA - ELSEWHERE
+    assert names - fuzzing.covered == {f"optim.{kind}.sum_squares" for kind in optim.__all__}
