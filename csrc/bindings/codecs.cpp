@@ -53,6 +53,7 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
                    const std::optional<at::Tensor>& wire, const std::optional<at::Tensor>& decoded, bool stochastic, int64_t seed,
                    int64_t step, int64_t rank, int64_t first) {
   const Codec& codec = find_codec(codec_name);
+  TORCH_CHECK_TYPE(tensor.defined(), "tensor: expected a tensor, got none");
   const at::Device device = tensor.device();
   std::vector<at::Tensor> kept;
   std::vector<const uint8_t*> messages;
@@ -99,6 +100,7 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
 void decode_op(const at::Tensor& wire, const std::string& codec_name, const at::Tensor& out, const std::optional<at::Tensor>& sum_squares,
                const std::optional<at::Tensor>& found_inf) {
   const Codec& codec = find_codec(codec_name);
+  TORCH_CHECK_TYPE(wire.defined() && out.defined(), "wire, out: expected tensors, got none");
   const at::Device device = out.device();
   std::vector<at::Tensor> kept;
   std::vector<Argument> arguments = {{wire, "wire"}, {out, "out", true}};

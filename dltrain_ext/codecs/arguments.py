@@ -46,8 +46,10 @@ def check_tensor(
 
 
 def _check_dense(given: Tensor, name: str) -> None:
-    if given.layout != torch.strided or given.is_nested:
-        kind = "a nested one" if given.is_nested else f"layout {given.layout}"
+    if given.layout != torch.strided or given.is_nested or given.is_quantized:
+        kind = (
+            "a nested one" if given.is_nested else "a quantized one" if given.is_quantized else f"layout {given.layout}"
+        )
         raise TypeError(f"{name}: expected a plain dense tensor, got {kind}")
 
 

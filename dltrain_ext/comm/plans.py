@@ -23,7 +23,7 @@ def plan(algorithm: str, rank: int, world_size: int) -> Plan:
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    if not isinstance(algorithm, str):
+    if not isinstance(algorithm, str) or not algorithm.isprintable():
         raise TypeError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     check_number(world_size, "world_size", 2**31)
     check_number(rank, "rank", max(world_size, 1))

@@ -38,6 +38,11 @@ def as_number(value: Any, name: str) -> float:
         raise TypeError(f"{name}: expected a number, got {value!r}") from error
 
 
+def _check_iterable(params: Any) -> None:
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params: expected an iterable of tensors or of groups, got {type(params).__name__}")
+
+
 def _is_on_cuda(lr: Any) -> bool:
     return isinstance(lr, Tensor) and lr.is_cuda
 
@@ -56,6 +61,7 @@ class FusedStep(torch.optim.Optimizer):
     _given: dict[str, Any] = {}  # defaults beside those of torch's optimizer
 
     def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
+        _check_iterable(args[0])
         self._given = {} if master_weights == "auto" else {"master_weights": master_weights}
         super().__init__(*args, **kwargs)
         self._prepare()
@@ -109,6 +115,7 @@ class FusedStep(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"param_group: expected a dict with params, got {type(param_group).__name__}")
+        _check_iterable(param_group["params"])
         self.defaults.update(self._given)  # only where it is not the default: else groups are torch's to the letter
         super().add_param_group(param_group)
         try:
@@ -218,10 +225,12 @@ class FusedStep(torch.optim.Optimizer):
                 fused.release()
 
     def _entry_of(self, p: Tensor) -> dict[str, Any] | None:
-        entry = self.state.get(p)
-        if not isinstance(entry, dict | None):
+        if p not in self.state:
+            return None
+        entry = self.state[p]
+        if not isinstance(entry, dict):
             raise TypeError(f"state of a param of shape {list(p.shape)}: expected a dict, got {type(entry).__name__}")
-        return None if entry is None else dict(entry)
+        return dict(entry)
 
     def _put_back(self, p: Tensor, entry: dict[str, Any] | None) -> None:
         """As its state was before the step."""

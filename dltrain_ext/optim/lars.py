@@ -99,11 +99,7 @@ class LARS(FusedStep):
         super().__init__(params, defaults, master_weights=master_weights)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        if not isinstance(group["preset"], str) or group["preset"] not in PRESETS:
-            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {group['preset']!r}")
-        adapt = group["adapt"]
-        if not isinstance(adapt, int | str) or adapt not in ("auto", True, False):
-            raise ValueError(f"adapt: expected 'auto', True or False, got {adapt!r}")
+        _check_form(group)
         if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
             raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
         super()._check_group(group)
@@ -126,6 +122,7 @@ class LARS(FusedStep):
         return _ops.LARSGroup()
 
     def _gather(self, fused: _ops.LARSGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
+        _check_form(group)
         masters, momentum = self._has_masters(group), group["momentum"] != 0
         adapt_from = {"auto": 2, True: EVERY, False: NONE}[group["adapt"]]
         return fused.gather(self.state, group["params"], masters, momentum, adapt_from)
@@ -147,3 +144,11 @@ class LARS(FusedStep):
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         self._lay_out(params, ["momentum_buffer"] * (group["momentum"] != 0), group)
         return params
+
+
+def _check_form(group: dict[str, Any]) -> None:
+    preset, adapt = group["preset"], group["adapt"]
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    if not isinstance(adapt, int | str) or adapt not in ("auto", True, False):
+        raise ValueError(f"adapt: expected 'auto', True or False, got {adapt!r}")
