@@ -221,6 +221,8 @@ class LossScaler(torch.amp.GradScaler):
                 isinstance(new_scale, Tensor) and new_scale.numel() != 1
             ):
                 raise TypeError(f"new_scale: expected a number or a tensor of one, got {type(new_scale).__name__}")
+            if isinstance(new_scale, Tensor):
+                return super().update(new_scale.reshape(()))
             return super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
         scale, _ = self._check_scale_growth_tracker("update")
         if self.hysteresis == 1:

@@ -24,7 +24,10 @@ EXAMPLES = int(os.environ.get("DLTRAIN_FUZZ_EXAMPLES", "0"))
 PATIENCE = 300  # seconds until a call hangs
 REFUSALS = (TypeError, ValueError, RuntimeError, OSError, MemoryError)
 # Of what is not ours: the argument's own words, and those of who is asked for more memory than there is.
-HELPFUL = "an unhelpful object was asked|Wrapped: there is no|Boolean value of Tensor|truth value|can't allocate memory"
+HELPFUL = (
+    "an unhelpful object was asked|Wrapped: there is no|Boolean value of Tensor|truth value|0-d array|"
+    "can't allocate memory"
+)
 covered: set[str] = set()
 
 

@@ -112,7 +112,8 @@ def test_step(kind, data):
                 params[index].data = odd
             elif place == "grad":
                 params[index].grad = odd
-            elif place == "state" and optimizer.state[params[index]]:
+            elif place == "state" and isinstance(optimizer.state[params[index]], dict):
+                optimizer.state[params[index]].setdefault("step", torch.tensor(1.0))
                 key = data.draw(st.sampled_from(sorted(optimizer.state[params[index]])))
                 optimizer.state[params[index]][key] = odd
             elif place == "entry":

@@ -32,7 +32,7 @@ def plan(algorithm: str, rank: int, world_size: int) -> Plan:
 
 def algorithms_for(codec: str) -> tuple[str, ...]:
     """Those of ``ALGORITHMS`` that take a codec: who encodes more than once takes ``"raw"`` alone."""
-    if codec not in CODECS:
+    if not isinstance(codec, str) or codec not in CODECS:
         raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
     return tuple(name for name in ALGORITHMS if codec == "raw" or not plan(name, 0, 1).exact)
 

@@ -30,7 +30,7 @@ def merge(
     entries = {"version", "steps", "world_size", "feedback"}
     if not states or not all(isinstance(state, Mapping) and entries <= state.keys() for state in states):
         raise TypeError("state_dict: expected a state_dict of an AllReduceState, or a list of them")
-    if any(state.get("version") != VERSION for state in states):
+    if any(type(state["version"]) is not int or state["version"] != VERSION for state in states):
         raise ValueError(f"state_dict: expected version {VERSION}, got {[state.get('version') for state in states]}")
     for state in states:
         for name, least in (("steps", 0), ("world_size", 1)):
@@ -60,7 +60,7 @@ def merge(
         )
     total: dict[str, Tensor] = {}
     for key in wanted.values():
-        if unknown := sorted(set(saved[key]) - set(parameters)):
+        if unknown := sorted(map(str, set(saved[key]) - set(parameters))):
             raise ValueError(f"state_dict: expected feedback of the model's parameters, got {', '.join(unknown)}")
         for name, residual in saved[key].items():
             parameter = parameters[name]

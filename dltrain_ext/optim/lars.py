@@ -123,7 +123,7 @@ class LARS(FusedStep):
 
     def _gather(self, fused: _ops.LARSGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
         _check_form(group)
-        masters, momentum = self._has_masters(group), group["momentum"] != 0
+        masters, momentum = self._has_masters(group), number_of(group, "momentum") != 0
         adapt_from = {"auto": 2, True: EVERY, False: NONE}[group["adapt"]]
         return fused.gather(self.state, group["params"], masters, momentum, adapt_from)
 

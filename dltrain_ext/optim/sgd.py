@@ -60,7 +60,7 @@ class SGD(FusedStep, torch.optim.SGD):
         return _ops.SGDGroup()
 
     def _gather(self, fused: _ops.SGDGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
-        masters, momentum = self._has_masters(group), group["momentum"] != 0
+        masters, momentum = self._has_masters(group), number_of(group, "momentum") != 0
         return fused.gather(self.state, group["params"], masters, momentum, list(starting))
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
