@@ -218,7 +218,8 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled or new_scale is not None:
             if not isinstance(new_scale, int | float | Tensor | None) or (
-                isinstance(new_scale, Tensor) and new_scale.numel() != 1
+                isinstance(new_scale, Tensor)
+                and (new_scale.layout != torch.strided or new_scale.is_nested or new_scale.numel() != 1)
             ):
                 raise TypeError(f"new_scale: expected a number or a tensor of one, got {type(new_scale).__name__}")
             if isinstance(new_scale, Tensor):
