@@ -281,7 +281,7 @@ def check_errors(rank, world_size):
         (ValueError, "rounding: expected 'nearest' or 'stochastic', got 'up'", dict(rounding="up")),
         (ValueError, "seed: expected 0 to 9223372036854775807, got -1", dict(seed=-1)),
         (ValueError, "step: expected 0 to 4294967295, got -1", dict(step=-1)),
-        (ValueError, "segments: expected 0 to 2147483647, got -2", dict(segments=-2)),
+        (ValueError, "segments: expected 0 to 65535, got -2", dict(segments=-2)),
         (ValueError, "segments: expected .*, got 2147483648", dict(segments=2**31)),
         (TypeError, "segments: expected an int, got 1.5", dict(segments=1.5)),
         (TypeError, "algorithm: expected a str, got 3", dict(algorithm=3)),

@@ -242,10 +242,9 @@ dist.barrier()
 
 @pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
 @pytest.mark.parametrize("per_host", [2, 3])
-def test_hosts_are_found_and_their_links_carry_less(per_host):
-    done = run("--hosts", 2, "--per-host", per_host, "--rate", "none", script=SCRIPT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    sent = json.loads(done.stdout.splitlines()[-1])
+def test_hosts_are_found_and_their_links_carry_less(per_host, capfd):
+    assert run("--hosts", 2, "--per-host", per_host, "--rate", "none", script=SCRIPT) == 0
+    sent = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert sent["one inside"] == 0 < sent["two inside"]
     # Besides the messages there are envelopes, the barriers' own and TCP's headers.
     assert sent["one"] / sent["two"] == pytest.approx(per_host, rel=0.1)
