@@ -225,14 +225,17 @@ sent = {}
 for name, communicator in (("two", comm.Communicator()), ("one", comm.Communicator(ranks_per_host=1))):
     tensor = torch.ones(numel)
     communicator.all_reduce(tensor, algorithm="direct")
-    tensor.fill_(1)
-    dist.barrier()
-    before = int(link.read_text())
-    dist.barrier()  # the others of this host send only when it has been read
-    communicator.all_reduce(tensor, algorithm="direct")
-    dist.barrier()
-    sent[name] = int(link.read_text()) - before
-    assert torch.equal(tensor, torch.full((numel,), float(dist.get_world_size())))
+    counts = []
+    for _ in range(3):
+        tensor.fill_(1)
+        dist.barrier()
+        before = int(link.read_text())
+        dist.barrier()  # the others of this host send only when it has been read
+        communicator.all_reduce(tensor, algorithm="direct")
+        dist.barrier()
+        counts.append(int(link.read_text()) - before)
+        assert torch.equal(tensor, torch.full((numel,), float(dist.get_world_size())))
+    sent[name] = min(counts)  # TCP may send some of it twice
     sent[f"{name} inside"] = communicator.stats()["inside_bytes"]
 if rank == 0:
     print(json.dumps(sent))
