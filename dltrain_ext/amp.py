@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from dltrain_ext import _ops
+from dltrain_ext._arguments import check_numbers, is_dense
 from dltrain_ext.optim.fused import FusedStep
 from dltrain_ext.optim.shards import whole
 
@@ -57,14 +58,12 @@ class LossScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
     ) -> None:
         _check_bounds(min_scale, max_scale, hysteresis)
-        for name, number in (
-            ("init_scale", init_scale),
-            ("growth_factor", growth_factor),
-            ("backoff_factor", backoff_factor),
-            ("growth_interval", growth_interval),
-        ):
-            if not isinstance(number, int | float):
-                raise TypeError(f"{name}: expected a number, got {number!r}")
+        check_numbers(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+        )
         if not isinstance(device, str):
             raise TypeError(f"device: expected a str, got {device!r}")
         if enabled and not min_scale <= init_scale <= max_scale:
@@ -218,8 +217,7 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled or new_scale is not None:
             if not isinstance(new_scale, int | float | Tensor | None) or (
-                isinstance(new_scale, Tensor)
-                and (new_scale.layout != torch.strided or new_scale.is_nested or new_scale.numel() != 1)
+                isinstance(new_scale, Tensor) and not (is_dense(new_scale) and new_scale.numel() == 1)
             ):
                 raise TypeError(f"new_scale: expected a number or a tensor of one, got {type(new_scale).__name__}")
             if isinstance(new_scale, Tensor):

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dltrain_ext._arguments import check_number
 from dltrain_ext.codecs import CODECS
-from dltrain_ext.codecs.arguments import check_number
 from dltrain_ext.comm import algorithms_for
 from dltrain_ext.comm.model import Estimate, Network, Speed, network_of, simulate
 

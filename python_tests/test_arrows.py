@@ -22,15 +22,16 @@ ROOMS = {
 MODULES = {
     "__init__": {"amp", "codecs", "comm", "ddp", "optim", "sim", "_build_info"},
     "_ops": {"_C", "_build_info"},
+    "_arguments": set(),
     "reference": set(),
-    "codecs": {"_ops"},
-    "comm": {"codecs", "_ops"},
-    "optim": {"_ops"},
-    "amp": {"optim", "_ops"},
-    "ddp": {"comm", "amp", "codecs", "_ops"},
-    "fsdp": {"ddp", "comm", "amp", "codecs", "_ops"},
+    "codecs": {"_ops", "_arguments"},
+    "comm": {"codecs", "_ops", "_arguments"},
+    "optim": {"_ops", "_arguments"},
+    "amp": {"optim", "_ops", "_arguments"},
+    "ddp": {"comm", "amp", "codecs", "_ops", "_arguments"},
+    "fsdp": {"ddp", "comm", "amp", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "amp"},
-    "sim": {"comm", "codecs", "_ops"},
+    "sim": {"comm", "codecs", "_ops", "_arguments"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
 PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "sim"}

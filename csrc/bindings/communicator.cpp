@@ -6,7 +6,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -16,74 +15,6 @@
 namespace dltrain::bindings {
 
 namespace {
-
-bool is_one_of(at::ScalarType type, std::initializer_list<at::ScalarType> types) {
-  return std::find(types.begin(), types.end(), type) != types.end();
-}
-
-// Plans sum in fp32. What that cannot hold is left to the backend's own all-reduce.
-bool fits_plans(at::ScalarType type) { return is_one_of(type, {at::kFloat, at::kHalf, at::kBFloat16}); }
-bool fits_backend(at::ScalarType type) {
-  return fits_plans(type) || is_one_of(type, {at::kDouble, at::kByte, at::kChar, at::kInt, at::kLong});
-}
-
-void check_lies(const at::Tensor& tensor, const std::string& name, const c10::Device& device) {
-  check_plain(tensor, name);
-  TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(), ", got one on ",
-                    tensor.device());
-  check_backed(tensor, name);
-}
-
-// Of an all-reduce.
-void check_values(const at::Tensor& tensor, const c10::Device& device, const AllReduceOptions& options) {
-  check_lies(tensor, "tensor", device);
-  const at::ScalarType type = tensor.scalar_type();
-  if (options.is_native(type)) {
-    TORCH_CHECK_TYPE(fits_backend(type), "tensor: expected dtype float32, float16, bfloat16, float64, uint8, int8, int32 or int64, got ",
-                     type);
-    TORCH_CHECK_TYPE(!options.call.average || at::isFloatingType(type), "tensor: expected a floating dtype for op 'avg', got ", type);
-  } else {
-    TORCH_CHECK_TYPE(fits_plans(type), "tensor: expected dtype float32, float16 or bfloat16 for the algorithm ", options.call.algorithm,
-                     " and the codec ", options.call.codec, " (others are for the algorithms auto and native with the codec raw), got ",
-                     type);
-  }
-  check_written(tensor, "tensor");
-}
-
-// Of a reduce-scatter, which only reads its input.
-void check_share(const at::Tensor& share, const at::Tensor& input, const c10::Device& device, const AllReduceOptions& options,
-                 int world_size) {
-  check_lies(share, "output", device);
-  check_lies(input, "input", device);
-  TORCH_CHECK_TYPE(fits_plans(input.scalar_type()), "input: expected dtype float32, float16 or bfloat16, got ", input.scalar_type());
-  TORCH_CHECK_TYPE(share.scalar_type() == input.scalar_type(), "output: expected the dtype of input, ", input.scalar_type(), ", got ",
-                   share.scalar_type());
-  TORCH_CHECK_VALUE(input.numel() == share.numel() * world_size, "input: expected ", world_size, " times as many elements as output, ",
-                    share.numel() * world_size, ", got ", input.numel());
-  check_written(share, "output");
-  std::vector<Argument> apart = {{share, "output", true}, {input, "input", true}};
-  if (options.feedback.residual) apart.push_back({*options.feedback.residual, "residual", true});
-  check_apart(apart);
-}
-
-void check_feedback_of(const at::Tensor& tensor, const AllReduceOptions& options) {
-  if (options.bucket) {
-    TORCH_CHECK_TYPE(fits_plans(tensor.scalar_type()), "bucket: expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
-    options.bucket->check(tensor);
-  }
-  options.feedback.check(tensor);
-  if (options.feedback.residual) {
-    TORCH_CHECK_VALUE(!options.is_native(tensor.scalar_type()), "residual: expected none for the algorithm native");
-    check_feedback(find_codec(options.call.codec), options.call.stochastic);
-  }
-}
-
-void changed(const at::Tensor& tensor, const AllReduceOptions& options) {
-  bindings::changed({{options.share.value_or(tensor), options.share ? "output" : "tensor", true}});
-  for (const auto* written : {&options.feedback.residual, &options.feedback.spare}) {
-    if (*written) bindings::changed({{**written, "residual", true}});
-  }
-}
 
 // The value of a Python hook's future must be a Python object. This one is made under the GIL when the work is submitted, so that the
 // worker completes the future without it.
@@ -107,10 +38,6 @@ class TensorHolder final : public c10::ivalue::PyObjectHolder {
 };
 
 }  // namespace
-
-bool AllReduceOptions::is_native(at::ScalarType type) const {
-  return call.algorithm == "native" || (call.algorithm == "auto" && call.codec == "raw" && !fits_plans(type));
-}
 
 Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
                            std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout)
@@ -157,14 +84,9 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
       !queue_->in_worker(),
       "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
       "point of the order on every rank; wait for the work, then call");
-  comm::check_names(options.call.algorithm, options.call.codec);
-  if (options.share) {
-    TORCH_CHECK_VALUE(!work_->inside, "reduce_scatter: expected a communicator with ranks_per_host=1, got one of two levels");
-    check_share(*options.share, tensor, device_, options, work_->across->executor().world_size());
-  } else {
-    check_values(tensor, device_, options);
-  }
-  check_feedback_of(tensor, options);
+  TORCH_CHECK_VALUE(!options.share || !work_->inside,
+                    "reduce_scatter: expected a communicator with ranks_per_host=1, got one of two levels");
+  options.check(tensor, device_, work_->across->executor().world_size());
 }
 
 // Errors of the peers reach Python as torch.distributed.DistBackendError. They end all levels: peers of one may wait in the other.
@@ -261,7 +183,7 @@ void Communicator::Work::close() {
 
 void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) {
   check(tensor, options);
-  changed(tensor, options);
+  options.changed(tensor);
   py::gil_scoped_release no_gil;
   const Place caller = caller_place(device_);
   if constexpr (built_with_cuda) {
@@ -278,7 +200,7 @@ void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& 
 std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const AllReduceOptions& options) {
   const auto tensor = object.cast<at::Tensor>();
   check(tensor, options);
-  changed(tensor, options);
+  options.changed(tensor);
   const std::vector<c10::Device> devices(device_.is_cuda() ? 1 : 0, device_);
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get(), devices);
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(

@@ -9,24 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "bindings/bucket.h"
 #include "bindings/level.h"
+#include "bindings/options.h"
 #include "bindings/place.h"
 #include "comm/two_levels.h"
 #include "core/cuda/stream_queue.h"
 #include "core/queue.h"
 
 namespace dltrain::bindings {
-
-struct AllReduceOptions {
-  comm::AllReduce call;             // but for what tensors and buckets hold, and its timeout
-  std::optional<at::Tensor> share;  // where given, this rank's share of the sum goes there: a reduce-scatter
-  FeedbackTensors feedback;
-  std::shared_ptr<Bucket> bucket;
-
-  // Whether the backend's own all-reduce is asked for, or is the only one for elements of this type.
-  bool is_native(at::ScalarType type) const;
-};
 
 // All-reduces of tensors on one device, one after another in the order of the calls: over all ranks at once or, with levels inside and
 // across the hosts, in two.

@@ -43,7 +43,8 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.codecs.arguments import as_tensor, check_number, check_tensor, dtype_of_feedback, is_stochastic
+from dltrain_ext._arguments import check_number
+from dltrain_ext.codecs.arguments import as_tensor, check_tensor, dtype_of_feedback, is_stochastic
 from dltrain_ext.codecs.message import Encoded, ErrorBound, GradStats, check_message
 
 CODECS: tuple[str, ...] = tuple(codec.name for codec in _ops.codecs())

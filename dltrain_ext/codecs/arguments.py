@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dltrain_ext._arguments import check_dense
+
 
 def is_stochastic(rounding: str) -> bool:
     if not isinstance(rounding, str) or rounding not in ("nearest", "stochastic"):
@@ -21,13 +23,6 @@ def dtype_of_feedback(feedback_dtype: str) -> torch.dtype:
     return dtypes[feedback_dtype]
 
 
-def check_number(number: int, name: str, bound: int) -> None:
-    if not isinstance(number, int):
-        raise TypeError(f"{name}: expected an int, got {number!r}")
-    if not 0 <= number < bound:
-        raise ValueError(f"{name}: expected 0 to {bound - 1}, got {number}")
-
-
 def check_tensor(
     given: Tensor | None, name: str, like: Tensor, shape: torch.Size | None = None, *, written: bool = False
 ) -> None:
@@ -36,21 +31,13 @@ def check_tensor(
         return
     if not isinstance(given, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
-    _check_dense(given, name)
+    check_dense(given, name)
     if written:
         _check_no_grad(given, name)
     if given.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {given.device}")
     if shape is not None and given.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(given.shape)}")
-
-
-def _check_dense(given: Tensor, name: str) -> None:
-    if given.layout != torch.strided or given.is_nested or given.is_quantized:
-        kind = (
-            "a nested one" if given.is_nested else "a quantized one" if given.is_quantized else f"layout {given.layout}"
-        )
-        raise TypeError(f"{name}: expected a plain dense tensor, got {kind}")
 
 
 def _check_no_grad(given: Tensor, name: str) -> None:
@@ -63,7 +50,7 @@ def _check_no_grad(given: Tensor, name: str) -> None:
 def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """The memory of an array as a tensor, and what makes arrays of its kind of tensors."""
     if isinstance(given, Tensor):
-        _check_dense(given, name)
+        check_dense(given, name)
         if written:
             _check_no_grad(given, name)
         return given.detach(), lambda tensor: tensor

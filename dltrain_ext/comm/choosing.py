@@ -4,7 +4,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 
-from dltrain_ext import _ops
+from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.connections import tell_once
 from dltrain_ext.comm.plans import ALGORITHMS, algorithms_for
 from dltrain_ext.comm.tuning import Tuning
@@ -91,7 +91,7 @@ def _check_override(algorithm: str, codec: str) -> None:
     try:
         if algorithm == "auto":
             raise ValueError("expected a plan's name, got 'auto'")
-        _ops.check_names(algorithm, codec)
+        check_names(algorithm, codec)
     except ValueError as error:
         raise ValueError(f"DLTRAIN_ALGORITHM: {error}") from error
 

@@ -5,7 +5,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from dltrain_ext.comm.communicator import Communicator, Work, group_of
+from dltrain_ext.comm.communicator import Communicator, Work
+from dltrain_ext.comm.groups import group_of
 
 _Communicators = weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]
 _all_reducing: _Communicators = weakref.WeakKeyDictionary()

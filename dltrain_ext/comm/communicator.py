@@ -14,22 +14,16 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
+from dltrain_ext._arguments import check_number
 from dltrain_ext.codecs import CODECS
-from dltrain_ext.codecs.arguments import check_number, is_stochastic
+from dltrain_ext.codecs.arguments import is_stochastic
 from dltrain_ext.comm import tuner
+from dltrain_ext.comm.arguments import IN_PLANS, check_names, check_options, check_tensors, is_average, place_of
 from dltrain_ext.comm.choosing import Chooser, codec_for, is_raw_alone
 from dltrain_ext.comm.connections import TRANSPORTS, Connections
-from dltrain_ext.comm.model import Network, check_names
+from dltrain_ext.comm.groups import device_of, group_of
+from dltrain_ext.comm.model import Network
 from dltrain_ext.comm.tuning import Tuning
-
-_IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
-
-
-def _averages(op: "str | dist.ReduceOp") -> bool:
-    for name, reduce_op, average in (("sum", dist.ReduceOp.SUM, False), ("avg", dist.ReduceOp.AVG, True)):
-        if isinstance(op, str | type(reduce_op) | dist.ReduceOp) and op in (name, reduce_op):
-            return average
-    raise ValueError(f"op: expected 'sum', 'avg', ReduceOp.SUM or ReduceOp.AVG, got {op!r}")
 
 
 class Work:
@@ -115,7 +109,7 @@ class Communicator:
             raise ValueError(
                 "tuning, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks"
             )
-        self._device = _device_of(group)
+        self._device = device_of(group)
         self._on(self._device)
 
     def __del__(self) -> None:
@@ -155,15 +149,15 @@ class Communicator:
         async_op: bool = False,
     ) -> Work | None:
         """:func:`dltrain_ext.comm.all_reduce` on this communicator."""
-        _check_tensors(tensor=tensor, residual=residual)
-        _check_options(algorithm, codec, seed, step, segments)
-        place = _place_of(tensor)
+        check_tensors(tensor=tensor, residual=residual)
+        check_options(algorithm, codec, seed, step, segments)
+        place = place_of(tensor)
         if codec == "auto":
             if residual is not None:
                 raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
-            fits = tensor.dtype in _IN_PLANS
+            fits = tensor.dtype in IN_PLANS
             algorithm, codec = self.codec_for(4 * tensor.numel(), algorithm) if fits else (algorithm, "raw")
-        if algorithm == "auto" and tensor.dtype in _IN_PLANS:
+        if algorithm == "auto" and tensor.dtype in IN_PLANS:
             algorithm, chosen = self.plan_for(codec, 4 * tensor.numel())
             segments = segments or chosen
         return self._run(
@@ -195,11 +189,11 @@ class Communicator:
         async_op: bool = False,
     ) -> Work | None:
         """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
-        _check_tensors(output=output, input=input, residual=residual)
-        _check_options("auto", codec, seed, step, segments)
+        check_tensors(output=output, input=input, residual=residual)
+        check_options("auto", codec, seed, step, segments)
         return self._run(
             input,
-            _place_of(input, "input"),
+            place_of(input, "input"),
             op=op,
             rounding=rounding,
             segments=segments,
@@ -223,7 +217,7 @@ class Communicator:
         async_op: bool,
         **options: Any,
     ) -> Work | None:
-        options.update(average=_averages(op), stochastic=is_stochastic(rounding), segments=segments or 0)
+        options.update(average=is_average(op), stochastic=is_stochastic(rounding), segments=segments or 0)
         communicator = self._on(place)
         if async_op:
             return Work(communicator.submit(tensor, **options), self)
@@ -234,7 +228,7 @@ class Communicator:
         self, tensor: torch.Tensor, bucket: _ops.Bucket, **options: Any
     ) -> torch.futures.Future[torch.Tensor]:
         """What the hooks call: hands the tensor to the worker, or enqueues; the future's value is what it becomes."""
-        return self._on(_place_of(tensor)).submit(tensor, bucket=bucket, **options)
+        return self._on(place_of(tensor)).submit(tensor, bucket=bucket, **options)
 
     def tune(self, *, seconds: float = 10.0, codecs: Sequence[str] | None = None) -> Tuning:
         """Measures the group, and from then on lets ``algorithm="auto"`` and ``codec="auto"`` go by it. Collective.
@@ -302,67 +296,6 @@ class Communicator:
     def close(self) -> None:
         """Fails what is under way and every later call, at once. Leaving the process does the same."""
         self._close()
-
-
-def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if _forked_groups:
-        _check_own(dist.group.WORLD)
-    if not dist.is_initialized():
-        raise ValueError(
-            "group: expected an initialized default group, call torch.distributed.init_process_group first"
-        )
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: expected a torch.distributed.ProcessGroup that this rank belongs to, got {group!r}")
-    return group
-
-
-_forked_groups: list[weakref.ref[Any]] = []  # in a child: the default group that it has from its parent
-
-
-def _note_fork() -> None:
-    if dist.is_initialized():
-        _forked_groups.append(weakref.ref(dist.group.WORLD))
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-def _check_own(group: Any) -> None:
-    if any(forked() is group and group is not None for forked in _forked_groups):
-        raise RuntimeError(
-            f"group: expected one that was made in process {os.getpid()}, got one that it has from process "
-            f"{os.getppid()} by a fork; start processes by spawn, or make a group in each"
-        )
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the tensors of a group's users are, as a rule."""
-    backends = dist.get_backend_config(group)  # "cuda:nccl", also where there is one for the CPU beside it
-    if _ops.built_with_cuda and f"cuda:{dist.Backend.NCCL}" in backends.split(","):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _check_tensors(**given: object) -> None:
-    for name, value in given.items():
-        if not isinstance(value, torch.Tensor) and not (name == "residual" and value is None):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-
-
-def _check_options(algorithm: str, codec: str, seed: int, step: int | None, segments: int | None) -> None:
-    for name, text in (("algorithm", algorithm), ("codec", codec)):
-        if not isinstance(text, str):
-            raise TypeError(f"{name}: expected a str, got {text!r}")
-    for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**16)):
-        if number is not None:
-            check_number(number, name, bound)
-
-
-def _place_of(tensor: torch.Tensor, name: str = "tensor") -> torch.device:
-    if not _ops.is_supported(tensor.device):
-        raise ValueError(f"{name}: expected a tensor on {_ops.supported_devices}, got one on {tensor.device}")
-    return tensor.device
 
 
 def _close(communicators: "dict[torch.device, _ops.Communicator]") -> None:

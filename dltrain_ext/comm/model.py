@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dltrain_ext import _ops
-from dltrain_ext.codecs.arguments import check_number
+from dltrain_ext._arguments import check_number
+from dltrain_ext.comm.arguments import check_names
 
 
 @dataclass(frozen=True)
@@ -167,15 +168,6 @@ def network_of(given: Network | None) -> Network:
     if given is not None and not isinstance(given, Network):
         raise TypeError(f"network: expected a Network or None, got {given!r}")
     return given or Network()
-
-
-def check_names(algorithm: object, codec: object) -> None:
-    for name, text in (("algorithm", algorithm), ("codec", codec)):
-        if not isinstance(text, str):
-            raise TypeError(f"{name}: expected a str, got {text!r}")
-        if not text.isprintable():  # nor can it be told to C++
-            raise ValueError(f"{name}: expected a name, got {text!r}")
-    _ops.check_names(algorithm, codec)  # type: ignore[arg-type]
 
 
 def _in_one_level(

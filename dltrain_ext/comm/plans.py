@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from dltrain_ext._arguments import check_number
 from dltrain_ext._ops import Plan, Step, algorithms, make_plan
 from dltrain_ext._ops import verify as _verify
 from dltrain_ext.codecs import CODECS
-from dltrain_ext.codecs.arguments import check_number
 
 __all__ = ["ALGORITHMS", "Plan", "Step", "algorithms_for", "plan", "verify", "verify_plans"]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dltrain_ext.codecs import error_bound
-from dltrain_ext.comm.model import Network, check_names
+from dltrain_ext.comm.arguments import check_names
+from dltrain_ext.comm.model import Network
 
 VERSION = 1
 _LIKE_THE_FASTEST = 1.1  # as long as that times the fastest is as good

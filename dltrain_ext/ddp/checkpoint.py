@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dltrain_ext._arguments import is_dense
+
 VERSION = 1
 MOST_RANKS = 2**16
 
@@ -64,7 +66,7 @@ def merge(
             raise ValueError(f"state_dict: expected feedback of the model's parameters, got {', '.join(unknown)}")
         for name, residual in saved[key].items():
             parameter = parameters[name]
-            if not isinstance(residual, Tensor) or residual.layout != torch.strided or residual.is_meta:
+            if not isinstance(residual, Tensor) or not is_dense(residual) or residual.is_meta:
                 raise ValueError(f"state_dict: expected feedback of {name} as a dense tensor, got {type(residual)}")
             if not residual.is_floating_point() or residual.shape != parameter.shape:
                 raise ValueError(

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext import _ops
+from dltrain_ext._arguments import check_number
 from dltrain_ext.amp import GradStats
-from dltrain_ext.codecs.arguments import check_number, dtype_of_feedback, is_stochastic
+from dltrain_ext.codecs.arguments import dtype_of_feedback, is_stochastic
 from dltrain_ext.comm import Communicator, Tuning
+from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.ddp import checkpoint
 from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.feedback import Feedback
@@ -82,9 +84,7 @@ class AllReduceState:
         ranks_per_host: int | None = None,
         tuning: Tuning | str | os.PathLike[str] | None = None,
     ):
-        if not isinstance(codec, str) or not isinstance(algorithm, str):
-            raise TypeError(f"codec, algorithm: expected a str each, got {codec!r} and {algorithm!r}")
-        _ops.check_names(algorithm, "raw" if codec == "auto" else codec)
+        check_names(algorithm, "raw" if codec == "auto" else codec)
         dtype = dtype_of_feedback(feedback_dtype)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"scaler: expected a LossScaler or torch.amp.GradScaler, got {type(scaler).__name__}")

@@ -15,8 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dltrain_ext import _ops
+from dltrain_ext._arguments import check_number
 from dltrain_ext.amp import LossScaler
-from dltrain_ext.codecs.arguments import check_number, dtype_of_feedback, is_stochastic
+from dltrain_ext.codecs.arguments import dtype_of_feedback, is_stochastic
+from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.fsdp.state import ShardedState
 
 _registered: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
@@ -84,9 +86,7 @@ def register(
         RuntimeError: this has been registered on the model before.
     """
     groups = _groups(model)
-    if not isinstance(codec, str) or not isinstance(algorithm, str):
-        raise TypeError(f"codec, algorithm: expected a str each, got {codec!r} and {algorithm!r}")
-    _ops.check_names(algorithm, codec)
+    check_names(algorithm, codec)
     if scaler is not None and not isinstance(scaler, LossScaler):
         raise TypeError(f"scaler: expected a dltrain_ext.amp.LossScaler, got {type(scaler).__name__}")
     if timeout is not None and not isinstance(timeout, timedelta):

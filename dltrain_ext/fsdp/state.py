@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dltrain_ext._arguments import is_dense
 from dltrain_ext.amp import LossScaler
 from dltrain_ext.comm import Communicator
 from dltrain_ext.ddp.checkpoint import key_of
@@ -136,7 +137,7 @@ class ShardedState:
 def _is_feedback(value: object) -> bool:
     return (
         isinstance(value, Tensor)
-        and value.layout == torch.strided
+        and is_dense(value)
         and value.dim() == 1
         and value.is_floating_point()
         and not value.is_meta

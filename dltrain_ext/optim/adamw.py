@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.optim.fused import FusedStep, as_number, check_numbers, number_of
+from dltrain_ext._arguments import as_number, check_numbers
+from dltrain_ext.optim.fused import FusedStep, number_of
 
 
 class AdamW(FusedStep, torch.optim.AdamW):

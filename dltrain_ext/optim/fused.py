@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
+from dltrain_ext._arguments import as_number
 from dltrain_ext.optim.shards import Shards, any_sharded
 
 ALIGNMENT = 16  # elements: a cache line
@@ -20,22 +21,6 @@ on any device, or None."""
 def number_of(group: dict[str, Any], name: str) -> float:
     """Of a hyper-parameter; raises TypeError naming one that is no number."""
     return as_number(group.get(name), name)
-
-
-def check_numbers(**given: Any) -> None:
-    """Before torch compares them; tensors it looks at itself."""
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            as_number(value, name)
-
-
-def as_number(value: Any, name: str) -> float:
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(f"{name}: expected a number, got {value!r}") from error
 
 
 def _check_iterable(params: Any) -> None:

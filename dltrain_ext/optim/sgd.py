@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.optim.fused import FusedStep, check_numbers, number_of
+from dltrain_ext._arguments import check_numbers
+from dltrain_ext.optim.fused import FusedStep, number_of
 
 
 class SGD(FusedStep, torch.optim.SGD):

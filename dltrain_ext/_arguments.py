@@ -1,0 +1,42 @@
+"""Checks of arguments that any room may meet."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_number(number: int, name: str, bound: int) -> None:
+    if not isinstance(number, int):
+        raise TypeError(f"{name}: expected an int, got {number!r}")
+    if not 0 <= number < bound:
+        raise ValueError(f"{name}: expected 0 to {bound - 1}, got {number}")
+
+
+def as_number(value: Any, name: str) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{name}: expected a number, got {value!r}") from error
+
+
+def check_numbers(**given: Any) -> None:
+    """Before torch compares them; tensors it looks at itself."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            as_number(value, name)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements are plain numbers in memory: not sparse, nested or quantized."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def check_dense(given: Tensor, name: str) -> None:
+    if not is_dense(given):
+        kind = (
+            "a nested one" if given.is_nested else "a quantized one" if given.is_quantized else f"layout {given.layout}"
+        )
+        raise TypeError(f"{name}: expected a plain dense tensor, got {kind}")

@@ -1,0 +1,48 @@
+"""What collectives are given, checked before it is used."""
+
+import torch
+import torch.distributed as dist
+
+from dltrain_ext import _ops
+from dltrain_ext._arguments import check_number
+
+IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
+
+
+def is_average(op: "str | dist.ReduceOp") -> bool:
+    for name, reduce_op, average in (("sum", dist.ReduceOp.SUM, False), ("avg", dist.ReduceOp.AVG, True)):
+        if isinstance(op, str | type(reduce_op) | dist.ReduceOp) and op in (name, reduce_op):
+            return average
+    raise ValueError(f"op: expected 'sum', 'avg', ReduceOp.SUM or ReduceOp.AVG, got {op!r}")
+
+
+def _check_texts(**given: object) -> None:
+    for name, text in given.items():
+        if not isinstance(text, str):
+            raise TypeError(f"{name}: expected a str, got {text!r}")
+        if not text.isprintable():  # nor can it be told to C++
+            raise ValueError(f"{name}: expected a name, got {text!r}")
+
+
+def check_names(algorithm: str, codec: str) -> None:
+    _check_texts(algorithm=algorithm, codec=codec)
+    _ops.check_names(algorithm, codec)
+
+
+def check_tensors(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) and not (name == "residual" and value is None):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def check_options(algorithm: str, codec: str, seed: int, step: int | None, segments: int | None) -> None:
+    _check_texts(algorithm=algorithm, codec=codec)
+    for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**16)):
+        if number is not None:
+            check_number(number, name, bound)
+
+
+def place_of(tensor: torch.Tensor, name: str = "tensor") -> torch.device:
+    if not _ops.is_supported(tensor.device):
+        raise ValueError(f"{name}: expected a tensor on {_ops.supported_devices}, got one on {tensor.device}")
+    return tensor.device

@@ -1,0 +1,50 @@
+"""The groups that a communicator can be made of, and where their users' tensors are."""
+
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dltrain_ext import _ops
+
+
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if _forked_groups:
+        _check_own(dist.group.WORLD)
+    if not dist.is_initialized():
+        raise ValueError(
+            "group: expected an initialized default group, call torch.distributed.init_process_group first"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a torch.distributed.ProcessGroup that this rank belongs to, got {group!r}")
+    return group
+
+
+_forked_groups: list[weakref.ref[Any]] = []  # in a child: the default group that it has from its parent
+
+
+def _note_fork() -> None:
+    if dist.is_initialized():
+        _forked_groups.append(weakref.ref(dist.group.WORLD))
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _check_own(group: Any) -> None:
+    if any(forked() is group and group is not None for forked in _forked_groups):
+        raise RuntimeError(
+            f"group: expected one that was made in process {os.getpid()}, got one that it has from process "
+            f"{os.getppid()} by a fork; start processes by spawn, or make a group in each"
+        )
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the tensors of a group's users are, as a rule."""
+    backends = dist.get_backend_config(group)  # "cuda:nccl", also where there is one for the CPU beside it
+    if _ops.built_with_cuda and f"cuda:{dist.Backend.NCCL}" in backends.split(","):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
