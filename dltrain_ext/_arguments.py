@@ -1,6 +1,6 @@
 """Checks of arguments that any room may meet."""
 
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -15,18 +15,11 @@ def check_number(number: int, name: str, bound: int) -> None:
 
 def as_number(value: Any, name: str) -> float:
     try:
-        if isinstance(value, str | bytes):
-            raise TypeError
+        if isinstance(value, str) or not isinstance(value, SupportsFloat | SupportsIndex):
+            raise TypeError  # float() would parse them
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{name}: expected a number, got {value!r}") from error
-
-
-def check_numbers(**given: Any) -> None:
-    """Before torch compares them; tensors it looks at itself."""
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            as_number(value, name)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -40,3 +33,14 @@ def check_dense(given: Tensor, name: str) -> None:
             "a nested one" if given.is_nested else "a quantized one" if given.is_quantized else f"layout {given.layout}"
         )
         raise TypeError(f"{name}: expected a plain dense tensor, got {kind}")
+
+
+def check_numbers(**given: Any) -> None:
+    """Numbers, or tensors of one, whose value may be a device's to tell: before torch compares them."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            as_number(value, name)
+        else:
+            check_dense(value, name)
+            if value.numel() != 1:
+                raise ValueError(f"{name}: expected a tensor of one number, got shape {list(value.shape)}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import check_numbers, is_dense
+from dltrain_ext._arguments import as_number, check_number, check_numbers, is_dense
 from dltrain_ext.optim.fused import FusedStep
 from dltrain_ext.optim.shards import whole
 
@@ -58,12 +58,10 @@ class LossScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
     ) -> None:
         _check_bounds(min_scale, max_scale, hysteresis)
-        check_numbers(
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-        )
+        init_scale = as_number(init_scale, "init_scale")
+        growth_factor = as_number(growth_factor, "growth_factor")
+        backoff_factor = as_number(backoff_factor, "backoff_factor")
+        check_number(growth_interval, "growth_interval", 2**31)
         if not isinstance(device, str):
             raise TypeError(f"device: expected a str, got {device!r}")
         if enabled and not min_scale <= init_scale <= max_scale:
@@ -289,7 +287,8 @@ def _check_bounds(min_scale: float, max_scale: float, hysteresis: int) -> None:
 
 def _check_saved(state_dict: Mapping[str, Any]) -> None:
     for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
-        if not isinstance(value := state_dict.get(name), int | float):
+        value = state_dict.get(name)
+        if not isinstance(value, float) and not (isinstance(value, int) and -(2**63) <= value < 2**63):
             raise ValueError(f"state_dict: expected a number as its {name}, got {value!r}")
     for name in ("growth_interval", "_growth_tracker", "skipped_steps", "_overflows"):
         value = state_dict.get(name, 0)
@@ -300,9 +299,10 @@ def _check_saved(state_dict: Mapping[str, Any]) -> None:
 def _check_stats(stats: GradStats | None) -> None:
     if stats is None:
         return
-    numbers = (getattr(stats, "sum_squares", None), getattr(stats, "found_inf", None))
-    if not isinstance(numbers[0], Tensor) or not isinstance(numbers[1], Tensor | None):
+    numbers = {name: getattr(stats, name, None) for name in GradStats._fields}
+    if not isinstance(numbers["sum_squares"], Tensor) or not isinstance(numbers["found_inf"], Tensor | None):
         raise TypeError(f"grad_stats: expected a GradStats of tensors, got {type(stats).__name__}")
+    check_numbers(**{f"grad_stats.{name}": number for name, number in numbers.items() if number is not None})
 
 
 def _flags(state: dict[str, Any]) -> list[Tensor]:

@@ -16,15 +16,14 @@ def best(world_size: int, nbytes: int, *, codec: str = "raw", network: Network |
     """The fastest plan's estimate, in one level or, where hosts have several ranks, in two; arguments as for
     :func:`simulate`."""
     network = network_of(network)
-    if codec not in CODECS:
-        raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
+    algorithms = algorithms_for(codec)
     check_number(world_size, "world_size", 2**16 + 1)
     per_host = network.ranks_per_host
     two_levels = 1 < per_host < world_size and world_size % per_host == 0
     return min(
         (
             simulate(algorithm, world_size, nbytes, codec=codec, network=network, levels=levels)
-            for algorithm in algorithms_for(codec)
+            for algorithm in algorithms
             for levels in ((1, 2) if two_levels else (1,))
         ),
         key=lambda estimate: estimate.seconds,
@@ -116,9 +115,9 @@ def break_even(
     """The bandwidth of the hosts' links, in bytes a second, below which a codec is the faster one, each by its best
     plan; None where it is faster at 1 Tbit/s still, 0 where it is slower even at 1 Mbit/s. The rest is ``network``'s.
     """
-    for name in (codec, against):
-        if name not in CODECS:
-            raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {name!r}")
+    for name, given in (("codec", codec), ("against", against)):
+        if not isinstance(given, str) or given not in CODECS:
+            raise ValueError(f"{name}: expected one of {', '.join(CODECS)}, got {given!r}")
     network = network_of(network)
 
     def wins(bandwidth: float) -> bool:

@@ -162,7 +162,7 @@ TENSORS: dict[str, Callable[[Sequence[int]], Tensor]] = {
     "quantized": _quantized,
     "wrapped": lambda shape: Wrapped(),
     "expanded": lambda shape: torch.ones(()).expand(shape),
-    "overlapping": lambda shape: torch.ones(99).as_strided(shape, [1] * len(shape)),
+    "overlapping": lambda shape: torch.ones(999).as_strided(shape, [1] * len(shape)),
     "gaps": lambda shape: torch.ones(9, *shape)[::4][0] if not shape else torch.ones(*shape, 3)[..., 1],
     "transposed": lambda shape: torch.ones(tuple(reversed(shape))).permute(tuple(reversed(range(len(shape))))),
     "unaligned": lambda shape: (

@@ -186,6 +186,13 @@ def test_what_stands_for_other_values_is_not_written():
     assert torch.equal(codecs.decode(negated), -torch.ones(4))
 
 
+def test_what_has_no_places_of_its_own_is_not_written():
+    out = torch.zeros(1).expand(4)
+    with pytest.raises(ValueError, match=r"out: expected elements that each have a place of their own"):
+        codecs.decode(codecs.encode(torch.ones(4), "raw"), out)
+    assert not out.any()
+
+
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_what_a_storage_no_longer_holds_is_refused(codec):
     for numel in (4, 300):

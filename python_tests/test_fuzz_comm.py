@@ -236,6 +236,11 @@ def test_collectives(communicator, data, shape):
     assert communicator.stats()["wire_bytes"] == 0
 
 
+def test_a_seed_is_a_number(communicator):
+    with pytest.raises(TypeError, match="seed: expected an int, got None"):
+        communicator.reduce_scatter(torch.ones(2), torch.ones(2), seed=None)
+
+
 @fuzz(
     *("comm.Communicator", "comm.Communicator.tune", "comm.Communicator.tuning", "comm.Communicator.plan_for"),
     *("comm.Communicator.codec_for", "comm.Communicator.close"),

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from fuzzing import PLAIN, anything, attempt, fuzz, numbers, odd_tensors, plain, spoiled, tensors
+from fuzzing import BROKEN, PLAIN, TENSORS, anything, attempt, fuzz, numbers, odd_tensors, plain, spoiled, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import OPS, call_op, give_grads, make_params
@@ -184,7 +184,7 @@ def test_load_state_dict(kind, half, data):
 
 
 # What torch's dispatcher says before it calls an op.
-DISPATCHER = "Could not run|no tensor arguments|Overflow when|NestedTensor|one of them undefined"
+DISPATCHER = "Could not run|no tensor arguments|Overflow when|NestedTensor|one of them undefined|Cannot access storage"
 
 
 @fuzz("ops.adamw_", "ops.sgd_", "ops.lars_", examples=80)
@@ -239,6 +239,23 @@ def test_a_step_without_memory_is_refused(which):
     (optimizer.state[params[0]][which] if tensor is None else tensor).untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"s\[0\]: expected a tensor whose elements are all in memory, got one"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["freed", "nested", "jagged", "quantized", "meta", "torch.bool", "zero", "one more"])
+def test_a_foreign_step_count_that_is_no_number_is_refused(kind):
+    """Where more is missing the step is brought where it belongs by torch, which reads what is not there."""
+    params, optimizer = with_params(optim.AdamW)
+    del optimizer.state[params[0]]["exp_avg"]
+    optimizer.state[params[0]]["step"] = {**TENSORS, **BROKEN}[kind](())
+    with pytest.raises((TypeError, ValueError), match=r"steps\[0\]: expected"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_no_number(kind):
+    for text in ("1", b"1", bytearray(b"1"), memoryview(b"1")):
+        with pytest.raises(TypeError, match=r"lr: expected a number, got"):
+            kind(make_params(SHAPES), lr=text)
 
 
 def test_a_state_that_cannot_be_completed_stays_as_it_was():

@@ -137,6 +137,7 @@ class GroupOf : public FusedGroup {
       ranges_.front().grads.push_back(grad);
       return true;
     }
+    if (has_step_ && reading.values[0]) check_foreign_step(*reading.values[0], index);
     check_tensor(param, "params", index, param, true);
     check_written(param, c10::str("params[", index, "]"));
     if (!detail::is_lazy(grad)) check_tensor(grad, "grads", index, param, true);

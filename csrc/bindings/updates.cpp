@@ -17,9 +17,21 @@ void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at:
 }
 
 void check_step(const at::Tensor& step, int64_t index, const at::Tensor& param) {
-  TORCH_CHECK_TYPE(detail::counts(step, param), "steps[", index, "]: expected one float32 number on ", param.device(), ", got ",
-                   step.toString(), " of shape ", step.sizes());
-  check_backed(step, c10::str("steps[", index, "]"));
+  const std::string name = c10::str("steps[", index, "]");
+  check_plain(step, name);
+  TORCH_CHECK_TYPE(detail::counts(step, param), name, ": expected one float32 number on ", param.device(), ", got ", step.toString(),
+                   " of shape ", step.sizes());
+  check_backed(step, name);
+}
+
+void check_foreign_step(const at::Tensor& step, int64_t index) {
+  const std::string name = c10::str("steps[", index, "]");
+  check_plain(step, name);
+  const at::ScalarType type = step.scalar_type();
+  TORCH_CHECK_TYPE((at::isFloatingType(type) || at::isIntegralType(type, /*includeBool=*/false)) && step.numel() == 1, name,
+                   ": expected one number, got ", step.toString(), " of shape ", step.sizes());
+  TORCH_CHECK_VALUE(!step.is_meta(), name, ": expected a number, got one on meta");
+  check_backed(step, name);
 }
 
 void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists) {

@@ -51,7 +51,8 @@ inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_
 }
 
 inline bool counts(const at::Tensor& step, const at::Tensor& param) {
-  return step.scalar_type() == at::kFloat && step.device() == param.device() && step.numel() == 1;
+  return step.layout() == at::kStrided && !is_lazy(step) && step.scalar_type() == at::kFloat && step.device() == param.device() &&
+         step.numel() == 1;
 }
 
 }  // namespace detail
@@ -63,6 +64,8 @@ inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t ind
 }
 // The same for a step count.
 void check_step(const at::Tensor& step, int64_t index, const at::Tensor& param);
+// Of any type and on any device, as another optimizer may have saved it: that it is a number.
+void check_foreign_step(const at::Tensor& step, int64_t index);
 
 // Throws naming the first of the lists that is not as long as params.
 void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists);

@@ -33,14 +33,19 @@ def check_tensor(
         raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
     check_dense(given, name)
     if written:
-        _check_no_grad(given, name)
+        _check_written(given, name)
     if given.device != like.device:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {given.device}")
     if shape is not None and given.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(given.shape)}")
 
 
-def _check_no_grad(given: Tensor, name: str) -> None:
+def _check_written(given: Tensor, name: str) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True)):
+        raise ValueError(
+            f"{name}: expected elements that each have a place of their own, got shape {tuple(given.shape)} with "
+            f"strides {given.stride()}"
+        )
     if given.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name}: expected a tensor that requires no grad, got one that does; call under torch.no_grad()"
@@ -52,7 +57,7 @@ def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, 
     if isinstance(given, Tensor):
         check_dense(given, name)
         if written:
-            _check_no_grad(given, name)
+            _check_written(given, name)
         return given.detach(), lambda tensor: tensor
     if not hasattr(given, "__dlpack__"):
         raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(given).__name__}")

@@ -37,7 +37,8 @@ def check_tensors(**given: object) -> None:
 
 def check_options(algorithm: str, codec: str, seed: int, step: int | None, segments: int | None) -> None:
     _check_texts(algorithm=algorithm, codec=codec)
-    for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("segments", segments, 2**16)):
+    check_number(seed, "seed", 2**63)
+    for name, number, bound in (("step", step, 2**32), ("segments", segments, 2**16)):
         if number is not None:
             check_number(number, name, bound)
 

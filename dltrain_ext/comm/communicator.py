@@ -273,14 +273,14 @@ class Communicator:
         """What ``algorithm="auto"`` stands for, with tensors of so many bytes in fp32: a plan, and the number of
         segments where that is decided; ``"auto"`` before tuning."""
         check_names("auto", codec)
-        check_number(nbytes, "nbytes", 2**62)
+        check_number(nbytes, "nbytes", 2**65)
         return self._chooser.plan_for(codec, nbytes)
 
     def codec_for(self, nbytes: int, algorithm: str = "auto") -> tuple[str, str]:
         """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32, behind the algorithm to go with it:
         ``"native"`` where compressing would lose. Before tuning this tunes, which is collective."""
         check_names(algorithm, "raw")
-        check_number(nbytes, "nbytes", 2**62)
+        check_number(nbytes, "nbytes", 2**65)
         if is_raw_alone(algorithm):
             return algorithm, "raw"
         return codec_for(self.tuning or self.tune(), nbytes, algorithm, tells=self._rank == 0)

@@ -84,7 +84,7 @@ class AllReduceState:
         ranks_per_host: int | None = None,
         tuning: Tuning | str | os.PathLike[str] | None = None,
     ):
-        check_names(algorithm, "raw" if codec == "auto" else codec)
+        check_names(algorithm, "raw" if isinstance(codec, str) and codec == "auto" else codec)
         dtype = dtype_of_feedback(feedback_dtype)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"scaler: expected a LossScaler or torch.amp.GradScaler, got {type(scaler).__name__}")

@@ -47,7 +47,9 @@ class FusedStep(torch.optim.Optimizer):
 
     def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
         _check_iterable(args[0])
-        self._given = {} if master_weights == "auto" else {"master_weights": master_weights}
+        self._given = (
+            {} if isinstance(master_weights, str) and master_weights == "auto" else {"master_weights": master_weights}
+        )
         super().__init__(*args, **kwargs)
         self._prepare()
 

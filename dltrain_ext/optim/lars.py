@@ -101,8 +101,7 @@ class LARS(FusedStep):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         _check_form(group)
-        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-            raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
+        check_numbers(lr=group["lr"])
         super()._check_group(group)
         if any_sharded(group["params"]):
             raise ValueError(
@@ -143,7 +142,7 @@ class LARS(FusedStep):
         }
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
-        self._lay_out(params, ["momentum_buffer"] * (group["momentum"] != 0), group)
+        self._lay_out(params, ["momentum_buffer"] * (number_of(group, "momentum") != 0), group)
         return params
 
 

@@ -77,5 +77,5 @@ class SGD(FusedStep, torch.optim.SGD):
             if self.state[p].get("momentum_buffer", p) is None:  # as some of torch's versions write it
                 del self.state[p]["momentum_buffer"]
         starting = [p for p in params if "momentum_buffer" not in self.state[p]]
-        self._lay_out(params, ["momentum_buffer"] * (group["momentum"] != 0), group)
+        self._lay_out(params, ["momentum_buffer"] * (number_of(group, "momentum") != 0), group)
         return starting
