@@ -1,4 +1,4 @@
-"""What the line carries, found in the same run: each rank sends to the next and receives from the one before."""
+"""What the line carries, found in the same run: each rank sends every other its share, and receives as much."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 SIDE = "line"
-NBYTES = 4 << 20
+NBYTES = 16 << 20
 NOTE = (
-    f"% of line: bytes that a rank sends, over the time, over the line: {NBYTES >> 20} MiB from each rank to the next "
-    "by torch's isend and irecv, all at once, taking turns with the sides"
+    f"% of line: bytes that a rank sends, over the time, over the line: {NBYTES >> 20} MiB from each rank, in equal "
+    "parts to all others by torch's isend and irecv, all at once, taking turns with the sides"
 )
 
 
@@ -18,13 +18,16 @@ def sides(rank: int, ranks: int, device: str) -> dict[str, Callable[[], object]]
     """The line as a side to be timed; none on a GPU, nor where there is nobody to send to."""
     if device != "cpu" or ranks == 1:
         return {}
-    sent, received = torch.zeros(NBYTES // 4), torch.empty(NBYTES // 4)
+    others = [other for other in range(ranks) if other != rank]
+    sent, received = ([torch.zeros(NBYTES // 4 // len(others)) for _ in others] for _ in range(2))
 
-    def pass_on() -> None:
-        for request in (dist.isend(sent, (rank + 1) % ranks), dist.irecv(received, (rank - 1) % ranks)):
+    def exchange() -> None:
+        sends = [dist.isend(part, other) for part, other in zip(sent, others, strict=True)]
+        receives = [dist.irecv(part, other) for part, other in zip(received, others, strict=True)]
+        for request in (*sends, *receives):
             request.wait()
 
-    return {SIDE: pass_on}
+    return {SIDE: exchange}
 
 
 def rate(seconds: Sequence[float]) -> float | None:

@@ -119,6 +119,8 @@ class MixedPrecision(plugins.MixedPrecision):
     """
 
     def __init__(self, precision: Literal["16-mixed", "bf16-mixed"], device: str, **options: Any) -> None:
+        if not isinstance(precision, str):
+            raise TypeError(f"precision: expected '16-mixed' or 'bf16-mixed', got {precision!r}")
         is_scaled = precision == "16-mixed"
         if options and not is_scaled:
             raise ValueError(f"{', '.join(options)}: expected none with {precision!r}, whose loss is not scaled")

@@ -11,6 +11,7 @@ from fuzzing import anything, attempt, fuzz, numbers, plain, shapes, spoiled, te
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fuzz_optim import corrupted
+from torch.distributed.fsdp import fully_shard
 
 from dltrain_ext import codecs, comm, ddp, fsdp, sim
 
@@ -312,6 +313,25 @@ def test_hook_checkpoints(data):
     with pytest.raises(RuntimeError, match="grad_stats: expected a state that was given the scaler"):
         _ = state.grad_stats
     state.communicator.close()
+
+
+@pytest.fixture(scope="module")
+def sharded(group):
+    model = torch.nn.Linear(3, 2)
+    fully_shard(model)
+    return fsdp.register(model, "int8", min_compress_numel=0)
+
+
+@fuzz("fsdp.ShardedState.load_state_dict", "fsdp.ShardedState.state_dict", "fsdp.ShardedState.stats", examples=60)
+@given(st.data())
+def test_shard_checkpoints(sharded, data):
+    good = {"version": 1, "steps": {"": 3}, "feedback": {"rank 0 of 1": {"": torch.ones(8)}}}
+    sharded.load_state_dict(good)
+    before = repr(sharded.state_dict())
+    _, error = attempt(sharded.load_state_dict, {"state_dict": data.draw(corrupted(good))})
+    if error is not None:
+        assert repr(sharded.state_dict()) == before
+    assert sharded.stats()["per_module"] == {}
 
 
 def test_a_destroyed_group_is_told():

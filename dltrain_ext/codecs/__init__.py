@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import check_number
+from dltrain_ext._arguments import as_number, check_number
 from dltrain_ext.codecs.arguments import as_tensor, check_tensor, dtype_of_feedback, is_stochastic
 from dltrain_ext.codecs.message import Encoded, ErrorBound, GradStats, check_message
 
@@ -221,7 +221,7 @@ def reduce(
         messages,
         codec,
         position=position,
-        scale=scale,
+        scale=as_number(scale, "scale"),
         residual=residual,
         loss_scale=loss_scale,
         wire=wire,

@@ -37,6 +37,8 @@ class Encoded:
 
 def check_message(given: Encoded, name: str) -> None:
     """What a message says of itself, as somebody may have sent it."""
+    if not isinstance(given.codec, str):
+        raise TypeError(f"{name}: expected a message whose codec is a name, got {given.codec!r}")
     shape = given.shape
     if not isinstance(shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{name}: expected a message whose shape is a tuple of ints of at least 0, got {shape!r}")

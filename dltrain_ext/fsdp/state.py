@@ -113,7 +113,13 @@ class ShardedState:
         """
         given = state_dict if isinstance(state_dict, Mapping) else {}
         steps, by_rank = given.get("steps"), given.get("feedback")
-        if given.get("version") != VERSION or not isinstance(steps, Mapping) or not isinstance(by_rank, Mapping):
+        version = given.get("version")
+        if (
+            type(version) is not int
+            or version != VERSION
+            or not isinstance(steps, Mapping)
+            or not isinstance(by_rank, Mapping)
+        ):
             raise ValueError(f"state_dict: expected one of a ShardedState, version {VERSION}")
         if _key() not in by_rank:
             raise ValueError(
