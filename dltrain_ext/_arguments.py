@@ -36,11 +36,9 @@ def check_dense(given: Tensor, name: str) -> None:
 
 
 def check_numbers(**given: Any) -> None:
-    """Numbers, or tensors of one, whose value may be a device's to tell: before torch compares them."""
+    """Before torch compares them; how many numbers a tensor has it sees itself."""
     for name, value in given.items():
-        if not isinstance(value, Tensor):
-            as_number(value, name)
-        else:
+        if isinstance(value, Tensor):
             check_dense(value, name)
-            if value.numel() != 1:
-                raise ValueError(f"{name}: expected a tensor of one number, got shape {list(value.shape)}")
+        else:
+            as_number(value, name)

@@ -313,7 +313,7 @@ def check_refusals(rank, world_size):
         (TypeError, "replicas: expected a ProcessGroup", make(shard), {"replicas": mesh}),
         (TypeError, "replicas: expected a ProcessGroup", make(shard), {"replicas": "x"}),
         (TypeError, "timeout: expected", make(), {"timeout": 5}),
-        (TypeError, "codec, algorithm: expected a str", make(), {"codec": None}),
+        (TypeError, "codec: expected a str", make(), {"codec": None}),
     ):
         with pytest.raises(error, match=text):
             fsdp.register(model, **options)

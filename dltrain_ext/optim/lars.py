@@ -102,6 +102,8 @@ class LARS(FusedStep):
     def _check_group(self, group: dict[str, Any]) -> None:
         _check_form(group)
         check_numbers(lr=group["lr"])
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
         super()._check_group(group)
         if any_sharded(group["params"]):
             raise ValueError(
