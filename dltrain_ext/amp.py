@@ -41,7 +41,7 @@ class LossScaler(torch.amp.GradScaler):
     ``state_dict`` has torch's entries and a few more: a GradScaler loads ours, and the other way round.
 
     Raises:
-        ValueError: ``min_scale``, ``max_scale``, ``init_scale`` or ``hysteresis`` out of range.
+        TypeError, ValueError: one that is no number, or out of range.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class MixedPrecision(plugins.MixedPrecision):
         options: of the ``LossScaler``; none with ``"bf16-mixed"``.
 
     Raises:
-        ValueError: ``precision`` is another; options that have no use.
+        TypeError, ValueError: ``precision`` is another; options that have no use.
     """
 
     def __init__(self, precision: Literal["16-mixed", "bf16-mixed"], device: str, **options: Any) -> None:

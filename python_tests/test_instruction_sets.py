@@ -31,7 +31,7 @@ for optimizer in (optim.AdamW(params, amsgrad=True), optim.SGD(params, lr=0.1, m
         optimizer.step()
 both = ("nearest", "stochastic")
 wires = [codecs.encode(params[-1], codec, rounding=rounding).wire for codec in codecs.CODECS for rounding in both]
-bits = b"".join(bytes(tensor.detach().untyped_storage()) for tensor in [*params, *wires])
+bits = b"".join(bytes(tensor.detach().view(torch.uint8).tolist()) for tensor in [*params, *wires])
 print(_ops.instruction_set(), hashlib.sha256(bits).hexdigest())
 """
 
