@@ -231,7 +231,14 @@ class Updates {
   // Asking for its memory changes nothing, as it would where that is another tensor's until somebody writes.
   static bool has_memory(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    return impl.has_storage() && !impl.unsafe_storage().unsafeGetStorageImpl()->has_materializer();
+    return impl.has_storage() && !awaits_memory(*impl.unsafe_storage().unsafeGetStorageImpl());
+  }
+
+  // torch before 2.13 has no such storages, nor the question. A template, since only there a requirement may fail.
+  template <class Storage>
+  static bool awaits_memory(const Storage& storage) {
+    if constexpr (requires { storage.has_materializer(); }) return storage.has_materializer();
+    return false;
   }
 
   static bool fit(const Tensors& tensors, const at::Tensor* master, const at::Tensor* step) {
