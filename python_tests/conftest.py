@@ -1,9 +1,34 @@
-"""Devices: a test that asks for `device` runs on the CPU and, marked gpu, on a CUDA device where there is one."""
+"""What need not be there: a GPU, and packages that only some tests import. Where it is not, those tests are skipped.
+
+A test that asks for `device` runs on the CPU and, marked gpu, on a CUDA device.
+"""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dltrain_ext import _ops
+
+OPTIONAL = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib", "numpy", "rich", "sklearn", "yaml"}
+
+
+class Module(pytest.Module):
+    """Skipped by name where it imports a package that need not be there."""
+
+    def collect(self) -> Any:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            cause = error.__cause__
+            if isinstance(cause, ModuleNotFoundError) and cause.name and cause.name.split(".")[0] in OPTIONAL:
+                pytest.skip(f"{cause.name} is not installed", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return Module.from_parent(parent, path=module_path)
 
 
 def no_gpu() -> str | None:

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from optimizers import SHAPES, Pair, assert_same, assert_same_bits_for_any_number_of_threads, give_grads, make_params
+from properties import property_test, st
 from torch import library
 
 from dltrain_ext import _ops, optim, reference
@@ -63,9 +62,8 @@ def test_against_double(options, device):
         torch.testing.assert_close(p.detach().double(), want, rtol=1e-5, atol=1e-6)
 
 
-# The device is the same text for all examples.
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@property_test(
+    60,
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=8),
     offset=st.integers(0, 3),
     lr=st.floats(1e-5, 0.5),

@@ -4,8 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from properties import property_test, st
 
 from dltrain_ext import _ops, codecs
 
@@ -113,14 +112,9 @@ def spread_out(numel, tops, spread, seed):
     return (signs * mantissas * exponents.exp2()).float().clamp(-LARGEST, LARGEST)
 
 
-# The device is the same text for all examples.
-any_example = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("codec", codecs.CODECS)
-@any_example
-@given(data=st.data())
+@property_test(60, data=st.data())
 def test_errors_are_within_bounds(codec, rounding, device, data):
     highest = {"fp16": 14, "bf16": 126}.get(codec, 127)
     exponents = st.one_of(st.integers(-150, highest), st.integers(-12, 12), st.sampled_from([highest, -117, -118]))
@@ -136,8 +130,7 @@ def test_errors_are_within_bounds(codec, rounding, device, data):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("codec", codecs.CODECS)
-@any_example
-@given(values=st.lists(st.floats(-LARGEST, LARGEST, width=32), max_size=40))
+@property_test(60, values=st.lists(st.floats(-LARGEST, LARGEST, width=32), max_size=40))
 def test_errors_of_any_floats_are_within_bounds(codec, rounding, device, values):
     room = {"fp16": 65504.0, "bf16": torch.finfo(torch.bfloat16).max}.get(codec, LARGEST)
     check_bounds(torch.tensor(values).clamp(-room, room), codec, rounding, device)

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from optimizers import assert_same, assert_untouched, everything, give_grads, give_own_grads, make_params, through_file
+from properties import property_test, st
 from torch import library
 
 from dltrain_ext import _ops, optim, reference
@@ -281,9 +280,8 @@ def test_going_on_from_a_file_gives_the_same_bits(dtype, device):
     assert twin.param_groups[0]["preset"] == "larc"
 
 
-# The device is the same text for all examples.
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@property_test(
+    80,
     sizes=st.lists(st.sampled_from([0, 1, 7, 33, 4097]), min_size=1, max_size=5),
     momentum=st.sampled_from([0.0, 0.9]),
     zero=st.sampled_from(["params", "grads", None]),

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from optimizers import (
     OPS,
     assert_same_bits_for_any_number_of_threads,
@@ -20,6 +18,7 @@ from optimizers import (
     strided,
     through_file,
 )
+from properties import property_test, st
 from torch import library
 
 from dltrain_ext import _ops, optim, reference
@@ -69,9 +68,8 @@ SIZES = st.sampled_from([(0, 1, 1, 1), (1, 1, 1, 1), (7, 1, 1, 1), (2, 3, 4, 5),
 ROWS = st.tuples(SIZES, *[st.sampled_from(FLOATS)] * 2, *[LAYOUTS] * 3)
 
 
-# The device is the same text for all examples.
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@property_test(
+    150,
     op=st.sampled_from(sorted(OPS)),
     rows=st.lists(ROWS, min_size=1, max_size=6),
     masters=st.booleans(),

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from properties import property_test, st
 
 from dltrain_ext import comm
 from dltrain_ext.comm import Plan, Step
@@ -214,8 +213,8 @@ def test_plans_made_by_hand_are_checked_and_drawn():
         comm.verify_plans([beyond])
 
 
-@settings(max_examples=200, deadline=None)
-@given(
+@property_test(
+    200,
     algorithm=st.sampled_from(comm.ALGORITHMS),
     world_size=st.integers(2, 9),
     data=st.data(),

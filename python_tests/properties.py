@@ -1,0 +1,41 @@
+"""hypothesis, for modules that have other tests too: where it is not installed, its tests alone are skipped."""
+
+from typing import Any
+
+import pytest
+
+try:
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+except ModuleNotFoundError:
+
+    class Absent:
+        """Answers whatever strategies and settings are asked for."""
+
+        def __getattr__(self, name: str) -> "Absent":
+            return self
+
+        def __call__(self, *args: Any, **options: Any) -> "Absent":
+            return self
+
+    def unchanged(test: Any) -> Any:
+        return test
+
+    st = HealthCheck = Absent()
+
+    def settings(*args: Any, **options: Any) -> Any:
+        return unchanged
+
+    def given(*args: Any, **options: Any) -> Any:
+        return pytest.mark.skip(reason="hypothesis is not installed")
+
+
+def property_test(max_examples: int, **strategies: Any) -> Any:
+    """Draws the named arguments; fixtures, like the device, are the same for all examples."""
+    health = [HealthCheck.function_scoped_fixture]
+    return lambda test: settings(max_examples=max_examples, deadline=None, suppress_health_check=health)(
+        given(**strategies)(test)
+    )
+
+
+__all__ = ["property_test", "st"]
