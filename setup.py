@@ -4,11 +4,13 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import setup
 
@@ -43,10 +45,47 @@ def commit() -> str:
         return "unknown: not built in a git checkout"
 
 
-def cuda_or_reason(wish: str | None, torch_cuda: str | None, nvcc: str | None) -> str | None:
+class Toolkit(NamedTuple):
+    """A CUDA toolkit: where its nvcc has it, and what that compiles for, as torch names it ("8.0")."""
+
+    home: str
+    include: str
+    version: str
+    architectures: list[str]
+
+
+def find_toolkit() -> Toolkit | str:
+    """That of CUDA_HOME or CUDA_PATH, of the nvcc on the PATH, or of /usr/local/cuda; else why there is none."""
+    given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = Path(given or "/usr/local/cuda", "bin", "nvcc")
+    if not given and (found := shutil.which("nvcc")):
+        nvcc = Path(found)
+
+    def said(*arguments: str) -> str:
+        done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr
+
+    try:
+        version = re.search(r"release (\d+\.\d+)", said("--version"))
+        top = re.search(r"TOP=(.+)", said("--dryrun", "-E", "-x", "cu", os.devnull))
+        numbers = re.findall(r"sm_(\d+)(\d)\b", said("--list-gpu-code"))
+    except (OSError, subprocess.CalledProcessError):
+        return f"there is no nvcc that runs on the PATH or in CUDA_HOME (tried {nvcc})"
+    if not version:
+        return f"{nvcc} --version names no release"
+    # The nvcc on the PATH may be a link or a script: where the rest lies it knows itself.
+    homes = dict.fromkeys([str(nvcc.parents[1]), *([os.path.normpath(top[1])] if top else [])])
+    for home in homes:
+        for include in (Path(home, "include"), Path(home, "targets", f"{platform.machine()}-linux", "include")):
+            if Path(include, "cuda_runtime.h").exists():
+                return Toolkit(home, str(include), version[1], [".".join(number) for number in numbers])
+    return f"{nvcc} is of CUDA {version[1]}, but there is no include/cuda_runtime.h in {' or '.join(homes)}"
+
+
+def cuda_or_reason(wish: str | None, torch_cuda: str | None, toolkit: Toolkit | str) -> str | None:
     """Whether to build for CUDA: None if so, else why not. Leaves with a message where the wish cannot be met.
 
-    wish: DLTRAIN_CUDA; torch_cuda: the version that torch is built for; nvcc: the version of the compiler found.
+    wish: DLTRAIN_CUDA; torch_cuda: the version that torch is built for; toolkit: what was found.
     """
     if wish not in (None, "", "0", "1"):
         sys.exit(f"DLTRAIN_CUDA: expected 0 or 1, got {wish!r}")
@@ -54,10 +93,10 @@ def cuda_or_reason(wish: str | None, torch_cuda: str | None, nvcc: str | None) -
         return "DLTRAIN_CUDA=0"
     if torch_cuda is None:
         reason = "torch is built for the CPU"
-    elif nvcc is None:
-        reason = f"torch is built for CUDA {torch_cuda}, but there is no nvcc on the PATH or in CUDA_HOME"
-    elif nvcc.split(".")[0] != torch_cuda.split(".")[0]:
-        reason = f"torch is built for CUDA {torch_cuda}, but nvcc is of CUDA {nvcc}"
+    elif isinstance(toolkit, str):
+        reason = f"torch is built for CUDA {torch_cuda}, but {toolkit}"
+    elif toolkit.version.split(".")[0] != torch_cuda.split(".")[0]:
+        reason = f"torch is built for CUDA {torch_cuda}, but nvcc is of CUDA {toolkit.version}"
     else:
         return None
     if wish == "1":
@@ -65,16 +104,12 @@ def cuda_or_reason(wish: str | None, torch_cuda: str | None, nvcc: str | None) -
     return reason
 
 
-def nvcc_version(cuda_home: str | None) -> str | None:
-    if cuda_home is None:
-        return None
-    try:
-        command = [str(Path(cuda_home, "bin", "nvcc")), "--version"]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    found = re.search(r"release (\d+\.\d+)", text)
-    return found and found[1]
+def architectures(wanted: list[str], known: list[str]) -> str:
+    """As TORCH_CUDA_ARCH_LIST has them: those that the toolkit knows, with PTX of the last for what comes later."""
+    names = [name for name in wanted if name.removesuffix("+PTX") in known]
+    if not names:
+        sys.exit(f"nvcc compiles for none of {', '.join(wanted)}, but for {', '.join(known) or 'nothing'}")
+    return ";".join([*names[:-1], names[-1].removesuffix("+PTX") + "+PTX"])
 
 
 def sources(cuda: bool) -> list[str]:
@@ -90,9 +125,8 @@ def sources(cuda: bool) -> list[str]:
 def extension_arguments() -> dict:
     """The parts of setup() that need torch."""
     torch = import_torch()
-    from torch.utils import cpp_extension
-
-    reason = cuda_or_reason(os.environ.get("DLTRAIN_CUDA"), torch.version.cuda, nvcc_version(cpp_extension.CUDA_HOME))
+    toolkit = find_toolkit()
+    reason = cuda_or_reason(os.environ.get("DLTRAIN_CUDA"), torch.version.cuda, toolkit)
     cuda = reason is None
     print(f"dltrain_ext: building for {'the CPU and CUDA' if cuda else f'the CPU alone ({reason})'}")
     sanitizers = os.environ.get("DLTRAIN_SANITIZE")  # e.g. address,undefined: for the tests
@@ -101,10 +135,16 @@ def extension_arguments() -> dict:
     if os.environ.get("DLTRAIN_COVERAGE"):  # counts the lines that run, for gcov: for the tests too
         instrument += ["--coverage", "-fprofile-update=atomic"]
     flags = {"cxx": BUILD["flags"] + debug + instrument + ["-DDLTRAIN_CUDA"] * cuda}
+    include_dirs = [str(ROOT / "csrc")]
     if cuda:
+        os.environ["CUDA_HOME"] = toolkit.home  # before torch looks for it
+        include_dirs += [toolkit.include] * (toolkit.include != "/usr/include")
         # Torch would otherwise ask the GPUs that it sees, and there need not be one.
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", BUILD["cuda"]["architectures"])
+        wanted = architectures(BUILD["cuda"]["architectures"], toolkit.architectures)
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", wanted)
         flags["nvcc"] = BUILD["cuda"]["flags"] + ["-DDLTRAIN_CUDA"]
+    from torch.utils import cpp_extension
+
     kind = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
 
     class Build(cpp_extension.BuildExtension):
@@ -130,8 +170,10 @@ def extension_arguments() -> dict:
         def run(self):
             """Leaves a note of what the extension was built against, to be read before it is loaded."""
             super().run()
-            architectures = (
-                f"{torch.version.cuda}, for {os.environ['TORCH_CUDA_ARCH_LIST']}" if cuda else f"none: {reason}"
+            built_for = (
+                f"{torch.version.cuda}, by nvcc {toolkit.version} for {os.environ['TORCH_CUDA_ARCH_LIST']}"
+                if cuda
+                else f"none: {reason}"
             )
             note = Path(self.get_ext_fullpath("dltrain_ext._C")).parent / "_build_info.py"
             note.write_text(
@@ -141,14 +183,14 @@ def extension_arguments() -> dict:
                 f"TORCH = {torch.__version__!r}\n"
                 f"PYTHON = {platform.python_version()!r}\n"
                 f"FLAGS = {' '.join(BUILD['flags'])!r}\n"
-                f"CUDA = {architectures!r}\n"
+                f"CUDA = {built_for!r}\n"
             )
 
     # The OpenMP symbols are left to torch's own runtime: two in one process would be two teams of threads.
     extension = kind(
         "dltrain_ext._C",
         sources=sources(cuda),
-        include_dirs=[str(ROOT / "csrc")],
+        include_dirs=include_dirs,
         extra_compile_args=flags,
         # __gcov_dump is for children that leave by os._exit, where nothing else writes what was counted.
         extra_link_args=instrument + ["-Wl,-u,__gcov_dump"] * ("--coverage" in instrument),

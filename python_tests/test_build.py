@@ -1,6 +1,7 @@
 """How setup.py decides what to build, and that the CUDA sources of every room compile without a GPU."""
 
 import json
+import platform
 import runpy
 import shutil
 import subprocess
@@ -25,19 +26,27 @@ def setup():
         sys.argv = argv
 
 
+NONE = "there is no nvcc that runs"
+
+
+def found(setup, version):
+    """A toolkit of that version, or the reason why there is none."""
+    return version if version == NONE else setup["Toolkit"]("/cuda", "/cuda/include", version, ["8.0"])
+
+
 @pytest.mark.parametrize(
     ("wish", "torch_cuda", "nvcc", "reason"),
     [
         (None, "13.0", "13.0", None),
         ("1", "13.0", "13.1", None),
         (None, None, "13.0", "torch is built for the CPU"),
-        (None, "13.0", None, "there is no nvcc"),
+        (None, "13.0", NONE, NONE),
         (None, "12.6", "13.0", "nvcc is of CUDA 13.0"),
         ("0", "13.0", "13.0", "DLTRAIN_CUDA=0"),
     ],
 )
 def test_cuda_is_built_where_torch_and_nvcc_have_it(setup, wish, torch_cuda, nvcc, reason):
-    got = setup["cuda_or_reason"](wish, torch_cuda, nvcc)
+    got = setup["cuda_or_reason"](wish, torch_cuda, found(setup, nvcc))
     assert got is None if reason is None else reason in got
 
 
@@ -45,14 +54,64 @@ def test_cuda_is_built_where_torch_and_nvcc_have_it(setup, wish, torch_cuda, nvc
     ("wish", "torch_cuda", "nvcc", "text"),
     [
         ("1", None, "13.0", "DLTRAIN_CUDA=1: cannot build for CUDA: torch is built for the CPU"),
-        ("1", "13.0", None, "there is no nvcc"),
+        ("1", "13.0", NONE, NONE),
         ("1", "12.6", "13.0", "nvcc is of CUDA 13.0"),
         ("yes", "13.0", "13.0", "DLTRAIN_CUDA: expected 0 or 1, got 'yes'"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_an_error(setup, wish, torch_cuda, nvcc, text):
     with pytest.raises(SystemExit, match=text):
-        setup["cuda_or_reason"](wish, torch_cuda, nvcc)
+        setup["cuda_or_reason"](wish, torch_cuda, found(setup, nvcc))
+
+
+def make_toolkit(folder, headers="include", top=None):
+    """An nvcc that answers like CUDA 12.6's."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(
+        "#!/bin/sh\ncase $1 in\n"
+        "--version) echo 'Cuda compilation tools, release 12.6, V12.6.20' ;;\n"
+        f"--dryrun) echo '#$ TOP={top or folder}/bin/..' >&2 ;;\n"
+        "--list-gpu-code) echo 'sm_75 sm_80 sm_90'; esac\n"
+    )
+    nvcc.chmod(0o755)
+    if headers:
+        (folder / headers).mkdir(parents=True)
+        (folder / headers / "cuda_runtime.h").touch()
+    return folder
+
+
+def test_a_toolkit_is_looked_for_where_its_headers_are(setup, tmp_path, monkeypatch):
+    whole = make_toolkit(tmp_path / "whole")
+    wrapper = make_toolkit(tmp_path / "wrapper", headers=None, top=whole)
+    conda = make_toolkit(tmp_path / "conda", headers=f"targets/{platform.machine()}-linux/include")
+    broken = make_toolkit(tmp_path / "broken", headers=None)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for path, home, include in (
+        (whole, whole, "include"),
+        (wrapper, whole, "include"),
+        (conda, conda, f"targets/{platform.machine()}-linux/include"),
+    ):
+        monkeypatch.setenv("PATH", f"{path}/bin", prepend=":")
+        wanted = setup["Toolkit"](str(home), str(home / include), "12.6", ["7.5", "8.0", "9.0"])
+        assert setup["find_toolkit"]() == wanted
+        monkeypatch.setenv("CUDA_HOME", str(path))  # stands above the PATH
+        monkeypatch.setenv("PATH", f"{broken}/bin", prepend=":")
+        assert setup["find_toolkit"]() == wanted
+        monkeypatch.delenv("CUDA_HOME")
+    reason = f"{broken}/bin/nvcc is of CUDA 12.6, but there is no include/cuda_runtime.h in {broken}"
+    assert setup["find_toolkit"]() == reason
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert "there is no nvcc that runs" in setup["find_toolkit"]()
+
+
+def test_architectures_are_those_that_the_toolkit_knows(setup):
+    wanted = BUILD["cuda"]["architectures"]
+    assert setup["architectures"](wanted, ["7.5", "8.0", "8.6", "9.0"]) == "7.5;8.0;9.0+PTX"
+    assert setup["architectures"](wanted, ["7.5", "8.0", "9.0", "10.0", "12.0"]) == "7.5;8.0;9.0;10.0+PTX;12.0+PTX"
+    with pytest.raises(SystemExit, match="nvcc compiles for none of 7.5.*, but for 5.2"):
+        setup["architectures"](wanted, ["5.2"])
 
 
 def test_sources_of_each_kind(setup):
@@ -66,20 +125,13 @@ def test_sources_of_each_kind(setup):
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 
 
-def cuda_headers() -> Path:
-    """Where the toolkit's headers are; nvcc may be a link or a script."""
-    dry = subprocess.run(["nvcc", "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True)
-    top = next(line.split("=", 1)[1] for line in dry.stderr.splitlines() if "TOP=" in line)
-    return Path(top.strip(), "include")
-
-
 @needs_nvcc
 @pytest.mark.parametrize("path", sorted((ROOT / "csrc/bindings").rglob("cuda/*.cpp")), ids=lambda path: path.name)
-def test_bindings_to_cuda_compile(path):
+def test_bindings_to_cuda_compile(setup, path):
     """Against the headers of whatever torch there is; linking needs a torch that is built for CUDA."""
     from torch.utils.cpp_extension import include_paths
 
-    folders = [ROOT / "csrc", *include_paths(), cuda_headers(), sysconfig.get_path("include")]
+    folders = [ROOT / "csrc", *include_paths(), setup["find_toolkit"]().include, sysconfig.get_path("include")]
     subprocess.run(
         ["g++", *BUILD["flags"], "-fsyntax-only", "-DDLTRAIN_CUDA", str(path)]
         + [f"-isystem{folder}" for folder in folders]
