@@ -1,7 +1,6 @@
 """What every rank of the case allreduce runs: its data, the check of each side, the timing."""
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -11,10 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import cupy_peers, line
-from benchmarks.checked_sums import Data, count_wrong, first_if_unlike, normal, relative_error, tolerance, whole_numbers
 from benchmarks.harness import Failure, Progress, interleave
 from benchmarks.ranks import over_ranks
 from dltrain_ext import comm
+from dltrain_ext.selftest.ranks import take_gpu
+from dltrain_ext.selftest.sums import (
+    Data,
+    count_wrong,
+    first_if_unlike,
+    normal,
+    relative_error,
+    tolerance,
+    whole_numbers,
+)
 
 DEADLINE = 60.0
 SMALL = 64 << 10  # bytes; calls so short that what comes before them, like a barrier, tells in their time
@@ -88,7 +96,7 @@ class Connections(NamedTuple):
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
     """The results of one size after the other, the same on all ranks."""
-    peer = nccl_group(rank, ranks) if job.device == "cuda" else None
+    peer = nccl_group() if job.device == "cuda" else None
     ours = connect(job)
     sides = [side for side in job.sides if not side.ours or (side.levels, side.transport) in ours]
     cupy = cupy_peers.Nccl(rank, ranks) if Side(CUPY) in sides else None
@@ -106,21 +114,10 @@ def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[R
         communicator.close()
 
 
-def nccl_group(rank: int, ranks: int) -> dist.ProcessGroup:
+def nccl_group() -> dist.ProcessGroup:
     """NCCL's own all-reduce, on the GPU of this rank, which becomes the current one."""
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    gpus = [""] * ranks
-    dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-    for name, value in nccl_variables(rank, gpus).items():
-        os.environ.setdefault(name, value)
+    take_gpu()
     return dist.new_group(backend="nccl", timeout=timedelta(seconds=DEADLINE))
-
-
-def nccl_variables(rank: int, gpus: Sequence[str]) -> dict[str, str]:
-    """What lets ranks share a GPU: to NCCL each is a host of its own. Nothing where every rank has its own GPU."""
-    if len(set(gpus)) == len(gpus):
-        return {}
-    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def connect(job: Job) -> dict[tuple[int, str], comm.Communicator]:

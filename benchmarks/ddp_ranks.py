@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import line
 from benchmarks.allreduce_ranks import nccl_group
-from benchmarks.checked_sums import count_wrong, first_if_unlike, relative_error
 from benchmarks.harness import Progress, interleave
 from benchmarks.ranks import over_ranks
 from dltrain_ext import amp, codecs, ddp, optim
+from dltrain_ext.selftest.sums import count_wrong, first_if_unlike, relative_error
 
 DEADLINE = 120.0
 BACKWARD, STEP = "forward and backward", "with unscaling, clipping and AdamW"
@@ -151,7 +151,7 @@ def inputs(rank: int, job: Job) -> Tensor:
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
     """The results of one workload after the other, the same on all ranks."""
-    group = nccl_group(rank, ranks) if job.device == "cuda" else None
+    group = nccl_group() if job.device == "cuda" else None
     for index, (workload, sides) in enumerate(job.sides.items()):
 
         def advance(done: float, index: int = index, workload: str = workload) -> None:

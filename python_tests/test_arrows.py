@@ -32,9 +32,10 @@ MODULES = {
     "fsdp": {"ddp", "comm", "amp", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
+    "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
-PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "sim"}
+PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "selftest", "sim"}
 
 
 def sources() -> list[Path]:

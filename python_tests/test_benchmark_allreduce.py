@@ -21,9 +21,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # behind what is installed
 
 from benchmarks.__main__ import parse  # noqa: E402
-from benchmarks.allreduce_ranks import Result, Side, nccl_variables  # noqa: E402
+from benchmarks.allreduce_ranks import Result, Side  # noqa: E402
 from benchmarks.cases.allreduce import DEFAULT, make_row, make_sides  # noqa: E402
-from benchmarks.checked_sums import (  # noqa: E402
+from dltrain_ext.selftest.ranks import nccl_variables  # noqa: E402
+from dltrain_ext.selftest.sums import (  # noqa: E402
     Data,
     count_wrong,
     first_if_unlike,

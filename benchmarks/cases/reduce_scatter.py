@@ -11,10 +11,10 @@ import torch.distributed as dist
 from benchmarks import line
 from benchmarks.allreduce_ranks import DEADLINE, PEERS, nccl_group
 from benchmarks.cases.allreduce import RANKS, size
-from benchmarks.checked_sums import Data, count_wrong, normal, relative_error, tolerance, whole_numbers
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices, interleave
 from benchmarks.ranks import count_ranks, on_ranks, over_ranks
 from dltrain_ext import codecs, comm
+from dltrain_ext.selftest.sums import Data, count_wrong, normal, relative_error, tolerance, whole_numbers
 
 OVERVIEW = ["-b", "1M", "-f", "16", "-n", "10", "--codecs", "raw,int8"]
 torchs_own = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
@@ -101,7 +101,7 @@ def make_row(result: Result, peer: str) -> Row:
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
     """The results of one size after the other, the same on all ranks."""
-    peer = nccl_group(rank, ranks) if job.device == "cuda" else None
+    peer = nccl_group() if job.device == "cuda" else None
     communicator = comm.Communicator(timeout=timedelta(seconds=DEADLINE / 2), ranks_per_host=1)
     for index, nbytes in enumerate(job.sizes):
 

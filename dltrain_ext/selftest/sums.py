@@ -19,7 +19,7 @@ class Data(NamedTuple):
     magnitudes: float
 
     @classmethod
-    def of(cls, part: Callable[[int], Tensor], rank: int, ranks: int, device: str = "cpu") -> "Data":
+    def of(cls, part: Callable[[int], Tensor], rank: int, ranks: int, device: "str | torch.device" = "cpu") -> "Data":
         total, magnitudes = torch.zeros_like(part(0), dtype=torch.float64), 0.0
         for contributor in range(ranks):
             values = part(contributor)
@@ -42,6 +42,11 @@ def tolerance(codec: str, ranks: int, magnitudes: float) -> float:
     if codec == "raw":
         return 0.0
     return (codecs.error_bound(codec).max * (ranks + 1) + 1e-5) * magnitudes
+
+
+def has_feedback(codec: str, rounding: str) -> bool:
+    """Whether a residual is taken: not where the error can exceed what is encoded."""
+    return codec != "sign" or rounding == "nearest"
 
 
 def count_wrong(result: Tensor, exact: Tensor, tolerance: float, first: Tensor | None = None) -> int:
@@ -67,4 +72,4 @@ def first_if_unlike(result: Tensor) -> Tensor | None:
 def relative_error(result: Tensor, exact: Tensor) -> float:
     """The rms of the error over that of what is exact."""
     norm = torch.linalg.vector_norm
-    return (norm(result - exact, dtype=torch.float64) / norm(exact, dtype=torch.float64)).item()
+    return float(norm(result - exact, dtype=torch.float64) / norm(exact, dtype=torch.float64))

@@ -1,0 +1,55 @@
+"""python -m dltrain_ext.selftest: two minutes that say whether this installation is right, and how fast the links are.
+
+Alone it starts its ranks on this machine; under torchrun, also of several hosts, it is one of those ranks. The exit
+status is 0 when nothing failed. With --json FILE everything is written for a bug report, after each check, so that
+what a crash leaves is of use too.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+from dltrain_ext.selftest import ranks
+from dltrain_ext.selftest.session import run, without_cuda
+
+
+def main(argv: list[str]) -> int:
+    under_torchrun = "RANK" in os.environ
+    options = parse(argv, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    if under_torchrun:
+        with ranks.joined():
+            return run(options)
+    try:
+        return ranks.launch(options.ranks, run, options)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        print(f"selftest: a rank crashed in the check after the last line: {error}", file=sys.stderr)
+        return 1
+
+
+def parse(argv: list[str], given: int | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m dltrain_ext.selftest", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, help="processes to start here (default 2), or those that torchrun started")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer: about half a minute")
+    parser.add_argument("--faults", action="store_true", help="also kill a rank, one of processes started for that")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="only there (default: the CPU, and CUDA if it is there)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, for a bug report")
+    options = parser.parse_args(argv)
+    if given and options.ranks not in (None, given):
+        parser.error(f"--ranks: expected {given}, as torchrun has started, got {options.ranks}")
+    options.ranks = given or (2 if options.ranks is None else options.ranks)
+    if options.ranks < 1:
+        parser.error(f"--ranks: expected at least 1, got {options.ranks}")
+    if options.device == "cuda" and (reason := without_cuda()):
+        parser.error(f"--device: expected cpu, since {reason}, got cuda")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: expected a file in a folder that exists, got {options.json}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

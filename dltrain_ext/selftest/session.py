@@ -1,0 +1,66 @@
+"""One run of the checks, on every rank: each check is made by all ranks, which then tell each other what they found."""
+
+import argparse
+import faulthandler
+import os
+import time
+import traceback
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from dltrain_ext import _ops, info
+from dltrain_ext.selftest import checks, faults, links, ranks, together
+from dltrain_ext.selftest.report import FAILED, PASSED, SKIPPED, Check, Found, Outcome, Report, Site, Skip
+
+HANGS = 180  # seconds that a check may take
+
+
+def without_cuda() -> str | None:
+    """Why there are no checks on CUDA; None where there are."""
+    if not _ops.built_with_cuda:
+        return f"this build is without CUDA ({info.collect()['CUDA']})"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def run(options: argparse.Namespace) -> int:
+    """On every rank, which all come to the same status."""
+    devices = [torch.device("cpu")] if options.device != "cuda" else []
+    if options.device != "cpu" and not without_cuda():
+        ranks.take_gpu()
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    gpus = [str(torch.cuda.get_device_name(device)) for device in devices if device.type == "cuda"]
+    everywhere = ranks.meet("hosts", [os.uname().nodename, *gpus])
+    rank = dist.get_rank()
+    facts = {**info.collect(), "ranks": everywhere, "quick": options.quick}
+    report = Report(facts, options.json, speaks=rank == 0)
+    if rank == 0:
+        print("\n".join(f"{name:<16}{value}" for name, value in facts.items()), flush=True)
+    chosen = [*checks.CHECKS, *together.CHECKS, *links.CHECKS, *(faults.CHECKS if options.faults else [])]
+    for device in devices:
+        for check in chosen:
+            outcome = attempt(check, Site(device, rank, len(everywhere), options.quick))
+            outcomes = ranks.meet(f"{check.name} on {device.type}", asdict(outcome))
+            report.add(Outcome.of_all([Outcome(**each) for each in outcomes]))
+    if options.device is None and (reason := without_cuda()):
+        report.skip("cuda", reason)
+    report.close()
+    return int(report.failed > 0)
+
+
+def attempt(check: Check, site: Site) -> Outcome:
+    start = time.monotonic()
+    # What hangs in a kernel cannot be broken off: the stacks are shown, and the process ends.
+    faulthandler.dump_traceback_later(HANGS, exit=True)
+    found, trace = Found(""), ""
+    try:
+        found, outcome = check.run(site), PASSED
+    except Skip as skip:
+        found, outcome = Found(str(skip)), SKIPPED
+    except Exception as error:
+        found, outcome = Found(" ".join(f"{type(error).__name__}: {error}".split())[:300]), FAILED
+        trace = traceback.format_exc()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return Outcome(check.name, site.device.type, outcome, time.monotonic() - start, *found, trace)

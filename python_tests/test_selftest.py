@@ -1,0 +1,123 @@
+"""The selftest: what it says of an installation that is right, of one that is not, and by torchrun."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dltrain_ext
+from dltrain_ext import codecs
+from dltrain_ext.selftest import checks, faults, links, ranks, session, together
+from dltrain_ext.selftest.__main__ import main
+from dltrain_ext.selftest.report import Check, Found, Skip
+
+NAMES = [check.name for check in (*checks.CHECKS, *together.CHECKS, *links.CHECKS)]
+PACKAGE = Path(dltrain_ext.__path__[0])
+
+
+def outcomes(path, device="cpu"):
+    kept = json.loads(path.read_text())
+    assert kept["complete"] and kept["facts"]["torch"] == torch.__version__
+    return {one["check"]: one for one in kept["outcomes"] if one["device"] == device}
+
+
+def check_all(kept, named, skipped):
+    assert list(kept) == named
+    assert {name: one["outcome"] for name, one in kept.items() if one["outcome"] != "passed"} == dict.fromkeys(
+        skipped, "skipped"
+    )
+
+
+def test_two_ranks_and_one_that_is_killed(tmp_path, capfd):
+    assert main(["--quick", "--faults", "--device", "cpu", "--json", str(tmp_path / "out.json")]) == 0
+    kept = outcomes(tmp_path / "out.json")
+    check_all(kept, [*NAMES, faults.CHECKS[0].name], {"captured graphs", "captured all-reduces"})
+    assert kept["a killed rank"]["figures"]["seconds"] < faults.DEADLINE
+    assert "the culprit is rank 1: it has left" in kept["a killed rank"]["figures"]["words"]
+    gained = kept["links and gains"]["figures"]
+    assert gained["network"]["bandwidth"] > 0 and gained["predicted"].keys() == {"raw", *links.GAINS}
+    said = capfd.readouterr().out
+    assert all(name in said for name in NAMES) and f"{len(kept) - 2} passed, 0 failed" in said
+
+
+@pytest.mark.gpu
+def test_on_a_device(tmp_path):
+    assert main(["--ranks", "1", "--quick", "--device", "cuda", "--json", str(tmp_path / "out.json")]) == 0
+    check_all(outcomes(tmp_path / "out.json", "cuda"), NAMES, {"links and gains"})
+
+
+def test_by_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--module", "dltrain_ext.selftest", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json")]
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    check_all(outcomes(tmp_path / "out.json"), NAMES, {"captured graphs", "captured all-reduces"})
+
+
+def wrong_bits(site):
+    """A rank that decodes one number wrongly."""
+    if site.rank == 1:
+        right = codecs.decode
+        codecs.decode = lambda encoded: right(encoded) + 1
+    return checks.message_bytes(site)
+
+
+def not_here(site):
+    raise Skip("nothing to look at")
+
+
+def run_broken(path):
+    checks.CHECKS[:] = [
+        Check("wrong bits", wrong_bits),
+        Check("not here", not_here),
+        Check("the others go on", lambda site: Found("in step")),
+    ]
+    together.CHECKS[:], links.CHECKS[:] = [], []
+    return session.run(argparse.Namespace(device="cpu", json=path, quick=True, faults=False))
+
+
+def test_what_is_wrong_on_one_rank_fails_and_is_named(tmp_path, capfd):
+    assert ranks.launch(2, run_broken, tmp_path / "out.json") == 1
+    kept = outcomes(tmp_path / "out.json")
+    assert [one["outcome"] for one in kept.values()] == ["FAILED", "skipped", "passed"]
+    assert kept["wrong bits"]["text"].startswith("rank 1: AssertionError: raw, nearest, 1 elements: ")
+    assert "Traceback" in kept["wrong bits"]["traceback"]
+    assert kept["not here"]["text"] == "nothing to look at"
+    assert "1 passed, 1 failed, 1 skipped" in capfd.readouterr().out
+
+
+def crash(path):
+    checks.CHECKS[:] = [Check("before", lambda site: Found("fine")), Check("crashes", lambda site: os._exit(9))]
+    together.CHECKS[:] = []
+    return session.run(argparse.Namespace(device="cpu", json=path, quick=True, faults=False))
+
+
+def test_a_crash_leaves_what_was_known(tmp_path):
+    with pytest.raises(torch.multiprocessing.ProcessExitedException):
+        ranks.launch(1, crash, tmp_path / "out.json")
+    kept = json.loads((tmp_path / "out.json").read_text())
+    assert not kept["complete"] and [one["check"] for one in kept["outcomes"]] == ["before"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0"], "--ranks: expected at least 1, got 0"),
+        (["--json", "/nowhere/out.json"], "--json: expected a file in a folder that exists, got /nowhere/out.json"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device: expected cpu, since ",
+            marks=pytest.mark.skipif(session.without_cuda() is None, reason="there is CUDA"),
+        ),
+    ],
+)
+def test_bad_options_are_named(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert said in capsys.readouterr().err
