@@ -1,0 +1,94 @@
+"""Steps of a script, one after another: each has a limit and a log, and one that fails does not end the others."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN = 25  # lines of the log of a step that failed
+
+
+class Step(NamedTuple):
+    """A command for bash, run in the root of the checkout, with $OUT for what it writes.
+
+    It may take ``limit`` seconds. It is skipped where one of ``needs``, a file or a command on the PATH, is not there.
+    """
+
+    name: str
+    command: str
+    limit: float
+    needs: tuple[str, ...] = ()
+
+
+def run(steps: Sequence[Step], folder: Path, name: str, seconds: float = float("inf")) -> bool:
+    """Whether no step failed, within so many seconds in all. Leaves folder/name.txt and name.tar.gz, with all logs."""
+    start, out = time.monotonic(), folder / name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    lines = []
+    for number, step in enumerate(steps, 1):
+        log = out / f"{number:02d}-{re.sub(r'[^a-zA-Z0-9.]+', '-', step.name)}.log"
+        began = time.monotonic()
+        print(f"\n=== [{began - start:.0f} s] {step.name}\n{step.command}", flush=True)
+        left = seconds - (began - start)
+        if absent := [need for need in step.needs if not (shutil.which(need) or Path(ROOT, need).exists())]:
+            said = f"skipped: there is no {', no '.join(absent)}"
+        elif left < 5:
+            said = "FAILED: no time was left"
+        else:
+            said = _run(step.command, log, min(step.limit, left), out)
+        lines.append(f"{time.monotonic() - began:7.1f} s  {step.name:32} {said}")
+        print(lines[-1], flush=True)
+        if said.startswith("FAILED") and log.exists():
+            print("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:]), flush=True)
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")  # a run that is cut off leaves it too
+    with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as archive:
+        archive.add(out, name)
+    print(f"\n=== [{time.monotonic() - start:.0f} s] {name}", *lines, sep="\n", flush=True)
+    return not any(" FAILED" in line for line in lines)
+
+
+def _run(command: str, log: Path, limit: float, out: Path) -> str:
+    """What it came to: passed, or FAILED and why."""
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=ROOT,
+            env=os.environ | {"OUT": str(out.resolve()), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return f"FAILED: took longer than {limit:.0f} s"
+        except BaseException:
+            _end(process)
+            raise
+    return "passed" if status == 0 else f"FAILED: exit status {status}"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """The whole process group, with what it has started."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def copy_of_tree(folder: str) -> str:
+    """A command that copies what is tracked, as it is now, so that builds do not meet in one folder."""
+    return f"rm -rf {folder} && mkdir -p {folder} && git ls-files -z | xargs -0 cp --parents -t {folder}"

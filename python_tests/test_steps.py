@@ -1,0 +1,65 @@
+"""The scripts of .ci that run steps: none ends the others, each has a limit, and what they came to is kept."""
+
+import runpy
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return runpy.run_path(str(ROOT / ".ci" / "steps.py"))
+
+
+def test_what_fails_ends_nothing_else(steps, tmp_path, capsys):
+    Step = steps["Step"]
+    given = [
+        Step("first", "echo figures >$OUT/figures.txt", 10),
+        Step("fails", "echo the cause; false; echo never", 10),
+        Step("hangs", f"sleep 60 & echo $! >{tmp_path}/child; wait", 1),
+        Step("needs: what is not there", "false", 10, ("no-such-command", "no/such/file")),
+        Step("last", "true", 10),
+    ]
+    assert not steps["run"](given, tmp_path, "portion")
+    said = [" ".join(line.split()[2:]) for line in (tmp_path / "portion.txt").read_text().splitlines()]
+    assert said == [
+        "first passed",
+        "fails FAILED: exit status 1",
+        "hangs FAILED: took longer than 1 s",
+        "needs: what is not there skipped: there is no no-such-command, no no/such/file",
+        "last passed",
+    ]
+    shown = capsys.readouterr().out
+    assert "the cause" in shown and "never" not in shown.replace("echo never", "")
+    with tarfile.open(tmp_path / "portion.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"portion/figures.txt", "portion/02-fails.log"} <= set(names)
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")  # what it had started has ended too
+    assert not child.exists() or child.read_text().rpartition(") ")[2].startswith("Z")
+
+
+def test_a_portion_ends_in_time(steps, tmp_path):
+    given = [steps["Step"](name, "sleep 30", 20) for name in ("one", "two")]
+    assert not steps["run"](given, tmp_path, "portion", seconds=6)
+    one, two = (tmp_path / "portion.txt").read_text().splitlines()
+    assert "FAILED: took longer than 6 s" in one and "FAILED: no time was left" in two
+
+
+def test_every_portion_for_a_gpu_can_be_read_and_ended():
+    """No step may take a whole portion; in all they may, since few come near their limits."""
+    gpu = runpy.run_path(str(ROOT / ".ci" / "gpu"))
+    for portion in gpu["PORTIONS"]:
+        for step in portion(False):
+            assert step.limit <= 60 * gpu["MINUTES"] / 2
+            assert subprocess.run(["bash", "-n", "-c", step.command]).returncode == 0, step.command
+
+
+@pytest.mark.parametrize("script", ["gpu", "full"])
+def test_mistakes_are_answered(script):
+    done = subprocess.run([sys.executable, ROOT / ".ci" / script, "nonsense"], capture_output=True, text=True)
+    assert done.returncode == 1 and f"python3 .ci/{script}" in done.stderr
