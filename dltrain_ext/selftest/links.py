@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from datetime import timedelta
 
 import torch
 
@@ -20,7 +19,7 @@ def gains(site: Site) -> Found:
     if site.world_size == 1:
         raise Skip("needs two ranks: --ranks 2")
     nbytes = (4 if site.quick else 25) << 20
-    communicator = comm.Communicator(ranks.group_for(site.device), timeout=timedelta(seconds=60))
+    communicator = comm.Communicator(ranks.group_for(site.device), timeout=ranks.TIMEOUT)
     tuning = communicator.tune(seconds=2.0 if site.quick else 10.0, codecs=GAINS)
     samples: dict[str, list[float]] = {codec: [] for codec in ("raw", "native", *GAINS)}
     tensor = torch.ones(nbytes // 4, device=site.device)
