@@ -122,6 +122,21 @@ def sources(cuda: bool) -> list[str]:
     return [str(path) for path in paths if cuda or "cuda" not in path.parts]
 
 
+def in_units(paths: list[str], folder: Path) -> list[str]:
+    """The sources, each folder of the bindings as one that includes its files: alone, each would read all of torch."""
+    others = [path for path in paths if not path.startswith("csrc/bindings/")]
+    bindings = [Path(path).relative_to("csrc") for path in paths if path not in others]
+    units = []
+    for room in sorted({path.parent for path in bindings}):
+        unit = Path(folder, f"{'_'.join(room.parts)}.cpp")
+        text = "".join(f'#include "{path}"\n' for path in bindings if path.parent == room)
+        if not unit.exists() or unit.read_text() != text:  # else what was made of it is still good
+            unit.parent.mkdir(parents=True, exist_ok=True)
+            unit.write_text(text)
+        units.append(str(unit))
+    return [*units, *others]
+
+
 def extension_arguments() -> dict:
     """The parts of setup() that need torch."""
     torch = import_torch()
@@ -149,7 +164,9 @@ def extension_arguments() -> dict:
 
     class Build(cpp_extension.BuildExtension):
         def build_extensions(self):
-            self.extensions[0].extra_objects = self.loops_of_each_instruction_set()
+            (extension,) = self.extensions
+            extension.sources = in_units(extension.sources, Path(self.build_temp))
+            extension.extra_objects = self.loops_of_each_instruction_set()
             super().build_extensions()
 
         def loops_of_each_instruction_set(self) -> list[str]:

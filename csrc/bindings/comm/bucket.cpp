@@ -1,4 +1,4 @@
-#include "bindings/bucket.h"
+#include "bindings/comm/bucket.h"
 
 #include <ATen/record_function.h>
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-#include "bindings/members.h"
+#include "bindings/optim/members.h"
 
 namespace dltrain::bindings {
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/communicator.h"
+#include "bindings/comm/communicator.h"
 #include "bindings/module.h"
 #include "comm/executor.h"
 

@@ -2,9 +2,9 @@
 
 #include <torch/library.h>
 
-#include "bindings/group.h"
 #include "bindings/module.h"
-#include "bindings/updates.h"
+#include "bindings/optim/group.h"
+#include "bindings/optim/updates.h"
 #include "core/memory.h"
 #include "kernels/for_each.h"
 #include "kernels/statistics.h"

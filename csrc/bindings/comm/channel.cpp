@@ -1,4 +1,4 @@
-#include "bindings/channel.h"
+#include "bindings/comm/channel.h"
 
 #include <ATen/ops/from_blob.h>
 

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "bindings/members.h"
 #include "bindings/module.h"
-#include "bindings/trail.h"
-#include "bindings/updates.h"
+#include "bindings/optim/members.h"
+#include "bindings/optim/trail.h"
+#include "bindings/optim/updates.h"
 
 namespace dltrain::bindings {
 

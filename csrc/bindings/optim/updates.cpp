@@ -1,4 +1,4 @@
-#include "bindings/updates.h"
+#include "bindings/optim/updates.h"
 
 namespace dltrain::bindings {
 

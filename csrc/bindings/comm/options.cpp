@@ -1,4 +1,4 @@
-#include "bindings/options.h"
+#include "bindings/comm/options.h"
 
 #include <algorithm>
 #include <initializer_list>

@@ -1,4 +1,4 @@
-#include "bindings/c10d_transport.h"
+#include "bindings/comm/c10d_transport.h"
 
 #include <ATen/ops/from_blob.h>
 

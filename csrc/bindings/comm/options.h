@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 
-#include "bindings/bucket.h"
+#include "bindings/comm/bucket.h"
 #include "comm/executor.h"
 
 namespace dltrain::bindings {

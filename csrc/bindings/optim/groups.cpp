@@ -1,8 +1,8 @@
 #include <ATen/ops/empty.h>
 
-#include "bindings/group.h"
 #include "bindings/module.h"
-#include "bindings/updates.h"
+#include "bindings/optim/group.h"
+#include "bindings/optim/updates.h"
 #include "kernels/judge.h"
 #include "kernels/map_blocks.h"
 #include "kernels/statistics.h"

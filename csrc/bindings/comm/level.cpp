@@ -1,4 +1,4 @@
-#include "bindings/level.h"
+#include "bindings/comm/level.h"
 
 #include <utility>
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/c10d_transport.h"
+#include "bindings/comm/c10d_transport.h"
 #include "comm/executor.h"
 
 namespace dltrain::bindings {

@@ -1,4 +1,4 @@
-#include "bindings/communicator.h"
+#include "bindings/comm/communicator.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "bindings/channel.h"
+#include "bindings/comm/channel.h"
 
 namespace dltrain::bindings {
 

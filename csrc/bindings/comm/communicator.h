@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "bindings/level.h"
-#include "bindings/options.h"
+#include "bindings/comm/level.h"
+#include "bindings/comm/options.h"
 #include "bindings/place.h"
 #include "comm/two_levels.h"
 #include "core/cuda/stream_queue.h"
