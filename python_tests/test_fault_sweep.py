@@ -24,7 +24,6 @@ from dltrain_ext import comm
 DEADLINE = timedelta(seconds=2)  # where it has to pass
 FAR = timedelta(seconds=60)  # where it has not
 SLACK = 6.0  # seconds that a loaded machine may add
-MOMENTS = 4  # of faults, for each plan, number of ranks and way to die
 AT_ONCE = 4  # groups
 CULPRIT = re.compile(
     r"the culprit is rank (\d+): (it has left|it does not answer) \(found by rank \d+ in round \d+ of call \d+\)"
@@ -104,14 +103,16 @@ def strike(world_size, algorithm, how, victim, after, *, port=None, per_host=1):
     return took
 
 
+@pytest.mark.parametrize("moments", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("algorithm", [*comm.ALGORITHMS, "native"])
-def test_the_culprit_is_named_on_all_ranks_in_time(algorithm):
+def test_the_culprit_is_named_on_all_ranks_in_time(algorithm, moments):
+    """At so many moments for each number of ranks and way to die."""
     chance = random.Random(algorithm)
     faults = [
         (world_size, algorithm, how, chance.randrange(world_size), chance.uniform(0, 0.05))
         for world_size in (2, 3, 4, 5)
         for how in (signal.SIGKILL, signal.SIGSTOP)
-        for _ in range(MOMENTS)
+        for _ in range(moments)
     ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         took = list(pool.map(lambda fault: strike(*fault), faults))

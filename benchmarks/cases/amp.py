@@ -1,6 +1,7 @@
 """The step of a loss-scaled training: unscale, clip and AdamW, ours in one pass against torch's sequence."""
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from benchmarks.memory import MemoryLimit, extra_memory, last_level_cache, time_
 from dltrain_ext import amp, optim
 
 OVERVIEW = ["--seconds", "2", "--no-compile"]
+QUICK = 2**18  # elements, from which on a quick run leaves a tensor out
 OURS, TOLD = "ours", "ours, told the norm"
 STEPS, SCALE, MAX_NORM = 3, 1024.0, 1.0
 Values = list[tuple[Tensor, Tensor]]
@@ -154,7 +156,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     device = options.device
-    values = [(value, gradient * SCALE) for value, gradient in make_values(resnet50(), device)]
+    shapes = [shape for shape in resnet50() if not options.quick or math.prod(shape) < QUICK]
+    values = [(value, gradient * SCALE) for value, gradient in make_values(shapes, device)]
     elements = sum(value.numel() for value, _ in values)
     where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
     table = Table(f"Loss-scaled steps of AdamW on {where}", notes=list(NOTES))
