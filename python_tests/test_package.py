@@ -1,11 +1,13 @@
 """Installing, importing and asking: what a user meets before the first tensor."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
 
@@ -94,6 +96,29 @@ def test_info(tmp_path):
         "build flags",
     ):
         assert part in done.stdout
+
+
+HIDING = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Hiding(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hiding())
+"""
+
+
+def test_tests_whose_packages_are_missing_are_skipped_by_name(tmp_path):
+    (tmp_path / "hiding.py").write_text(HIDING.format(hidden=conftest.OPTIONAL))
+    plugins = ["-p", "hiding", "-p", "no:hypothesispytest", "-p", "no:cacheprovider"]
+    done = run("-m", "pytest", *plugins, "--collect-only", "-q", cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    skipped = set(re.findall(r"^SKIPPED \[\d+\] \S+: (\w+) is not installed", done.stdout, re.M))
+    assert skipped >= {"hypothesis", "rich", "matplotlib", "lightning", "accelerate", "yaml"}
+    assert "test_adamw.py::test_groups_have_their_own_options" in done.stdout  # beside one that needs hypothesis
 
 
 def test_benchmarks_quick(tmp_path):
