@@ -1,8 +1,11 @@
 """What need not be there: a GPU, and packages that only some tests import. Where it is not, those tests are skipped.
 
-A test that asks for `device` runs on the CPU and, marked gpu, on a CUDA device.
+What a test imports itself is found out, what its child processes need is said by the mark `needs`. A test that asks for
+`device` runs on the CPU and, marked gpu, on a CUDA device.
 """
 
+import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,20 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if reason := no_gpu():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    without_gpu = no_gpu()
+    for item in items:
+        reasons = [
+            f"{package} is not installed"
+            for needs in item.iter_markers("needs")
+            for package in needs.args
+            if not _is_installed(package)
+        ]
+        if without_gpu and item.get_closest_marker("gpu"):
+            reasons.append(without_gpu)
+        if reasons:
+            item.add_marker(pytest.mark.skip(reason=", ".join(reasons)))
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

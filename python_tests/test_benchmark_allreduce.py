@@ -33,6 +33,8 @@ from dltrain_ext.selftest.sums import (  # noqa: E402
     whole_numbers,
 )
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 SMALL = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0")
 
 

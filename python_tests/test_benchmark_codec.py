@@ -11,6 +11,8 @@ import pytest
 
 from dltrain_ext import codecs
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 ROOT = Path(__file__).parents[1]
 OURS = ["encode", "decode", "hop (k = 1)", "encode + feedback", "encode stochastic"]
 PEERS = {

@@ -16,6 +16,8 @@ from benchmarks import compare, kept  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.harness import Failure, Row, Spread, Table  # noqa: E402
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 SMALL = ["reduce_scatter", "--ranks", "2", "-b", "64K", "-e", "64K", "-n", "3", "-w", "0", "--codecs", "raw"]
 ROW = '{"workload": "", "side": "", "samples": ["x"]}'
 ORIGIN = {"CPU": "this one", "torch": "2.13.0", "cores": "2"}

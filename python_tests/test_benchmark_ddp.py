@@ -26,6 +26,8 @@ from benchmarks.ddp_ranks import (  # noqa: E402
     work,
 )
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

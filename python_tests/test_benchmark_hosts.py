@@ -41,7 +41,10 @@ def why_not() -> str | None:
 
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
+pytestmark = [
+    pytest.mark.needs("matplotlib", "rich"),
+    pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}"),
+]
 
 
 def command(*arguments: object, script: str) -> list[str]:

@@ -18,6 +18,8 @@ sys.path.append(str(ROOT))  # behind what is installed
 from benchmarks.cases import optim  # noqa: E402
 from benchmarks.optim_peers import Stranger  # noqa: E402
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 
 def run(
     tmp_path: Path, *arguments: object, before: str = "pass"

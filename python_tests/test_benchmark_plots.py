@@ -18,6 +18,8 @@ from benchmarks.plots.rates import LINK  # noqa: E402
 from benchmarks.plots.sizes import curves_of, fastest  # noqa: E402
 from benchmarks.simulation import Section, Simulation  # noqa: E402
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 
 def row(workload: str, side: str, ms: float, x: float | None = None, **figures: float | None) -> Row:
     ours = not side.startswith(("torch", "gloo", "plain"))

@@ -15,6 +15,8 @@ from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.cases import reduce_scatter  # noqa: E402
 from dltrain_ext import comm  # noqa: E402
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 SMALL = ["reduce_scatter", "--ranks", "2", "-b", "64K", "-e", "64K", "-n", "2", "-w", "0"]
 
 

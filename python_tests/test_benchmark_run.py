@@ -21,6 +21,8 @@ from benchmarks.cases import CASES  # noqa: E402
 from benchmarks.harness import Row, Table  # noqa: E402
 from benchmarks.simulation import Simulation  # noqa: E402
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 
 def shown(tables: dict[str, Table | Simulation]) -> str:
     console = Console(width=160, record=True, file=io.StringIO())

@@ -10,6 +10,8 @@ import pytest
 
 from dltrain_ext import codecs, comm
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PARTS = ["all-reduce", "break-even", "training", "published", "measured"]

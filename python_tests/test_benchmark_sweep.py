@@ -19,6 +19,8 @@ from benchmarks.crossings import at, crossings, faster_in, in_words  # noqa: E40
 from benchmarks.ddp_ranks import PEERS  # noqa: E402
 from benchmarks.sweep import gbits, rates  # noqa: E402
 
+pytestmark = pytest.mark.needs("matplotlib", "rich")
+
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
 
 KEPT = ROOT / "benchmarks" / "results" / "ddp-2-ranks.json"

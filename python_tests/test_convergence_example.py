@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "convergence.py"
 SHORT = "--recipes photographs large-batch --codecs int8 powersgd --seeds 2 --steps 4"
 

@@ -166,6 +166,7 @@ def commands(text: str) -> list[list[str]]:
     return [part.split() for part in parts]
 
 
+@pytest.mark.needs("rich")
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())], ids=lambda page: page.name)
 def test_options_of_benchmarks_are_there(page: Path) -> None:
     for words in commands(page.read_text()):

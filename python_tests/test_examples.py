@@ -11,6 +11,8 @@ import pytest
 
 from dltrain_ext import codecs, comm
 
+pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
 
 

@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
+pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "large_batch.py"
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from ranks import run_example
 
+pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
+
 FOLDER = Path(__file__).parents[1] / "examples"
 
 # Its arguments, and what it says at its end.
