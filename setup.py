@@ -75,8 +75,9 @@ def find_toolkit() -> Toolkit | str:
         return f"{nvcc} --version names no release"
     # The nvcc on the PATH may be a link or a script: where the rest lies it knows itself.
     homes = dict.fromkeys([str(nvcc.parents[1]), *([os.path.normpath(top[1])] if top else [])])
+    targets = [f"targets/{name}-linux/include" for name in (platform.machine(), "sbsa")]  # sbsa: Arm servers
     for home in homes:
-        for include in (Path(home, "include"), Path(home, "targets", f"{platform.machine()}-linux", "include")):
+        for include in (Path(home, part) for part in ("include", *targets)):
             if Path(include, "cuda_runtime.h").exists():
                 return Toolkit(home, str(include), version[1], [".".join(number) for number in numbers])
     return f"{nvcc} is of CUDA {version[1]}, but there is no include/cuda_runtime.h in {' or '.join(homes)}"
@@ -155,8 +156,8 @@ def extension_arguments() -> dict:
         os.environ["CUDA_HOME"] = toolkit.home  # before torch looks for it
         include_dirs += [toolkit.include] * (toolkit.include != "/usr/include")
         # Torch would otherwise ask the GPUs that it sees, and there need not be one.
-        wanted = architectures(BUILD["cuda"]["architectures"], toolkit.architectures)
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", wanted)
+        if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+            os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(BUILD["cuda"]["architectures"], toolkit.architectures)
         flags["nvcc"] = BUILD["cuda"]["flags"] + ["-DDLTRAIN_CUDA"]
     from torch.utils import cpp_extension
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Sequence
@@ -30,9 +31,11 @@ class Step(NamedTuple):
 
 def run(steps: Sequence[Step], folder: Path, name: str, seconds: float = float("inf")) -> bool:
     """Whether no step failed, within so many seconds in all. Leaves folder/name.txt and name.tar.gz, with all logs."""
-    start, out = time.monotonic(), folder / name
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends the step that is running, too
+    start, out = time.monotonic(), ROOT / "build" / "steps" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for number, step in enumerate(steps, 1):
         log = out / f"{number:02d}-{re.sub(r'[^a-zA-Z0-9.]+', '-', step.name)}.log"
@@ -49,9 +52,10 @@ def run(steps: Sequence[Step], folder: Path, name: str, seconds: float = float("
         print(lines[-1], flush=True)
         if said.startswith("FAILED") and log.exists():
             print("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:]), flush=True)
-        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")  # a run that is cut off leaves it too
-    with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as archive:
-        archive.add(out, name)
+        # A run that is cut off leaves these, too.
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+        with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as archive:
+            archive.add(out, name)
     print(f"\n=== [{time.monotonic() - start:.0f} s] {name}", *lines, sep="\n", flush=True)
     return not any(" FAILED" in line for line in lines)
 
@@ -71,20 +75,18 @@ def _run(command: str, log: Path, limit: float, out: Path) -> str:
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            _end(process)
             return f"FAILED: took longer than {limit:.0f} s"
-        except BaseException:
+        finally:
             _end(process)
-            raise
     return "passed" if status == 0 else f"FAILED: exit status {status}"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """The whole process group, with what it has started."""
-    os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(5)
+    """The whole process group, with what has been started in it and is still there."""
     with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

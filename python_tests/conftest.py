@@ -25,8 +25,9 @@ class Module(pytest.Module):
             return super().collect()
         except self.CollectError as error:
             cause = error.__cause__
-            if isinstance(cause, ModuleNotFoundError) and cause.name and cause.name.split(".")[0] in OPTIONAL:
-                pytest.skip(f"{cause.name} is not installed", allow_module_level=True)
+            package = (cause.name or "").split(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+            if package in OPTIONAL:
+                pytest.skip(f"{package} is not installed", allow_module_level=True)
             raise
 
 

@@ -177,6 +177,7 @@ def test_ranks_on_one_gpu_are_hosts_to_nccl() -> None:
     assert nccl_variables(1, ["a", "b", "c"]) == {}
     variables = {"NCCL_HOSTID": "rank1", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     assert nccl_variables(1, ["a", "b", "a"]) == variables
+    assert "NCCL_SOCKET_IFNAME" not in nccl_variables(1, ["a", "b", "a"], one_host=False)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         "extra MiB: what a step needs at its peak beside them",
     ]
     if device == "cuda":
-        notes.append("the clock is read when the device has finished; a copy is the device's own, in the same run")
+        notes.append("events on the stream tell the time; a copy is the device's own, in the same run")
     where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
     table = Table(f"Steps of {', '.join(kinds)}, fp32, on {where}: elements in tensors", notes=notes)
     keep(table)

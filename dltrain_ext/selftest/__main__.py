@@ -13,11 +13,11 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 from dltrain_ext.selftest import ranks
-from dltrain_ext.selftest.session import run, without_cuda
+from dltrain_ext.selftest.session import chosen, run, without_cuda
 
 
 def main(argv: list[str]) -> int:
-    under_torchrun = "RANK" in os.environ
+    under_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     options = parse(argv, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     if under_torchrun:
         with ranks.joined():
@@ -37,6 +37,8 @@ def parse(argv: list[str], given: int | None) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="only there (default: the CPU, and CUDA if it is there)"
     )
+    names = [check.name for check in chosen()]
+    parser.add_argument("--only", metavar="CHECK", choices=names, help=f"only this one: {', '.join(names)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, for a bug report")
     options = parser.parse_args(argv)
     if given and options.ranks not in (None, given):
@@ -46,7 +48,8 @@ def parse(argv: list[str], given: int | None) -> argparse.Namespace:
         parser.error(f"--ranks: expected at least 1, got {options.ranks}")
     if options.device == "cuda" and (reason := without_cuda()):
         parser.error(f"--device: expected cpu, since {reason}, got cuda")
-    if options.json and not options.json.absolute().parent.is_dir():
+    writes = options.json is not None and os.environ.get("RANK", "0") == "0"
+    if writes and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
         parser.error(f"--json: expected a file in a folder that exists, got {options.json}")
     return options
 

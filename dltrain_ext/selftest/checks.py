@@ -1,5 +1,6 @@
 """What holds on a device by itself: the bytes of codecs, optimizers, the loss scaler, captured graphs."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -183,6 +184,7 @@ def _repeated(device: torch.device, captured: bool) -> dict[str, Tensor]:
         step()
         codecs.encode(given, "int8", residual=residual, out=message)
 
+    gc.collect()  # what is freed while a graph is captured may spoil it
     torch.cuda.synchronize()
     if captured:
         graph = torch.cuda.CUDAGraph()

@@ -14,9 +14,9 @@ from dltrain_ext import comm
 from dltrain_ext.selftest import ranks
 from dltrain_ext.selftest.report import Check, Found, Site, Skip
 
-DEADLINE = 5.0  # seconds, of the calls
-GRACE = 10.0  # more, in which the survivors have to know, and a process may start to be ended
-STARTING = 120.0
+DEADLINES = {"cpu": 5.0, "cuda": 30.0}  # seconds of the calls; on CUDA also to make NCCL's connections
+GRACE = 10.0  # more, in which the survivors have to know
+STARTING = 60.0
 
 
 def killed_rank(site: Site) -> Found:
@@ -33,7 +33,8 @@ def killed_rank(site: Site) -> Found:
     child = context.Process(target=_live, args=(site, host, port, says), daemon=True)
     child.start()
     says.close()
-    child.join(STARTING + DEADLINE + GRACE)
+    deadline = DEADLINES[site.device.type]
+    child.join(STARTING + deadline + GRACE)
     status = child.exitcode
     child.kill()
     child.join()
@@ -47,7 +48,7 @@ def killed_rank(site: Site) -> Found:
     else:
         assert status == 0, f"the process ended with {status} (None: it hung) after it said: {words or 'nothing'}"
         assert f"rank {victim}" in words, f"the error does not name rank {victim}: {words}"
-        assert seconds < DEADLINE + GRACE, f"the error came after {seconds:.1f} s, the deadline is {DEADLINE:g} s"
+        assert seconds < deadline + GRACE, f"the error came after {seconds:.1f} s, the deadline is {deadline:g} s"
     slowest = max(seconds for _, seconds in reports)
     return Found(f"named by all others within {slowest:.2f} s", {"seconds": slowest, "words": words})
 
@@ -65,7 +66,8 @@ def _live(site: Site, host: str, port: int, says: Connection) -> None:
         torch.cuda.set_device(site.device)
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STARTING))
     dist.init_process_group("gloo", store=store, rank=site.rank, world_size=site.world_size)
-    communicator = comm.Communicator(timeout=timedelta(seconds=DEADLINE))
+    deadline = DEADLINES[site.device.type]
+    communicator = comm.Communicator(timeout=timedelta(seconds=deadline))
     tensor = torch.ones(300_000, device=site.device)
     for _ in range(2):
         communicator.all_reduce(tensor, "avg")
@@ -76,7 +78,7 @@ def _live(site: Site, host: str, port: int, says: Connection) -> None:
     start = time.monotonic()
     try:
         # On CUDA a call only enqueues: the next one raises.
-        while time.monotonic() < start + DEADLINE + GRACE:
+        while time.monotonic() < start + deadline + GRACE:
             communicator.all_reduce(tensor, "avg")
             _wait(site)
     except dist.DistBackendError as error:

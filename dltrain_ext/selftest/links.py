@@ -19,7 +19,11 @@ def gains(site: Site) -> Found:
     if site.world_size == 1:
         raise Skip("needs two ranks: --ranks 2")
     nbytes = (4 if site.quick else 25) << 20
-    communicator = comm.Communicator(ranks.group_for(site.device), timeout=ranks.TIMEOUT)
+    with ranks.communicator(site.device) as communicator:
+        return _measured(communicator, nbytes, site)
+
+
+def _measured(communicator: comm.Communicator, nbytes: int, site: Site) -> Found:
     tuning = communicator.tune(seconds=2.0 if site.quick else 10.0, codecs=GAINS)
     samples: dict[str, list[float]] = {codec: [] for codec in ("raw", "native", *GAINS)}
     tensor = torch.ones(nbytes // 4, device=site.device)
@@ -38,7 +42,6 @@ def gains(site: Site) -> Found:
                 torch.cuda.synchronize()
             if turn >= 0:
                 kept.append(time.perf_counter() - start)
-    communicator.close()
     medians = {codec: statistics.median(kept) for codec, kept in samples.items()}
     of_all = ranks.meet(f"medians on {site.device.type}", medians)
     seconds = {codec: max(one[codec] for one in of_all) for codec in samples}

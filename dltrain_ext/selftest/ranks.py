@@ -1,5 +1,6 @@
 """Starts the ranks of the selftest, or joins those of torchrun, and lets several of them share a GPU."""
 
+import functools
 import json
 import os
 import tempfile
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dltrain_ext import comm
 from dltrain_ext.comm import connections
 
 PATIENCE = timedelta(minutes=5)  # of ranks for each other between two checks
@@ -63,22 +65,52 @@ def meet(about: str, value: Any) -> list[Any]:
     return [json.loads(answer) for answer in answers]
 
 
-def group_for(device: torch.device) -> dist.ProcessGroup | None:
-    """A new group of all ranks over NCCL for CUDA tensors, and the default group for others. Collective."""
-    return dist.new_group(backend="nccl", timeout=TIMEOUT) if device.type == "cuda" else None
+def agree(wrong: str) -> None:
+    """Raises AssertionError on all ranks where one of them has found something wrong, so that none goes on alone."""
+    several = torch.tensor(float(bool(wrong)))
+    dist.all_reduce(several)
+    if several:
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, wrong)
+        rank, text = next((rank, text) for rank, text in enumerate(found) if text)
+        raise AssertionError(f"rank {rank}: {text}")
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Until all ranks have done what they have enqueued: who leaves before may take what a peer still waits for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+@contextmanager
+def communicator(device: torch.device, **options: Any) -> Iterator[comm.Communicator]:
+    """One that is closed when all ranks are done with it."""
+    made = comm.Communicator(group_for(device.type), timeout=TIMEOUT, **options)
+    yield made
+    wait_for_all(device)
+    made.close()
+
+
+@functools.cache
+def group_for(device: str) -> dist.ProcessGroup | None:
+    """A group of all ranks over NCCL for CUDA tensors, the default group for others. Collective when first called."""
+    return dist.new_group(backend="nccl", timeout=TIMEOUT) if device == "cuda" else None
 
 
 def take_gpu() -> None:
     """Gives this process the GPU of its place on its host; several ranks may have to share one."""
     local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     torch.cuda.set_device(local % torch.cuda.device_count())
-    gpus = meet("gpus", str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-    for name, value in nccl_variables(dist.get_rank(), gpus).items():
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    hosts, gpus = zip(*meet("gpus", [os.uname().nodename, gpu]), strict=True)
+    for name, value in nccl_variables(dist.get_rank(), gpus, one_host=len(set(hosts)) == 1).items():
         os.environ.setdefault(name, value)
 
 
-def nccl_variables(rank: int, gpus: Sequence[str]) -> dict[str, str]:
+def nccl_variables(rank: int, gpus: Sequence[str], one_host: bool = True) -> dict[str, str]:
     """What lets ranks share a GPU: to NCCL each is a host of its own. Nothing where every rank has its own GPU."""
     if len(set(gpus)) == len(gpus):
         return {}
-    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    variables = {"NCCL_HOSTID": f"rank{rank}", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return variables | ({"NCCL_SOCKET_IFNAME": "lo"} if one_host else {})

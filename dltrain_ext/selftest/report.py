@@ -56,7 +56,9 @@ class Outcome:
         """The one that failed first, named by its rank, since others may fail for want of it; else rank 0's."""
         if failed := [rank for rank, one in enumerate(ranks) if one.outcome == FAILED]:
             rank = min(failed, key=lambda rank: ranks[rank].seconds)
-            return ranks[rank] if len(ranks) == 1 else replace(ranks[rank], text=f"rank {rank}: {ranks[rank].text}")
+            if len({one.text for one in ranks}) == 1:  # they have agreed on it, or there is one rank
+                return ranks[rank]
+            return replace(ranks[rank], text=f"rank {rank}: {ranks[rank].text}")
         return replace(ranks[0], seconds=max(one.seconds for one in ranks))
 
 

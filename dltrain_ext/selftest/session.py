@@ -14,7 +14,7 @@ from dltrain_ext import _ops, info
 from dltrain_ext.selftest import checks, faults, links, ranks, together
 from dltrain_ext.selftest.report import FAILED, PASSED, SKIPPED, Check, Found, Outcome, Report, Site, Skip
 
-HANGS = 180  # seconds that a check may take
+HANGS = 120  # seconds that a check may take
 
 
 def without_cuda() -> str | None:
@@ -26,27 +26,36 @@ def without_cuda() -> str | None:
 
 def run(options: argparse.Namespace) -> int:
     """On every rank, which all come to the same status."""
+    rank = dist.get_rank()
+    reasons = ranks.meet("without CUDA", without_cuda())
+    missing = next((f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason), None)
     devices = [torch.device("cpu")] if options.device != "cuda" else []
-    if options.device != "cpu" and not without_cuda():
+    if options.device != "cpu" and not missing:
         ranks.take_gpu()
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     gpus = [str(torch.cuda.get_device_name(device)) for device in devices if device.type == "cuda"]
-    everywhere = ranks.meet("hosts", [os.uname().nodename, *gpus])
-    rank = dist.get_rank()
-    facts = {**info.collect(), "ranks": everywhere, "quick": options.quick}
+    places = ranks.meet("places", [os.uname().nodename, *gpus])
+    facts = {**info.collect(), "ranks": places, "quick": options.quick}
     report = Report(facts, options.json, speaks=rank == 0)
     if rank == 0:
         print("\n".join(f"{name:<16}{value}" for name, value in facts.items()), flush=True)
-    chosen = [*checks.CHECKS, *together.CHECKS, *links.CHECKS, *(faults.CHECKS if options.faults else [])]
     for device in devices:
-        for check in chosen:
-            outcome = attempt(check, Site(device, rank, len(everywhere), options.quick))
+        for check in chosen(options.faults, options.only):
+            outcome = attempt(check, Site(device, rank, len(places), options.quick))
             outcomes = ranks.meet(f"{check.name} on {device.type}", asdict(outcome))
             report.add(Outcome.of_all([Outcome(**each) for each in outcomes]))
-    if options.device is None and (reason := without_cuda()):
-        report.skip("cuda", reason)
+    if options.device is None and missing:
+        report.skip("cuda", missing)
     report.close()
-    return int(report.failed > 0)
+    return int(report.failed > 0 or not devices)
+
+
+def chosen(with_faults: bool = True, only: str | None = None) -> list[Check]:
+    """In their order; that of a name, or all."""
+    everything = [*checks.CHECKS, *together.CHECKS, *links.CHECKS, *faults.CHECKS, *together.LAST]
+    if only:
+        return [check for check in everything if check.name == only]
+    return [check for check in everything if with_faults or check not in faults.CHECKS]
 
 
 def attempt(check: Check, site: Site) -> Outcome:

@@ -1,5 +1,6 @@
 """What ranks contribute, so that the sum is known; and how many elements of a result are wrong."""
 
+import ctypes
 import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -59,7 +60,9 @@ def count_wrong(result: Tensor, exact: Tensor, tolerance: float, first: Tensor |
 
 def first_if_unlike(result: Tensor) -> Tensor | None:
     """Rank 0's result where those of the ranks differ in a bit; None where they do not."""
-    own = torch.tensor(list(hashlib.sha256(result.cpu().numpy().data).digest()), dtype=torch.uint8)
+    held = result.cpu().contiguous()
+    digest = hashlib.sha256(ctypes.string_at(held.data_ptr(), held.nbytes)).digest()  # NumPy need not be there
+    own = torch.tensor(list(digest), dtype=torch.uint8)
     digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(digests, own)
     if all(torch.equal(digests[0], other) for other in digests):
