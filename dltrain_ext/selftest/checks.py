@@ -28,10 +28,10 @@ def message_bytes(site: Site) -> Found:
             for numel in (1, 255, 5003) if on_cpu or site.quick else (1, 255, 5003, 2_000_003):
                 own, other, residual = _values(numel)
                 received = codecs.encode(other, codec)
-                expected = _by_reference if on_cpu else _by_cpu
+                expected = _by_reference if on_cpu else _by_the_op
                 wanted = expected(codec, rounding, own, received, residual.clone())
                 moved = replace(received, wire=received.wire.to(site.device))
-                got = _by_cpu(codec, rounding, own.to(site.device), moved, residual.to(site.device, copy=True))
+                got = _by_the_op(codec, rounding, own.to(site.device), moved, residual.to(site.device, copy=True))
                 for name, ours, theirs in zip(("message", "decoded values", "residual"), got, wanted, strict=True):
                     wrong = int((ours.cpu().view(torch.uint8) != theirs.view(torch.uint8)).sum())
                     assert not wrong, f"{codec}, {rounding}, {numel} elements: {wrong} bytes of the {name} differ"
@@ -51,7 +51,7 @@ def _values(numel: int) -> tuple[Tensor, Tensor, Tensor]:
 Message = tuple[Tensor, Tensor, Tensor]
 
 
-def _by_cpu(codec: str, rounding: str, own: Tensor, received: codecs.Encoded, residual: Tensor) -> Message:
+def _by_the_op(codec: str, rounding: str, own: Tensor, received: codecs.Encoded, residual: Tensor) -> Message:
     feedback = residual if sums.has_feedback(codec, rounding) else None
     sent = codecs.reduce(own, [received], residual=feedback, rounding=rounding, seed=5, step=3)
     return sent.wire, codecs.decode(sent), residual
