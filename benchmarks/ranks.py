@@ -1,7 +1,6 @@
 """Runs a function on a Gloo group: of p processes over loopback, none of which outlives the call, or of torchrun's."""
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -9,13 +8,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from benchmarks import processes
 from benchmarks.harness import Failure, Progress
 from benchmarks.signals import listening
 
@@ -78,64 +77,34 @@ def run_ranks(work: Work, ranks: int, *args: Any, take: Take, progress: Progress
     However this ends, all ranks are gone when it does. So Ctrl-C is only noted here, however often it comes, and has
     its effect once they are: an exception could break into the starting or the ending of them.
     """
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the Failure says it
-    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
     with listening() as heard, tempfile.TemporaryDirectory() as folder:
-        arguments = (work, ranks, f"file://{folder}/store", sender, deadline, args)
-        # Blocked, Ctrl-C does not break into a rank's start either.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            context = mp.spawn(_enter, arguments, nprocs=ranks, join=False)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        try:
-            _listen(context, receiver, heard, take, progress, deadline)
-        finally:
-            for process in context.processes:
-                process.kill()
-            for process in context.processes:
-                process.join()
+        enter = partial(_enter, work, ranks, f"file://{folder}/store", deadline, args)
+        with processes.calling([partial(enter, rank) for rank in range(ranks)], fresh=True) as team:
+            _listen(team, heard, take, progress, deadline)
     if heard:
         signal.raise_signal(heard[0])
 
 
-def _listen(
-    context: mp.ProcessContext,
-    receiver: Connection,
-    heard: list[int],
-    take: Take,
-    progress: Progress,
-    deadline: float,
-) -> None:
+def _listen(team: processes.Team, heard: list[int], take: Take, progress: Progress, deadline: float) -> None:
     """Until all ranks have ended, or a signal is heard."""
-    told, ended = time.monotonic(), False
-    while not heard:
-        if receiver.poll(0 if ended else 0.2):
-            kind, *message = receiver.recv()
-            told = time.monotonic()
-            {"progress": progress, "result": take}[kind](*message)
-            continue
-        if ended:
-            return
-        try:
-            ended = context.join(timeout=0, grace_period=1)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            if getattr(error, "signal_name", None) == "SIGINT":  # Ctrl-C reached the rank before us
+    told = time.monotonic()
+    while team.busy and not heard:
+        if event := team.next(timeout=0.2):
+            if event.kind == "told":
+                told = time.monotonic()
+                kind, *message = event.value
+                {"progress": progress, "result": take}[kind](*message)
+            elif event.kind == "ended" and event.value == -signal.SIGINT:  # Ctrl-C reached the rank before us
                 heard.append(signal.SIGINT)
-                return
-            last_line = str(error).strip().splitlines()[-1].removeprefix(f"{Failure.__module__}.{Failure.__name__}: ")
-            raise Failure(f"rank {error.error_index} failed, all ranks were ended: {last_line}") from None
-        if time.monotonic() - told > deadline:
+            elif event.kind == "raised" or (event.kind == "ended" and event.value):
+                why = f"it left with {event.value}" if event.kind == "ended" else event.value.strip().splitlines()[-1]
+                why = why.removeprefix(f"{Failure.__module__}.{Failure.__name__}: ")
+                raise Failure(f"rank {event.index} failed, all ranks were ended: {why}")
+        elif time.monotonic() - told > deadline:
             raise Failure(f"rank 0 reported nothing for {deadline:.0f} s, all ranks were ended")
 
 
-def _enter(
-    rank: int, work: Work, ranks: int, store: str, sender: Connection, deadline: float, args: tuple[Any, ...]
-) -> None:
-    # The parent answers Ctrl-C; a child, even one that waits inside Gloo, simply ends (also when the parent is killed).
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    torch.set_num_threads(1)
+def _enter(work: Work, ranks: int, store: str, deadline: float, args: tuple[Any, ...], rank: int) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Shorter than the parent's patience: a rank that waits in vain can still say for what.
@@ -143,14 +112,12 @@ def _enter(
 
     def progress(text: str, done: float) -> None:
         if rank == 0:
-            sender.send(("progress", text, done))
+            processes.tell(("progress", text, done))
 
     for result in work(rank, ranks, _seldom(progress), *args):
         if rank == 0:
-            sender.send(("result", result))
+            processes.tell(("result", result))
     dist.barrier()
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
 
 
 def over_ranks(values: Sequence[float], how: str) -> list[float]:

@@ -1,47 +1,43 @@
 """Several ranks for a test: real processes in a real Gloo group."""
 
+import contextlib
 import ctypes
-import multiprocessing
-import multiprocessing.connection
+import io
 import os
-import pickle
+import runpy
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache, partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from dltrain_ext import _C
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # behind what is installed
 
-# Children fork from a server that has imported once what all of them need, and never started a thread.
-_context = multiprocessing.get_context("forkserver")
-_polling = threading.Lock()  # a process that is started polls all others, and two threads must not poll the same one
-_context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.nn.parallel", "dltrain_ext"])
+from benchmarks import processes  # noqa: E402
+from dltrain_ext import _C  # noqa: E402
+
+processes.preload("pytest")
 
 
-def _rank(body: Callable, rank: int, world_size: int, where: str | int, results: Any, args: tuple) -> None:
-    torch.set_num_threads(1)
+def _rank(body: Callable, rank: int, world_size: int, where: str | int, args: tuple) -> Any:
+    _count_at_end()
     join_group(where, rank, world_size)
-    try:
-        # Pickled here: the queue would pass tensors by file descriptor, which a rank that has left no longer serves.
-        results.put((rank, pickle.dumps(body(rank, world_size, *args)), None))
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-    results.close()
-    results.join_thread()
-    dist.destroy_process_group()
-    # A child that was forked leaves by os._exit, where gcov does not write what it has counted.
+    return body(rank, world_size, *args)
+
+
+@cache
+def _count_at_end() -> None:
+    """Has a forked process write what gcov has counted: it leaves by os._exit, where nothing else does."""
     if hasattr(library := ctypes.CDLL(_C.__file__), "__gcov_dump"):
-        library.__gcov_dump()
+        Finalize(None, library.__gcov_dump, exitpriority=0)
 
 
 def join_group(where: str | int, rank: int, world_size: int) -> None:
@@ -59,16 +55,9 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def semaphore() -> Any:
-    """One that ranks can be given, to tell the test how far they are."""
-    return _context.Semaphore(0)
-
-
-def _join(process: Any, timeout: float | None) -> int | None:
-    """Waits for its end, and returns its exit status; None while it lives."""
-    multiprocessing.connection.wait([process.sentinel], timeout)
-    with _polling:
-        return process.exitcode
+def ready() -> None:
+    """Of a rank: that the test may do what it does ``when_ready``."""
+    processes.tell(None)
 
 
 def run_ranks(
@@ -78,62 +67,79 @@ def run_ranks(
     dying: tuple[int, ...] = (),
     timeout: float = 60,
     port: int | None = None,
-    meanwhile: Callable[[list[int]], None] | None = None,
+    when_ready: Callable[[list[int]], None] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Calls ``body(rank, world_size, *args)`` on every rank and returns what each returned (None for the ``dying``).
 
     Fails when a rank raises, hangs or leaves with an exit status other than 0. With a port the store is on rank 0;
-    ``meanwhile`` is called, with the ranks' process ids, when they have started.
+    ``when_ready`` is called, with the ranks' process ids, when each has said that it is ready. For a body that leaves
+    traces in its process the ranks are to be fresh.
     """
-    deadline = time.monotonic() + timeout
-    results: dict[int, Any] = dict.fromkeys(dying)
     with tempfile.TemporaryDirectory() as folder:
         where = str(Path(folder, "store")) if port is None else port
-        queue = _context.Queue()
-        processes = [
-            _context.Process(target=_rank, args=(body, rank, world_size, where, queue, args))
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            with _polling:
-                process.start()
-        try:
-            if meanwhile:
-                meanwhile([process.pid for process in processes])
-            while len(results) < world_size:
-                rank, result, error = queue.get(timeout=max(0.1, deadline - time.monotonic()))
-                assert error is None, f"rank {rank}:\n{error}"
-                results[rank] = pickle.loads(result)
-            for rank in set(range(world_size)) - set(dying):
-                status = _join(processes[rank], max(0.1, deadline - time.monotonic()))
-                assert status == 0, f"rank {rank} left with {status}"
-        finally:
-            for process in processes:
-                process.kill()
-                _join(process, None)
-    return [results[rank] for rank in range(world_size)]
+        calls = [partial(_rank, body, rank, world_size, where, args) for rank in range(world_size)]
+        return _call(calls, dying, timeout, when_ready, bool(fresh or dying or port or when_ready))
 
 
-def run_example(name: str, folder: Path, *arguments: str, ranks: int = 2) -> str:
-    """What an example prints, started by torchrun in a folder where it is to leave nothing."""
-    script = Path(__file__).parents[1] / "examples" / name
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        str(script),
-    ]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+def _call(
+    calls: Sequence[Callable[[], Any]],
+    dying: tuple[int, ...],
+    timeout: float,
+    when_ready: Callable[[list[int]], None] | None,
+    fresh: bool,
+) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    results: dict[int, Any] = dict.fromkeys(dying)
+    are_ready = 0
+    with processes.calling(calls, fresh) as team:
+        while waiting := team.busy.difference(dying):
+            event = team.next(deadline - time.monotonic())
+            assert event, f"ranks {sorted(waiting)} are not done after {timeout} s"
+            rank, kind, value = event
+            assert kind != "raised", f"rank {rank}:\n{value}"
+            if kind == "told":
+                are_ready += 1
+                if when_ready and are_ready == len(calls):
+                    when_ready(team.pids)
+            elif kind == "returned":
+                results[rank] = value
+            else:
+                assert rank in dying or value == 0, f"rank {rank} left with {value}"
+    return [results[rank] for rank in range(len(calls))]
+
+
+def run_example(name: str, folder: Path, *arguments: object, ranks: int = 2, fresh: bool = False) -> str:
+    """What an example prints on so many ranks that find torchrun's variables, in a folder where it is to leave nothing.
+
+    An example of a framework that keeps its own state in the process asks for a fresh one.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    calls = [partial(_example, name, folder, [*map(str, arguments)], rank, ranks, store.port) for rank in range(ranks)]
+    printed = _call(calls, (), 120, None, fresh)
     assert not any(folder.iterdir())
-    return done.stdout
+    return "".join(printed)
 
 
-def look_like_torchrun(rank: int, world_size: int) -> None:
-    """For frameworks that read who they are from torchrun's variables; the group, already there, they take as it is."""
+def _example(name: str, folder: Path, arguments: list[str], rank: int, world_size: int, port: int) -> str:
+    _count_at_end()
+    look_like_torchrun(rank, world_size, port)
+    os.chdir(folder)
+    script = ROOT / "examples" / name
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def look_like_torchrun(rank: int, world_size: int, port: int = 0) -> None:
+    """Sets the variables by which a program knows who it is, and where the launcher has its store."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(number) for name, number in names.items()})
-    os.environ.update(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="test",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contributions import LOSSY, fitting
-from ranks import free_port, join_group, run_ranks, semaphore
+from ranks import free_port, join_group, ready, run_ranks
 from test_benchmark_hosts import REASON, ROOT
 
 from benchmarks import hosts
@@ -55,13 +55,13 @@ def reduce(communicator, rank, world_size, algorithm, codec, numel, segments, at
         assert torch.equal(tensor, torch.full((numel,), total)), f"wrong: {tensor} is not {total}"
 
 
-def endure(rank, world_size, algorithm, deadline, ready, per_host):
+def endure(rank, world_size, algorithm, deadline, per_host):
     """Reduces until it fails; returns why and when."""
     communicator = comm.Communicator(timeout=deadline, ranks_per_host=per_host)
     kinds = list(cases(algorithm))
     for kind in kinds:
         reduce(communicator, rank, world_size, algorithm, *kind)
-    ready.release()
+    ready()
     try:
         while True:
             for kind in kinds:
@@ -75,19 +75,16 @@ def endure(rank, world_size, algorithm, deadline, ready, per_host):
 
 def strike(world_size, algorithm, how, victim, after, *, port=None, per_host=1):
     """Has the victim die that many seconds after all ranks have begun. Returns the seconds until the last one knew."""
-    ready = semaphore()
     struck = []
 
     def hit(processes):
-        for _ in range(world_size):
-            assert ready.acquire(timeout=40), "the ranks do not begin"
         time.sleep(after)
         struck.append(time.monotonic())
         os.kill(processes[victim], how)
 
     deadline = DEADLINE if how == signal.SIGSTOP else FAR
     results = run_ranks(
-        world_size, endure, algorithm, deadline, ready, per_host, dying=(victim,), port=port, meanwhile=hit, timeout=90
+        world_size, endure, algorithm, deadline, per_host, dying=(victim,), port=port, when_ready=hit, timeout=90
     )
     gone = time.monotonic()
     del results[victim]
