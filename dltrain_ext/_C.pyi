@@ -213,6 +213,7 @@ class Communicator:
         ranks: Sequence[int],
         device: torch.device,
         timeout: float,
+        answer_timeout: float,
     ) -> None: ...
     def all_reduce(
         self,

@@ -168,8 +168,10 @@ def check_errors(rank, world_size):
         for async_op in (False, True):
             with pytest.raises(error, match=match):
                 comm.all_reduce(**{"tensor": values, "async_op": async_op, **change})
-    with pytest.raises(ValueError, match=r"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got 5"):
-        comm.Communicator(timeout=5)
+    for name, none in (("timeout", ", or None"), ("answer_timeout", "")):
+        said = f"^{name}: expected a datetime.timedelta of 1 ms to 365 days{none}, got 5"
+        with pytest.raises(ValueError, match=said):
+            comm.Communicator(**{name: 5})
     tensor = given(rank, 8)
     comm.all_reduce(tensor)  # none of this has put the ranks out of step
     assert torch.equal(tensor, total(world_size, 8))

@@ -50,11 +50,12 @@ def made(monkey, rank, *, version=lambda rank: "2.28.9", connects=lambda rank: T
     monkey.setattr(_ops, "nccl_version", nccl_version)
     monkey.setattr(_ops, "nccl_unique_id", lambda: bytes(range(128)))
     monkey.setattr(_ops, "Level", Level)
-    monkey.setattr(_ops, "Communicator", lambda across, inside, control, ranks, device, timeout: (across, inside))
+    monkey.setattr(_ops, "Communicator", lambda across, inside, control, ranks, device, *timeouts: (across, inside))
     monkey.setattr(dist, "ProcessGroupNCCL", lambda store, rank, size, timeout: "a backend", raising=False)
     store = dist.PrefixStore(f"test {next(NUMBERS)}", dist.group.WORLD.get_group_store())
     ranks = list(range(dist.get_world_size()))
-    return Connections(store, ranks, timedelta(seconds=20), transport, 2).connect(torch.device("cuda", rank))
+    made = Connections(store, ranks, timedelta(seconds=20), transport, 2, timedelta(seconds=5))
+    return made.connect(torch.device("cuda", rank))
 
 
 def check_agreement(rank, world_size, case):

@@ -1,5 +1,6 @@
 """A dead or stopped rank becomes an error on the others within the deadline, and they leave cleanly."""
 
+import contextlib
 import os
 import re
 import signal
@@ -15,11 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import comm, ddp
 
-DEADLINE = timedelta(seconds=3)
+DEADLINE = timedelta(seconds=2)  # where it has to pass
+FAR = timedelta(seconds=60)  # where it has not
+SLACK = 20.0  # seconds that a loaded machine may add
+LIVING = {"answer_timeout": timedelta(seconds=30)}  # who lives answers at last, whatever the load
 # Where the call had begun when the verdict came; who hears of it before is told at the next call.
 IN_A_CALL = (
     r"all_reduce with {algorithm} on rank {rank} in a group of {world_size}: waiting for rank \d+ "
-    r"in round \d+ of \d+ failed after \S+ s \(deadline 3 s\): .+; "
+    r"in round \d+ of \d+ failed after \S+ s \(deadline {deadline} s\): .+; "
 )
 BEFORE_IT = r"all_reduce on rank {rank} in a group of {world_size}: "
 CULPRIT = r"the culprit is rank 1: {manner} \(found by rank \d in round \d+ of call {call}\)"
@@ -30,9 +34,13 @@ def message(manner, call, **at):
     return f"({IN_A_CALL}|{BEFORE_IT})".format(**at) + CULPRIT.format(manner=manner, call=call) + "$"
 
 
+def deadline_for(how):
+    return DEADLINE if how == signal.SIGSTOP else FAR
+
+
 def survive(rank, world_size, algorithm, how, async_op):
     """Returns the error and the seconds it took; rank 1 dies after two all-reduces."""
-    communicator = comm.Communicator(timeout=DEADLINE)
+    communicator = comm.Communicator(timeout=deadline_for(how))
     tensor = torch.ones(300_000)
     for _ in range(2):
         communicator.all_reduce(tensor, "avg", algorithm=algorithm)
@@ -58,17 +66,21 @@ def test_a_dead_rank_is_an_error_on_the_others(algorithm, how, async_op):
     results = run_ranks(world_size, survive, algorithm, how, async_op, dying=(1,))
     for rank in (0, 2, 3):
         text, took = results[rank]
-        assert took < (DEADLINE.total_seconds() if how == signal.SIGSTOP else 0) + 2
-        assert re.match(message(SAID[how], 3, algorithm=algorithm, rank=rank, world_size=world_size), text), text
+        assert took < (DEADLINE.total_seconds() if how == signal.SIGSTOP else 0) + SLACK
+        at = {"algorithm": algorithm, "rank": rank, "world_size": world_size}
+        deadline = int(deadline_for(how).total_seconds())
+        assert re.match(message(SAID[how], 3, deadline=deadline, **at), text), text
 
 
 def come_late(rank, world_size, algorithm):
-    communicator = comm.Communicator(timeout=timedelta(seconds=1))
+    communicator = comm.Communicator(timeout=DEADLINE, **LIVING)
     communicator.all_reduce(torch.ones(100), algorithm=algorithm)
+    store = dist.group.WORLD.get_group_store()
     if rank == 1:
-        time.sleep(2)
+        store.wait(["failed"])
     with pytest.raises(dist.DistBackendError) as error:
         communicator.all_reduce(torch.ones(100), algorithm=algorithm)
+    store.set("failed", "")
     return str(error.value)
 
 
@@ -96,13 +108,15 @@ def test_who_has_closed_its_communicator_has_left():
 
 def miss_the_beginning(rank, world_size):
     group = dist.new_group([1, 2], timeout=DEADLINE)
+    store = dist.group.WORLD.get_group_store()
     if rank == 2:
-        time.sleep(DEADLINE.total_seconds() + 1)
+        store.wait(["failed"])
     if rank == 1:
         with pytest.raises(
-            dist.DistBackendError, match=r"communicator of ranks \[1, 2\]: rank 2 did not come in 0:00:03"
+            dist.DistBackendError, match=rf"communicator of ranks \[1, 2\]: rank 2 did not come in {DEADLINE}"
         ):
             comm.all_reduce(torch.ones(1), group=group)
+        store.set("failed", "")
 
 
 def test_a_rank_that_never_comes_is_named():
@@ -114,7 +128,7 @@ def lose_a_rank_of_a_subgroup(rank, world_size):
     group = dist.new_group([1, 2])
     if rank == 0:
         return None
-    communicator = comm.Communicator(group, timeout=DEADLINE)
+    communicator = comm.Communicator(group, timeout=FAR)
     communicator.all_reduce(torch.ones(1))
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -129,7 +143,7 @@ def test_ranks_of_a_subgroup_are_named_as_the_world_knows_them():
 def survive_in_backward(rank, world_size, options):
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=16 / 1024)
-    ddp.register(model, timeout=DEADLINE, **options)
+    ddp.register(model, timeout=FAR, **options)
     for _ in range(3):
         model(torch.randn(2, 64)).sum().backward()
     if rank == 1:
@@ -152,23 +166,28 @@ def survive_in_backward(rank, world_size, options):
 )
 def test_a_rank_killed_in_backward(world_size, options):
     results = run_ranks(world_size, survive_in_backward, options, dying=(1,))
-    assert all(results[rank] < DEADLINE.total_seconds() + 1 for rank in range(world_size) if rank != 1)
+    assert all(results[rank] < SLACK for rank in range(world_size) if rank != 1)
 
 
 def leave_in_flight(rank, world_size):
     communicator = comm.Communicator(timeout=timedelta(minutes=30))
+    store = dist.group.WORLD.get_group_store()
     if rank == 0:
         work = communicator.all_reduce(torch.ones(10), async_op=True)
         time.sleep(0.3)
         assert not work.is_completed()
-        return time.time()
-    time.sleep(6)
-    return time.time()
+        store.set("process", str(os.getpid()))
+        return
+    process = int(store.get("process"))
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(process, 0)
+            time.sleep(0.05)
 
 
 def test_leaving_with_work_in_flight_does_not_wait_for_it():
     """Rank 0 leaves while rank 1, alive, still owes it a message."""
-    run_ranks(2, leave_in_flight, timeout=20)
+    run_ranks(2, leave_in_flight, fresh=True)
 
 
 def close_in_flight(rank, world_size):
@@ -188,4 +207,4 @@ def close_in_flight(rank, world_size):
 
 
 def test_close_fails_what_is_under_way():
-    run_ranks(2, close_in_flight, timeout=20)
+    run_ranks(2, close_in_flight)

@@ -12,9 +12,8 @@ namespace dltrain::comm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto answering = std::chrono::milliseconds(500);  // who has not answered by then is silent
-constexpr auto settling = std::chrono::seconds(1);          // who has not heard by then is not waited for
-constexpr auto interval = std::chrono::milliseconds(50);    // between two attempts, which show whether a peer has left
+constexpr auto settling = std::chrono::seconds(1);        // who has not heard by then is not waited for
+constexpr auto interval = std::chrono::milliseconds(50);  // between two attempts, which show whether a peer has left
 
 }  // namespace
 
@@ -33,8 +32,12 @@ class Lookout::Busy {
   Lookout& lookout_;
 };
 
-Lookout::Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls)
-    : channel_(std::move(channel)), global_ranks_(std::move(global_ranks)), calls_(std::move(calls)), peers_(channel_->world_size()) {
+Lookout::Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls, std::chrono::milliseconds answer_timeout)
+    : channel_(std::move(channel)),
+      global_ranks_(std::move(global_ranks)),
+      calls_(std::move(calls)),
+      answer_timeout_(answer_timeout),
+      peers_(channel_->world_size()) {
   thread_ = std::thread([this] { run(); });
 }
 
@@ -91,7 +94,7 @@ std::string Lookout::declare(Verdict::Manner manner, const Waiting& waiting) {
 }
 
 void Lookout::inquire(Lock& lock, const Waiting& waiting) {
-  const auto end = Clock::now() + answering;
+  const auto end = Clock::now() + answer_timeout_;
   while (!verdict_ && !closed_ && !all_have_answered() && Clock::now() < end) {
     for (int peer = 0; peer < std::ssize(peers_); ++peer) {
       if (peer != channel_->rank() && !peers_[peer].known.state) tell(peer, {});

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -30,8 +31,10 @@ class Lookout {
     std::function<void(const std::string& finding)> give_up;  // all of them, now and later
   };
 
-  // global_ranks: what the ranks of the channel are called; by their place in it where empty.
-  Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls);
+  // global_ranks: what the ranks of the channel are called; by their place in it where empty. Who has not answered in answer_timeout is
+  // silent.
+  Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls,
+          std::chrono::milliseconds answer_timeout = std::chrono::milliseconds(500));
   ~Lookout() { close(); }
 
   // A call of the group begins.
@@ -68,6 +71,7 @@ class Lookout {
   const std::unique_ptr<Channel> channel_;
   const std::vector<int> global_ranks_;
   const Calls calls_;
+  const std::chrono::milliseconds answer_timeout_;
   std::atomic<int64_t> begun_ = 0;
 
   std::mutex mutex_;  // guards what follows

@@ -70,6 +70,8 @@ class Communicator:
         tuning: what ``algorithm="auto"`` and ``codec="auto"`` go by: a :class:`Tuning`, or the path of a saved one, of
             this many ranks and the same on all of them. The environment variables ``DLTRAIN_TUNING``, a path,
             ``DLTRAIN_ALGORITHM`` and ``DLTRAIN_SEGMENTS`` stand above it, for ``"auto"`` alone.
+        answer_timeout: how long a rank may take, when a call has failed, to answer what it is waiting for, which a
+            thread of its own does: one that has not is taken for stopped. More for machines under extreme load.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -86,11 +88,16 @@ class Communicator:
         transport: str = "auto",
         ranks_per_host: int | None = None,
         tuning: "Tuning | str | os.PathLike[str] | None" = None,
+        answer_timeout: timedelta = timedelta(milliseconds=500),
     ):
         group = group_of(group)
         timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
-        if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
+        if not _is_timeout(timeout):
             raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got {timeout!r}")
+        if not _is_timeout(answer_timeout):
+            raise ValueError(
+                f"answer_timeout: expected a datetime.timedelta of 1 ms to 365 days, got {answer_timeout!r}"
+            )
         if not isinstance(transport, str) or transport not in TRANSPORTS:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
@@ -100,7 +107,7 @@ class Communicator:
         self._rank, self._world_size = ranks.index(dist.get_rank()), len(ranks)
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
-        self._connections = Connections(store, ranks, timeout, transport, ranks_per_host)
+        self._connections = Connections(store, ranks, timeout, transport, ranks_per_host, answer_timeout)
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -296,6 +303,10 @@ class Communicator:
     def close(self) -> None:
         """Fails what is under way and every later call, at once. Leaving the process does the same."""
         self._close()
+
+
+def _is_timeout(value: object) -> bool:
+    return isinstance(value, timedelta) and timedelta(milliseconds=1) <= value <= timedelta(days=365)
 
 
 def _close(communicators: "dict[torch.device, _ops.Communicator]") -> None:

@@ -30,12 +30,20 @@ class Connections:
         timeout: how long the peers may take to come.
         transport: one of ``TRANSPORTS``; what carries the messages of CUDA tensors.
         ranks_per_host: that many neighbours of the group form a host; where None, hosts are looked up.
+        answer_timeout: how long a rank may take to say what it waits for, when a call has failed.
     """
 
     def __init__(
-        self, store: dist.Store, ranks: list[int], timeout: timedelta, transport: str, ranks_per_host: int | None
+        self,
+        store: dist.Store,
+        ranks: list[int],
+        timeout: timedelta,
+        transport: str,
+        ranks_per_host: int | None,
+        answer_timeout: timedelta,
     ):
         self._store, self._ranks, self._timeout, self._transport = store, ranks, timeout, transport
+        self._answer_timeout = answer_timeout
         self._patience = min(timeout, _CONNECTING)
         self._rank = ranks.index(dist.get_rank())
         self._layout = layout(meet(store, "host", ranks, self._rank, host_id(), timeout), self._rank, ranks_per_host)
@@ -62,7 +70,8 @@ class Connections:
         if levels is None:
             levels = self._levels(store, device, self._over_torch)
         control = self._control(dist.PrefixStore("control", store)) if len(self._ranks) > 1 else None
-        return _ops.Communicator(*levels, control, self._ranks, device, self._timeout.total_seconds())
+        timeouts = self._timeout.total_seconds(), self._answer_timeout.total_seconds()
+        return _ops.Communicator(*levels, control, self._ranks, device, *timeouts)
 
     def _control(self, store: dist.Store) -> Any:
         """Of all ranks, on any device: where they ask each other why a call has failed."""

@@ -40,21 +40,23 @@ class TensorHolder final : public c10::ivalue::PyObjectHolder {
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-                           std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout)
-    : device_(device), work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(ranks), timeout)) {
+                           std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout,
+                           std::chrono::milliseconds answer_timeout)
+    : device_(device),
+      work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(ranks), timeout, answer_timeout)) {
   if constexpr (built_with_cuda) {
     if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
   }
 }
 
 Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-                         std::vector<int> ranks, std::chrono::milliseconds timeout)
+                         std::vector<int> ranks, std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout)
     : across(std::move(across)), inside(std::move(inside)), timeout(timeout) {
   if (this->inside) two_levels.emplace(this->inside->executor(), this->across->executor());
   if (!control) return;
   lookout = std::make_shared<comm::Lookout>(
       std::make_unique<GlooChannel>(std::move(control)), std::move(ranks),
-      comm::Lookout::Calls{[this] { return waiting(); }, [this](const std::string& finding) { give_up(finding); }});
+      comm::Lookout::Calls{[this] { return waiting(); }, [this](const std::string& finding) { give_up(finding); }}, answer_timeout);
   for (const auto& level : {this->across, this->inside}) {
     if (level) level->executor().set_lookout(lookout);
   }

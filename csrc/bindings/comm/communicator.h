@@ -24,7 +24,8 @@ class Communicator {
  public:
   // control: of all ranks, which are those of the world; null where there is one rank.
   Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-               std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout);
+               std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout,
+               std::chrono::milliseconds answer_timeout);
   ~Communicator();
 
   // In place, or into the share: on the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current
@@ -51,7 +52,7 @@ class Communicator {
  private:
   struct Work {
     Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control, std::vector<int> ranks,
-         std::chrono::milliseconds timeout);
+         std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout);
     ~Work();
     void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
     void reduce_scatter(const Place& place, const at::Tensor& tensor, const at::Tensor& share, const comm::AllReduce& call);

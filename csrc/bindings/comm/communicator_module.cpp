@@ -58,13 +58,14 @@ void bind_communicator(py::module_& module) {
   communicator
       .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside,
                        const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, std::vector<int> ranks, const c10::Device& device,
-                       double timeout) {
-             const std::chrono::milliseconds milliseconds(static_cast<int64_t>(timeout * 1e3));
+                       double timeout, double answer_timeout) {
+             const auto milliseconds = [](double seconds) { return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)); };
              return std::make_unique<Communicator>(std::move(across), std::move(inside),
                                                    control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(ranks), device,
-                                                   milliseconds);
+                                                   milliseconds(timeout), milliseconds(answer_timeout));
            }),
-           py::arg("across"), py::arg("inside"), py::arg("control"), py::arg("ranks"), py::arg("device"), py::arg("timeout"))
+           py::arg("across"), py::arg("inside"), py::arg("control"), py::arg("ranks"), py::arg("device"), py::arg("timeout"),
+           py::arg("answer_timeout"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
       .def("stats", [](const Communicator& self) {
