@@ -1,11 +1,12 @@
 """What need not be there: a GPU, and packages that only some tests import. Where it is not, those tests are skipped.
 
 What a test imports itself is found out, what its child processes need is said by the mark `needs`. A test that asks for
-`device` runs on the CPU and, marked gpu, on a CUDA device.
+`device` runs on the CPU and, marked gpu, on a CUDA device. Without arguments all tests run, in several processes.
 """
 
 import functools
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,18 @@ import torch
 from dltrain_ext import _ops
 
 OPTIONAL = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib", "numpy", "rich", "sklearn", "yaml"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spreads all tests over processes, one more than there are cores since some wait; not so if told what to run."""
+    option = config.option
+    told = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.usepdb
+    if told or option.collectonly or not config.pluginmanager.hasplugin("xdist"):
+        return
+    if option.numprocesses is None and option.dist == "no" and "PYTEST_XDIST_WORKER" not in os.environ:
+        option.numprocesses, option.dist = min(9, 1 + len(os.sched_getaffinity(0))), "loadgroup"
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # they share the cores
 
 
 class Module(pytest.Module):

@@ -310,7 +310,7 @@ def test_opcheck(op, device):
     library.opcheck(getattr(torch.ops.dltrain_ext, op), lists, hyper)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_elements_than_31_bits_count():
     if available_bytes() < 12 * 2**30:
         pytest.skip("needs 12 GiB of memory")
