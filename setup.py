@@ -124,18 +124,18 @@ def sources(cuda: bool) -> list[str]:
 
 
 def in_units(paths: list[str], folder: Path) -> list[str]:
-    """The sources, each folder of the bindings as one that includes its files: alone, each would read all of torch."""
-    others = [path for path in paths if not path.startswith("csrc/bindings/")]
-    bindings = [Path(path).relative_to("csrc") for path in paths if path not in others]
+    """The sources, those of each unit as one that includes them: what they include costs more than they do."""
     units = []
-    for room in sorted({path.parent for path in bindings}):
-        unit = Path(folder, f"{'_'.join(room.parts)}.cpp")
-        text = "".join(f'#include "{path}"\n' for path in bindings if path.parent == room)
+    for name in BUILD["units"]:
+        room = [path for path in paths if path.startswith(f"csrc/{name}/") and path.endswith(".cpp")]
+        paths = [path for path in paths if path not in room]
+        unit = Path(folder, f"{name.replace('/', '_')}.cpp")
+        text = "".join(f'#include "{Path(path).relative_to("csrc")}"\n' for path in room)
         if not unit.exists() or unit.read_text() != text:  # else what was made of it is still good
             unit.parent.mkdir(parents=True, exist_ok=True)
             unit.write_text(text)
         units.append(str(unit))
-    return [*units, *others]
+    return [*units, *paths]
 
 
 def extension_arguments() -> dict:
@@ -150,7 +150,8 @@ def extension_arguments() -> dict:
     debug = ["-O1", "-g1"] if sanitizers else ["-g0"]
     if os.environ.get("DLTRAIN_COVERAGE"):  # counts the lines that run, for gcov: for the tests too
         instrument += ["--coverage", "-fprofile-update=atomic"]
-    flags = {"cxx": BUILD["flags"] + debug + instrument + ["-DDLTRAIN_CUDA"] * cuda}
+    memory = ["--param=ggc-min-heapsize=4000000"]  # kB: GCC would else spend a tenth of its time to save it
+    flags = {"cxx": BUILD["flags"] + memory + debug + instrument + ["-DDLTRAIN_CUDA"] * cuda}
     include_dirs = [str(ROOT / "csrc")]
     if cuda:
         os.environ["CUDA_HOME"] = toolkit.home  # before torch looks for it
@@ -164,11 +165,10 @@ def extension_arguments() -> dict:
     kind = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
 
     class Build(cpp_extension.BuildExtension):
-        def build_extensions(self):
-            (extension,) = self.extensions
+        def build_extension(self, extension):
             extension.sources = in_units(extension.sources, Path(self.build_temp))
             extension.extra_objects = self.loops_of_each_instruction_set()
-            super().build_extensions()
+            super().build_extension(extension)
 
         def loops_of_each_instruction_set(self) -> list[str]:
             def compile(item: tuple[str, list[str]]) -> list[str]:
@@ -177,7 +177,7 @@ def extension_arguments() -> dict:
                     ["csrc/kernels/cpu/loops.cpp"],
                     output_dir=str(Path(self.build_temp, name)),
                     macros=[("DLT_INSTRUCTION_SET", name)],
-                    include_dirs=["csrc"],
+                    include_dirs=[str(ROOT / "csrc")],
                     extra_postargs=flags["cxx"] + set_flags,
                 )
 

@@ -29,7 +29,7 @@ class UnderWay {
   std::atomic<bool>& flag_;
 };
 
-int index_of(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
+int codec_index(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
 
 }  // namespace
 
@@ -75,7 +75,7 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
   const Program& program = this->program(call, codec, numel, in_place);
   const int64_t number = calls_ + 1;
   transport_->begin(
-      {number, numel, program.algorithm, index_of(codec), program.segments, call.average, call.layout ? digest(*call.layout) : 0});
+      {number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.layout ? digest(*call.layout) : 0});
   Work work = work_of(numel > 0 ? program : meeting_, plan_names()[program.algorithm], call, place, values, numel);
   work.slots = static_cast<char*>(in_place ? values.data : slots_.reserve(place, program.slots));
   work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
@@ -180,7 +180,7 @@ const Program& Executor::program(const AllReduce& call, const Codec& codec, int6
   const auto [algorithm, segments] = choose(call.algorithm, call.segments, world_size(), numel, codec, wire_bytes);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
-  const auto key = std::make_tuple(algorithm, index_of(codec), numel, segments, in_place);
+  const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, in_place);
   if (const auto found = programs_.find(std::tie(key, layout)); found != programs_.end()) return found->second;
   const Plan plan = make_plan(plan_names()[algorithm], rank(), world_size());
   if (programs_.size() == most) programs_.clear();

@@ -14,22 +14,22 @@ namespace dltrain::comm {
 
 namespace {
 
-struct Message {
+struct Parcel {
   Memory bytes;
   Event sent;
   int tag;
   int64_t number;  // of those with its tag
 };
 
-struct Channel {  // from one rank to another
+struct Pipe {  // from one rank to another
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Message> messages;
+  std::deque<Parcel> messages;
   std::map<int, int64_t> sent, expected;  // messages and receives posted, by tag
   bool closed = false;
 
   auto find(int tag, int64_t number) {
-    return std::find_if(messages.begin(), messages.end(), [=](const Message& each) { return each.tag == tag && each.number == number; });
+    return std::find_if(messages.begin(), messages.end(), [=](const Parcel& each) { return each.tag == tag && each.number == number; });
   }
 };
 
@@ -41,7 +41,7 @@ class Sent : public Request {
 
 class Received : public Request {
  public:
-  Received(Channel& channel, const Place& place, void* data, int64_t bytes, int tag)
+  Received(Pipe& channel, const Place& place, void* data, int64_t bytes, int tag)
       : channel_(channel), place_(place), data_(data), bytes_(bytes), tag_(tag) {
     std::lock_guard lock(channel_.mutex);
     number_ = channel_.expected[tag]++;
@@ -57,7 +57,7 @@ class Received : public Request {
     if (aborted_) throw TransportError("aborted");
     if (found == channel_.messages.end() && channel_.closed) throw TransportError("the peer has closed its end");
     if (!came) throw TransportError("nothing came");
-    Message message = std::move(*found);
+    Parcel message = std::move(*found);
     channel_.messages.erase(found);
     lock.unlock();
     message.sent.wait(place_);
@@ -73,7 +73,7 @@ class Received : public Request {
   }
 
  private:
-  Channel& channel_;
+  Pipe& channel_;
   Place place_;
   void* data_;
   int64_t bytes_;
@@ -82,7 +82,7 @@ class Received : public Request {
   bool aborted_ = false;
 };
 
-using Channels = std::vector<std::vector<Channel>>;  // [from][to]
+using Channels = std::vector<std::vector<Pipe>>;  // [from][to]
 
 class InProcess : public Transport {
  public:
@@ -92,10 +92,10 @@ class InProcess : public Transport {
   int world_size() const override { return static_cast<int>(channels_->size()); }
 
   std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag) override {
-    Message message{Memory(place, bytes), {}, tag, 0};
+    Parcel message{Memory(place, bytes), {}, tag, 0};
     copy(place, message.bytes.data(), data, bytes);
     message.sent = Event::record(place);
-    Channel& channel = (*channels_)[rank_][peer];
+    Pipe& channel = (*channels_)[rank_][peer];
     std::lock_guard lock(channel.mutex);
     message.number = channel.sent[tag]++;
     channel.messages.push_back(std::move(message));
@@ -108,7 +108,7 @@ class InProcess : public Transport {
   }
 
   void close() noexcept override {
-    for (Channel& channel : (*channels_)[rank_]) {
+    for (Pipe& channel : (*channels_)[rank_]) {
       std::lock_guard lock(channel.mutex);
       channel.closed = true;
       channel.changed.notify_all();

@@ -13,7 +13,7 @@ struct Posted {
   std::unique_ptr<Request> request;
 };
 
-struct Segment {                   // what it has under way
+struct Pending {                   // what it has under way
   std::vector<Posted> now, ahead;  // of its round; the next round's receives
 };
 
@@ -43,7 +43,7 @@ class OneByOne : public Traffic {
   void abort() override {
     std::lock_guard lock(mutex_);
     aborted_ = true;
-    for (Segment& segment : segments_) {
+    for (Pending& segment : segments_) {
       for (auto* posted : {&segment.now, &segment.ahead}) {
         for (Posted& each : *posted) each.request->abort();
       }
@@ -65,7 +65,7 @@ class OneByOne : public Traffic {
     std::lock_guard lock(mutex_);
     if (aborted_) throw TransportError("aborted");
     wait_for(transfer.peer, transfer.round);
-    Segment& segment = segments_[transfer.segment];
+    Pending& segment = segments_[transfer.segment];
     char* const data = work.at(transfer.location);
     if (send) {
       segment.now.push_back({transfer, transport_.send(work.place, transfer.peer, data, transfer.bytes)});
@@ -75,7 +75,7 @@ class OneByOne : public Traffic {
   }
 
   // Waits for what the segment has under way; the receives posted ahead are under way from now on.
-  void complete(const Work& work, Segment& segment, Deadline deadline) {
+  void complete(const Work& work, Pending& segment, Deadline deadline) {
     const During during(work.call.observer, Phase::wait);
     for (Posted& posted : segment.now) {
       wait_for(posted.transfer.peer, posted.transfer.round);
@@ -88,7 +88,7 @@ class OneByOne : public Traffic {
 
   Transport& transport_;
   std::mutex mutex_;  // guards what follows
-  std::vector<Segment> segments_;
+  std::vector<Pending> segments_;
   bool aborted_ = false;
 };
 

@@ -66,15 +66,15 @@ struct Held {
   Expression encoded = 0;  // what was encoded then
 };
 
-struct Message {
+struct InFlight {
   Op op;
   Chunks chunks;
   std::vector<Value> values;
 };
 
-class Walk {
+class Proof {
  public:
-  explicit Walk(const std::vector<Plan>& plans)
+  explicit Proof(const std::vector<Plan>& plans)
       : plans_(plans),
         world_size_(static_cast<int>(plans.size())),
         exact_(std::all_of(plans.begin(), plans.end(), [](const Plan& plan) { return plan.exact; })) {
@@ -153,7 +153,7 @@ class Walk {
     }
     for (const Step& step : *round) {
       if (!sends(step.op)) continue;
-      Message message{step.op, step.chunks, {}};
+      InFlight message{step.op, step.chunks, {}};
       for (int chunk = step.chunks.begin; chunk < step.chunks.end; ++chunk) {
         const Value& value = held_[plan.rank][chunk].value;
         if (step.op == Op::send_final && !value.final) {
@@ -169,14 +169,14 @@ class Walk {
     }
   }
 
-  Message arrival(const Plan& plan, const Step& step) {
+  InFlight arrival(const Plan& plan, const Step& step) {
     const Op sent = step.op == Op::recv_reduce ? Op::send_partial : Op::send_final;
     auto& queue = in_flight_[{step.peer, plan.rank}];
     if (queue.empty() || queue.front().op != sent || queue.front().chunks != step.chunks) {
       broken("R1", "round ", round_, ": rank ", plan.rank, " expects ", describe(sent, step.chunks), " from rank ", step.peer,
              ", which sends ", queue.empty() ? "nothing more" : describe(queue.front().op, queue.front().chunks));
     }
-    Message message = std::move(queue.front());
+    InFlight message = std::move(queue.front());
     queue.erase(queue.begin());
     return message;
   }
@@ -188,7 +188,7 @@ class Walk {
     std::map<int, std::map<int, Value>> partials;  // chunk -> rank -> what it sent
     for (const Step& step : *round) {
       if (!receives(step.op)) continue;
-      Message message = arrival(plan, step);
+      InFlight message = arrival(plan, step);
       for (int chunk = step.chunks.begin; chunk < step.chunks.end; ++chunk) {
         if (held[chunk].value.final) {
           broken("R3", "round ", round_, ": rank ", plan.rank, " receives chunk ", chunk, ", which it holds as final already");
@@ -249,12 +249,12 @@ class Walk {
   const bool exact_;  // what is encoded twice, or on two ranks, is the same
   size_t rounds_ = 0;
   int round_ = 0;
-  std::vector<std::vector<Held>> held_;                            // rank, chunk
-  std::map<std::pair<int, int>, std::vector<Message>> in_flight_;  // (from, to)
+  std::vector<std::vector<Held>> held_;                             // rank, chunk
+  std::map<std::pair<int, int>, std::vector<InFlight>> in_flight_;  // (from, to)
 };
 
 }  // namespace
 
-void verify(const std::vector<Plan>& plans) { Walk(plans).run(); }
+void verify(const std::vector<Plan>& plans) { Proof(plans).run(); }
 
 }  // namespace dltrain::comm

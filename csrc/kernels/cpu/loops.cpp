@@ -67,6 +67,13 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
   }
 };
 
+// Cold, so compiled for size: for speed it would take longer to compile than all else in here.
+template <class Operation>
+[[gnu::cold, gnu::noinline]] void run_last(const Operation& operation, int64_t index, int count) {
+  Tile<Operation::elements, false> tile(index, count);
+  operation(tile);
+}
+
 template <class Operation>
 void run_blocks(const Operation& given, int64_t numel, int64_t begin, int64_t end) {
   constexpr int size = Operation::elements;
@@ -76,8 +83,7 @@ void run_blocks(const Operation& given, int64_t numel, int64_t begin, int64_t en
       Tile<size, true> tile(index, size);
       operation(tile);
     } else {
-      Tile<size, false> tile(index, static_cast<int>(rest));
-      operation(tile);
+      run_last(operation, index, static_cast<int>(rest));
     }
   }
   finish_stores();
