@@ -47,7 +47,7 @@ def join_group(where: str | int, rank: int, world_size: int) -> None:
         store = dist.TCPStore("127.0.0.1", where, world_size, is_master=rank == 0)
     else:
         store = dist.FileStore(where, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
 
 
 def free_port() -> int:
@@ -65,7 +65,7 @@ def run_ranks(
     body: Callable,
     *args: Any,
     dying: tuple[int, ...] = (),
-    timeout: float = 60,
+    timeout: float = 300,
     port: int | None = None,
     when_ready: Callable[[list[int]], None] | None = None,
     fresh: bool = False,
@@ -114,16 +114,12 @@ def run_example(name: str, folder: Path, *arguments: object, ranks: int = 2, fre
 
     An example of a framework that keeps its own state in the process asks for a fresh one.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    calls = [partial(_example, name, folder, [*map(str, arguments)], rank, ranks, store.port) for rank in range(ranks)]
-    printed = _call(calls, (), 120, None, fresh)
+    printed = as_torchrun(ranks, _example, name, folder, [*map(str, arguments)], fresh=fresh)
     assert not any(folder.iterdir())
     return "".join(printed)
 
 
-def _example(name: str, folder: Path, arguments: list[str], rank: int, world_size: int, port: int) -> str:
-    _count_at_end()
-    look_like_torchrun(rank, world_size, port)
+def _example(name: str, folder: Path, arguments: list[str]) -> str:
     os.chdir(folder)
     script = ROOT / "examples" / name
     sys.path.insert(0, str(script.parent))
@@ -131,6 +127,21 @@ def _example(name: str, folder: Path, arguments: list[str], rank: int, world_siz
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(script), run_name="__main__")
     return printed.getvalue()
+
+
+def as_torchrun(
+    ranks: int, body: Callable, *args: Any, dying: tuple[int, ...] = (), timeout: float = 600, fresh: bool = False
+) -> list[Any]:
+    """What ``body(*args)`` returns on each of so many ranks that find torchrun's variables, and no group yet."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    calls = [partial(_as_torchrun, body, rank, ranks, store.port, args) for rank in range(ranks)]
+    return _call(calls, dying, timeout, None, bool(fresh or dying))
+
+
+def _as_torchrun(body: Callable, rank: int, world_size: int, port: int, args: tuple) -> Any:
+    _count_at_end()
+    look_like_torchrun(rank, world_size, port)
+    return body(*args)
 
 
 def look_like_torchrun(rank: int, world_size: int, port: int = 0) -> None:

@@ -18,6 +18,8 @@ import with_accelerate
 import with_trainer
 from tasks import python_source
 
+pytestmark = pytest.mark.xdist_group("accelerate")  # they share runs
+
 STEPS = 4
 
 
@@ -105,7 +107,7 @@ def run_all(rank, world_size, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each rank of two has found, run by run."""
-    return run_ranks(2, run_all, str(tmp_path_factory.mktemp("checkpoints")), timeout=120)
+    return run_ranks(2, run_all, str(tmp_path_factory.mktemp("checkpoints")), timeout=600, fresh=True)
 
 
 @pytest.fixture(params=["accelerate", "trainer"])
@@ -171,4 +173,4 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
     ],
 )
 def test_the_examples(tmp_path, name, answer):
-    assert re.fullmatch(answer, run_example(name, tmp_path, "--steps", "4"))
+    assert re.fullmatch(answer, run_example(name, tmp_path, "--steps", "4", fresh=True))

@@ -34,7 +34,7 @@ def check_identical(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 def test_all_ranks_hold_the_same_bits(world_size):
-    run_ranks(world_size, check_identical, timeout=120)
+    run_ranks(world_size, check_identical)
 
 
 def check_millions(rank, world_size):

@@ -5,43 +5,29 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import commands
 import pytest
 import torch
-from ranks import run_ranks
-from test_benchmark_hosts import REASON
+from ranks import ROOT, run_ranks
 
+from benchmarks.__main__ import main, parse
+from benchmarks.allreduce_ranks import Result, Side
+from benchmarks.cases.allreduce import DEFAULT, make_row, make_sides
 from dltrain_ext import codecs, comm
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
-
-from benchmarks.__main__ import parse  # noqa: E402
-from benchmarks.allreduce_ranks import Result, Side  # noqa: E402
-from benchmarks.cases.allreduce import DEFAULT, make_row, make_sides  # noqa: E402
-from dltrain_ext.selftest.ranks import nccl_variables  # noqa: E402
-from dltrain_ext.selftest.sums import (  # noqa: E402
-    Data,
-    count_wrong,
-    first_if_unlike,
-    normal,
-    tolerance,
-    whole_numbers,
-)
+from dltrain_ext.selftest.ranks import nccl_variables
+from dltrain_ext.selftest.sums import Data, count_wrong, first_if_unlike, normal, tolerance, whole_numbers
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
 SMALL = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0")
 
 
-def run(*arguments: object, launcher: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, "-m", "benchmarks", "allreduce", *SMALL, *map(str, arguments)]
-    variables = os.environ | {"COLUMNS": "200"} | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
+def run(*arguments: object, **environment: str) -> commands.Done:
+    return commands.benchmarks("allreduce", *SMALL, *arguments, **environment)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -145,12 +131,14 @@ def test_two_levels_that_there_are_not_are_answered(arguments: tuple[str, ...]) 
     assert "there are no two levels: they need several hosts" in done.stdout
 
 
-@pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
-def test_hosts_are_found_and_make_two_levels(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("machine")
+def test_hosts_are_found_and_make_two_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands.skip_without_hosts()
     out = tmp_path / "out.json"
-    hosts = ("-m", "benchmarks", "hosts", "--hosts", "2", "--per-host", "2", "--rate", "none", "--", sys.executable)
-    done = run("--algorithms", "ring", "--json", out, launcher=hosts)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(ROOT)
+    hosts = ("hosts", "--hosts", "2", "--per-host", "2", "--rate", "none", "--", sys.executable)
+    command = ("-m", "benchmarks", "allreduce", *SMALL, "--algorithms", "ring", "--json", str(out))
+    assert main([*hosts, *command]) == 0
     assert [(row["side"], row["check"]) for row in rows_of(out)] == [
         ("gloo", "0"),
         ("ring", "0"),
@@ -257,12 +245,18 @@ def test_ranks_that_differ_in_a_bit_are_seen() -> None:
     assert run_ranks(3, compare_with_the_first) == [[True] * 4] * 3
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
 def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
+    """By torchrun itself; other tests have its variables."""
     out = tmp_path / "out.json"
-    done = run("--algorithms", "ring", "--json", out, "--plot", tmp_path, launcher=TORCHRUN)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks")
+    options = ("allreduce", *SMALL, "--algorithms", "ring", "--json", out, "--plot", tmp_path)
+    done = subprocess.run(
+        [sys.executable, *torchrun, *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "200"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all_reduce sum, 2 ranks under torchrun") == 1
     assert len(re.findall(r"\b4 KiB", done.stdout)) == 1 and done.stdout.count("#wrong:") == 1

@@ -2,18 +2,20 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import commands
 import pytest
 
-from dltrain_ext import codecs
+from benchmarks import harness
+from benchmarks.cases import codec
+from dltrain_ext import _ops, codecs
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
-ROOT = Path(__file__).parents[1]
 OURS = ["encode", "decode", "hop (k = 1)", "encode + feedback", "encode stochastic"]
 PEERS = {
     "raw": ["torch copy_", "torch copy_ back"],
@@ -24,18 +26,16 @@ PEERS = {
 BYTES = {"raw": 4, "fp16": 2, "bf16": 2, "fp8": 1.03125, "int8": 1.015625, "int4": 0.53125, "sign": 0.140625}
 
 
-def run(*arguments: object, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The benchmark in a process of its own, after `before` (a line of Python)."""
-    script = f"import sys; {before or 'pass'}; from benchmarks.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", script, "codec", "--quick", "-n", "5000", *map(str, arguments)]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"} | environment,
+@pytest.fixture(autouse=True)
+def few_rounds_and_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "SAMPLE", 2**17)
+    monkeypatch.setattr(
+        codec, "interleave", lambda *sides, **how: harness.interleave(*sides, **how | {"seconds": 1e-9})
     )
+
+
+def run(*arguments: object) -> commands.Done:
+    return commands.benchmarks("codec", "--quick", "-n", 5000, *arguments)
 
 
 def test_every_codec_is_verified_and_timed(tmp_path: Path, device: str) -> None:
@@ -45,17 +45,17 @@ def test_every_codec_is_verified_and_timed(tmp_path: Path, device: str) -> None:
     assert (tmp_path / "codec.png").stat().st_size > 1000
     table = json.loads((tmp_path / "out.json").read_text())["cases"]["codec"]
     assert all(row["correct"] for row in table["rows"])
-    for codec in codecs.CODECS:
-        rows = [row for row in table["rows"] if row["workload"] == codec]
-        assert [row["side"] for row in rows] == OURS + PEERS.get(codec, [])
+    for name in codecs.CODECS:
+        rows = [row for row in table["rows"] if row["workload"] == name]
+        assert [row["side"] for row in rows] == OURS + PEERS.get(name, [])
         assert [row["ours"] for row in rows] == [row["ratio"] is None for row in rows]
         assert all(len(row["samples"]) >= 3 and row["figures"]["GB/s"] > 0 for row in rows)
 
     summary = {row["side"]: row["figures"] for row in table["rows"] if row["workload"] == table["summary"]}
     assert tuple(summary) == codecs.CODECS
-    assert {codec: figures["bytes/element"] for codec, figures in summary.items()} == BYTES
+    assert {name: figures["bytes/element"] for name, figures in summary.items()} == BYTES
     for data in ("normal", "heavy", "real"):
-        errors = {codec: figures[f"rms error, {data}"] for codec, figures in summary.items()}
+        errors = {name: figures[f"rms error, {data}"] for name, figures in summary.items()}
         assert (
             errors["raw"] == 0 < errors["fp16"] < errors["bf16"] < errors["int8"] < errors["int4"] < errors["sign"] < 1
         )
@@ -64,30 +64,51 @@ def test_every_codec_is_verified_and_timed(tmp_path: Path, device: str) -> None:
     assert summary["sign"]["rms error, normal"] == pytest.approx(math.sqrt(1 - 2 / math.pi), rel=0.01)
 
 
-HOOK = "from dltrain_ext import _ops, codecs; decode, encode_sum_ = codecs.decode, _ops.encode_sum_; "
+def scale(decode: Callable) -> Callable:
+    return lambda *given: decode(*given).mul_(1.5)
+
+
+def write_nothing(encode: Callable) -> Callable:
+    return lambda *given, **options: None
+
+
+def forget_the_received(encode: Callable) -> Callable:
+    return lambda own, received, *rest, **options: encode(own, [], *rest, **options)
+
+
+def forget_the_lost(encode: Callable) -> Callable:
+    return lambda *given, residual, **options: encode(
+        *given, residual=None if residual is None else residual.clone(), **options
+    )
+
+
+def round_too_far(encode: Callable) -> Callable:
+    return lambda own, *rest, stochastic, **options: encode(
+        own * (1.01 if stochastic else 1), *rest, stochastic=stochastic, **options
+    )
 
 
 @pytest.mark.parametrize(
-    ("damage", "wrong"),
+    ("module", "name", "damage", "wrong"),
     [
-        ("codecs.decode = lambda *a: decode(*a).mul_(1.5)", [*OURS, "bf16"]),
-        ("_ops.encode_sum_ = lambda *a, **k: None", [*OURS, "bf16"]),
-        ("_ops.encode_sum_ = lambda own, received, *a, **k: encode_sum_(own, [], *a, **k)", ["hop (k = 1)"]),
-        (
-            "_ops.encode_sum_ = lambda *a, residual, **k: "
-            "encode_sum_(*a, residual=None if residual is None else residual.clone(), **k)",
-            ["encode + feedback"],
-        ),
-        (
-            "_ops.encode_sum_ = lambda own, *a, stochastic, **k: "
-            "encode_sum_(own * (1.01 if stochastic else 1), *a, stochastic=stochastic, **k)",
-            ["encode stochastic"],
-        ),
+        (codecs, "decode", scale, [*OURS, "bf16"]),
+        (_ops, "encode_sum_", write_nothing, [*OURS, "bf16"]),
+        (_ops, "encode_sum_", forget_the_received, ["hop (k = 1)"]),
+        (_ops, "encode_sum_", forget_the_lost, ["encode + feedback"]),
+        (_ops, "encode_sum_", round_too_far, ["encode stochastic"]),
     ],
     ids=["decodes something else", "writes nothing", "forgets the received", "forgets the lost", "rounds too far"],
 )
-def test_a_wrong_side_is_shown_and_not_timed(damage: str, wrong: list[str], tmp_path: Path) -> None:
-    done = run("--codecs", "bf16", "--json", tmp_path / "out.json", before=HOOK + damage)
+def test_a_wrong_side_is_shown_and_not_timed(
+    module: ModuleType,
+    name: str,
+    damage: Callable[[Callable], Callable],
+    wrong: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, name, damage(getattr(module, name)))
+    done = run("--codecs", "bf16", "--json", tmp_path / "out.json")
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("WRONG") == len(wrong)
     rows = json.loads((tmp_path / "out.json").read_text())["cases"]["codec"]["rows"]
@@ -95,10 +116,10 @@ def test_a_wrong_side_is_shown_and_not_timed(damage: str, wrong: list[str], tmp_
     assert [row["side"] for row in rows if not row["samples"]] == [side for side in wrong if side in OURS] + ["bf16"]
 
 
-def test_without_the_data_set_the_real_gradients_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('gone', name='sklearn')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run("--codecs", "int8", PYTHONPATH=path)
+def test_without_the_data_set_the_real_gradients_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands.hide(monkeypatch, "sklearn")
+    monkeypatch.delitem(sys.modules, "examples.tasks", raising=False)
+    done = run("--codecs", "int8")
     assert done.returncode == 0, done.stderr
     assert "rms error, heavy" in done.stdout and "rms error, real" not in done.stdout
     assert "real gradients are left out: no module sklearn" in done.stdout

@@ -2,19 +2,16 @@
 
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
+from ranks import ROOT
 from rich.console import Console
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
-
-from benchmarks import compare, kept  # noqa: E402
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.harness import Failure, Row, Spread, Table  # noqa: E402
+from benchmarks import compare, kept
+from benchmarks.harness import Failure, Row, Spread, Table
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
@@ -102,9 +99,9 @@ def test_a_file_that_is_not_ours_is_refused(content: str, tmp_path: Path) -> Non
         kept.load(tmp_path / "old.json", "--compare")
 
 
-def test_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--compare", str(tmp_path / "none.json")]) == 2
-    assert "--compare" in capsys.readouterr().err
+def test_refused_before_the_run(tmp_path: Path) -> None:
+    done = commands.benchmarks(*SMALL, "--compare", tmp_path / "none.json")
+    assert done.returncode == 2 and "--compare" in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
@@ -114,11 +111,12 @@ def test_what_is_kept_can_be_compared_with(path: Path) -> None:
     kept.load(path, "--compare")
 
 
-def test_two_runs_alike_are_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_alike_are_comparable(tmp_path: Path) -> None:
     files = [tmp_path / "old.json", tmp_path / "new.json"]
-    assert main([*SMALL, "--json", str(files[0])]) == 0
-    assert main([*SMALL, "--json", str(files[1]), "--compare", str(files[0])]) == 0
-    output = capsys.readouterr().out
+    assert commands.benchmarks(*SMALL, "--json", files[0]).returncode == 0
+    done = commands.benchmarks(*SMALL, "--json", files[1], "--compare", files[0])
+    assert done.returncode == 0
+    output = done.stdout
     assert "alone" not in output.partition("Beside")[2] and "ANOTHER" not in output
 
     def rows(path: Path) -> list[tuple[Any, ...]]:

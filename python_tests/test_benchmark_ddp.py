@@ -1,46 +1,23 @@
 """The benchmark of DDP's hooks, small: its sides, what it counts as wrong, torchrun's ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import as_torchrun, run_ranks
 
+from benchmarks.ddp_ranks import BACKWARD, PLAIN, POWER_SGD, Job, Runner, Side, are_identical, work
 from dltrain_ext import codecs
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
-
-from benchmarks.ddp_ranks import (  # noqa: E402
-    BACKWARD,
-    PLAIN,
-    POWER_SGD,
-    Job,
-    Runner,
-    Side,
-    are_identical,
-    work,
-)
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+OPTIONS = ("ddp", "--quick", "--width", 64, "-n", 3)
 
 
-def run(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    options = ["ddp", "--quick", "--width", "64", "-n", "3", *map(str, arguments)]
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "benchmarks", *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"} | environment,
-    )
+def run(*arguments: object) -> commands.Done:
+    return commands.benchmarks(*OPTIONS, *arguments)
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -72,9 +49,9 @@ def test_every_side_is_verified_and_timed(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
-    done = run("--codecs", "int4", "--json", tmp_path / "out.json", launcher=TORCHRUN)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("DDP, 2 ranks, 2 x Linear(64, 64)") == 1
+    first, second = as_torchrun(2, commands.benchmarks, *OPTIONS, "--codecs", "int4", "--json", tmp_path / "out.json")
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout.count("DDP, 2 ranks, 2 x Linear(64, 64)") == 1 and not second.stdout
     assert "int4" in {row["side"] for row in rows_of(tmp_path / "out.json")}
 
 
@@ -89,13 +66,11 @@ def spoil(rank: int, world_size: int) -> list[tuple[int, int]]:
             found[7] *= 1 + 2e-7  # on one alone
         return found
 
-    Runner.gradients = spoilt
     job = Job({BACKWARD: [Side(PLAIN), Side("raw"), Side("int8")]}, 1, 16, 4, rounds=2, warmup=2, device="cpu")
-    return [
-        (result.wrong, len(result.samples))
-        for results in work(rank, world_size, lambda *_: None, job)
-        for result in results
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "gradients", spoilt)
+        found = list(work(rank, world_size, lambda *_: None, job))
+    return [(result.wrong, len(result.samples)) for results in found for result in results]
 
 
 def test_wrong_gradients_are_seen_and_not_timed() -> None:

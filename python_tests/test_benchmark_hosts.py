@@ -1,5 +1,6 @@
 """Emulated hosts: what their ranks see, how they end, and that nothing of them stays."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -7,49 +8,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import commands
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
+from benchmarks import processes
+from benchmarks.__main__ import main
+from benchmarks.hosts import started
 
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.hosts import started  # noqa: E402
-
-
-def why_not() -> str | None:
-    """Why this machine can have no such hosts; None if it can."""
-    if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
-        return f"no {' and no '.join(missing)} (apt install iproute2)"
-    if os.geteuid():
-        return "not root"
-    name = f"dltrain-{os.getpid()}-switch"
-    try:
-        for command in (
-            f"ip netns add {name}",
-            f"ip -n {name} link add bridge type bridge",
-            f"ip -n {name} link add type veth",
-            f"tc -n {name} qdisc add dev lo root tbf rate 1gbit burst 64kb latency 400ms",
-        ):
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-            if done.returncode:
-                return f"{command}: {done.stderr.strip()}"
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-    return None
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.needs("matplotlib", "rich")]
 
 
-REASON = why_not()
-pytestmark = [
-    pytest.mark.needs("matplotlib", "rich"),
-    pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}"),
-]
-
-
-def command(*arguments: object, script: str) -> list[str]:
-    """Hosts, each of whose ranks runs a Python script."""
-    return [sys.executable, "-m", "benchmarks", "hosts", *map(str, arguments), "--", sys.executable, "-c", script]
+@pytest.fixture(autouse=True)
+def hosts() -> None:
+    commands.skip_without_hosts()
 
 
 def call(*arguments: object) -> int:
@@ -69,28 +44,44 @@ def spaces(pid: int | str = r"\d+") -> list[str]:
     return re.findall(rf"^dltrain-{pid}-\S+", listed, re.MULTILINE)
 
 
-def start_and_wait(tmp_path: Path) -> subprocess.Popen[str]:
-    """Two hosts whose ranks sleep and would rather not end; all have begun, and have written their pid."""
-    script = f"""
-import os, pathlib, signal, time
+class Hosts:
+    """A run in a process of its own."""
+
+    def __init__(self, team: processes.Team) -> None:
+        self.team, (self.pid,) = team, team.pids
+
+    def done(self) -> commands.Done:
+        event = self.team.next(timeout=300)
+        assert event and event.kind == "returned", event
+        return event.value
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 300
+        while not condition():
+            assert self.team.next(timeout=0.02) is None and time.monotonic() < deadline, "it never came to that"
+
+
+@contextlib.contextmanager
+def running(*arguments: object) -> Iterator[Hosts]:
+    with processes.calling([partial(commands.interruptible, "hosts", *arguments)], fresh=True) as team:
+        yield Hosts(team)
+
+
+SLEEPING = """
+import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(300)
 """
-    process = subprocess.Popen(
-        command("--hosts", 2, script=script),
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        # A shell has its background jobs ignore Ctrl-C, and they their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 60
-    while len(pids(tmp_path)) < 2:
-        assert process.poll() is None and time.monotonic() < deadline, "no rank came"
-        time.sleep(0.05)
-    assert len(spaces(process.pid)) == 3
-    return process
+
+
+@contextlib.contextmanager
+def sleeping(tmp_path: Path) -> Iterator[Hosts]:
+    """Two hosts whose ranks sleep and would rather not end; all have begun, and have written their pid."""
+    with running("--hosts", 2, "--", sys.executable, "-c", SLEEPING, tmp_path) as hosts:
+        hosts.wait_until(lambda: len(pids(tmp_path)) == 2)
+        assert len(spaces(hosts.pid)) == 3
+        yield hosts
 
 
 def pids(tmp_path: Path) -> list[int]:
@@ -103,32 +94,32 @@ def is_alive(pid: int) -> bool:
 
 def assert_gone(pid: int, ranks: list[int]) -> None:
     assert spaces(pid) == []
-    deadline = time.monotonic() + 5  # in which the system takes apart what has ended
+    deadline = time.monotonic() + 60  # in which the system takes apart what has ended
     while any(map(is_alive, ranks)):
         assert time.monotonic() < deadline, "a rank lives on"
         time.sleep(0.02)
 
 
-def test_ranks_have_the_variables_of_torchrun_and_reach_each_other(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_have_the_variables_of_torchrun_and_reach_the_first(capfd: pytest.CaptureFixture[str]) -> None:
+    """That they find each other by them is tested with the benchmarks of all-reduce and the sweep."""
     script = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-own = torch.tensor([int(os.environ[name]) for name in names])
-gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-dist.all_gather(gathered, own)
-print([tensor.tolist() for tensor in gathered])
-ones = torch.ones(1)
-dist.all_reduce(ones)
-print("sum", ones.item())
-dist.destroy_process_group()
+import os, socket, time
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+own = " ".join(os.environ[name] for name in names)
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    server = socket.create_server(place)
+    print(sorted([own, *(server.accept()[0].makefile().read() for _ in range(3))]))
+while own[0] != "0":
+    try:
+        socket.create_connection(place).sendall(own.encode())
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.02)
 """
     assert run("--hosts", 2, "--per-host", 2, script=script) == 0
     # Of rank 0 alone, as the others' output is kept.
-    assert capfd.readouterr().out.splitlines() == [
-        "[[0, 0, 2, 0], [1, 1, 2, 0], [2, 0, 2, 1], [3, 1, 2, 1]]",
-        "sum 4.0",
-    ]
+    assert capfd.readouterr().out == "['0 4 0 2 0', '1 4 1 2 0', '2 4 0 2 1', '3 4 1 2 1']\n"
 
 
 def test_a_failing_rank_ends_the_others_and_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
@@ -148,30 +139,46 @@ time.sleep(300)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    process = start_and_wait(tmp_path)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert number.name in errors and "Traceback" not in errors
-    assert_gone(process.pid, pids(tmp_path))
+    with sleeping(tmp_path) as hosts:
+        os.kill(hosts.pid, number)
+        done = hosts.done()
+    assert done.returncode == 128 + number
+    assert number.name in done.stderr and "Traceback" not in done.stderr
+    assert_gone(hosts.pid, pids(tmp_path))
 
 
-@pytest.mark.parametrize("by", ["the next", "--clean"])
-def test_what_a_killed_run_has_left_is_removed(by: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    process = start_and_wait(tmp_path)
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # left as it is: as under a parent that never asks
-    left = spaces(process.pid)
+def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Also while its parent has not asked for its status: so it is a child of ours."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            call("--hosts", 2, "--", sys.executable, "-c", SLEEPING, tmp_path)
+        os._exit(1)
+    deadline = time.monotonic() + 300
+    while len(pids(tmp_path)) < 2:
+        assert started(pid) is not None and time.monotonic() < deadline, "no rank came"
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # left as it is: as under a parent that never asks
+    assert len(spaces(pid)) == 3 and all(map(is_alive, pids(tmp_path)))
+
+    assert run("--hosts", 1, script="pass") == 0
+    assert_gone(pid, pids(tmp_path))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_what_a_killed_run_has_left_is_removed_by_clean(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with sleeping(tmp_path) as hosts:
+        os.kill(hosts.pid, signal.SIGKILL)
+        event = hosts.team.next(timeout=300)
+        assert event and (event.kind, event.value) == ("ended", -signal.SIGKILL)
+    left = spaces(hosts.pid)
     assert len(left) == 3 and all(map(is_alive, pids(tmp_path)))
 
-    if by == "--clean":
-        assert call("--clean") == 0
-        (removed,) = re.findall("^removed: (.*)", capfd.readouterr().out, re.MULTILINE)
-        assert set(left) <= set(removed.split(", "))
-    else:
-        assert run("--hosts", 1, script="pass") == 0
-    assert_gone(process.pid, pids(tmp_path))
-    assert process.wait() == -signal.SIGKILL
+    assert call("--clean") == 0
+    (removed,) = re.findall("^removed: (.*)", capfd.readouterr().out, re.MULTILINE)
+    assert set(left) <= set(removed.split(", "))
+    assert_gone(hosts.pid, pids(tmp_path))
 
 
 def test_what_a_run_has_left_whose_process_id_is_another_s_by_now_is_removed() -> None:
@@ -182,15 +189,15 @@ def test_what_a_run_has_left_whose_process_id_is_another_s_by_now_is_removed() -
 
 
 def test_what_a_living_run_has_made_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    process = start_and_wait(tmp_path)
-    assert call("--clean") == 0
-    (kept,) = re.findall("^left alone, in use: (.*)", capfd.readouterr().out, re.MULTILINE)
-    assert run("--hosts", 1, script="pass") == 0
-    assert len(spaces(process.pid)) == 3 and process.poll() is None
-    assert set(spaces(process.pid)) <= set(kept.split(", "))
-    process.terminate()
-    process.communicate(timeout=60)
-    assert_gone(process.pid, pids(tmp_path))
+    with sleeping(tmp_path) as hosts:
+        assert call("--clean") == 0
+        (kept,) = re.findall("^left alone, in use: (.*)", capfd.readouterr().out, re.MULTILINE)
+        assert run("--hosts", 1, script="pass") == 0
+        assert len(spaces(hosts.pid)) == 3 and hosts.team.next(timeout=0) is None
+        assert set(spaces(hosts.pid)) <= set(kept.split(", "))
+        os.kill(hosts.pid, signal.SIGTERM)
+        hosts.done()
+    assert_gone(hosts.pid, pids(tmp_path))
 
 
 DAEMON = """
@@ -229,23 +236,18 @@ def test_a_network_that_cannot_be_made_is_removed(
     assert_gone(os.getpid(), [])
 
 
-def test_a_signal_while_the_network_is_made_starts_no_rank(tmp_path: Path) -> None:
-    slow = tool(tmp_path, f'touch {tmp_path}/begun; sleep 0.5; exec {shutil.which("tc")} "$@"')
-    environment = os.environ | {"PATH": slow}
-    process = subprocess.Popen(
-        command("--hosts", 2, script=f"open({str(tmp_path / 'ran')!r}, 'w')"),
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        env=environment,
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "begun").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.terminate()
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM and not (tmp_path / "ran").exists()
-    assert_gone(process.pid, [])
+def test_a_signal_while_the_network_is_made_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    wait = f'touch {begun}; while [ ! -e {go} ]; do sleep 0.05; done; exec {shutil.which("tc")} "$@"'
+    monkeypatch.setenv("PATH", tool(tmp_path, wait))
+    script = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    with running("--hosts", 2, "--", sys.executable, "-c", script) as hosts:
+        hosts.wait_until(begun.exists)
+        os.kill(hosts.pid, signal.SIGTERM)
+        go.touch()
+        assert hosts.done().returncode == 128 + signal.SIGTERM
+    assert not (tmp_path / "ran").exists()
+    assert_gone(hosts.pid, [])
 
 
 def test_logs_hold_what_each_rank_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -328,12 +330,10 @@ else:
         except OSError:
             time.sleep(0.02)
 """
-    other = subprocess.Popen([*command("--hosts", 3, script=script), "other"], cwd=ROOT)
-    while len(spaces(other.pid)) < 4:
-        assert other.poll() is None
-        time.sleep(0.01)
-    assert call("--hosts", 3, "--", sys.executable, "-c", script, "one") == 0
-    assert other.wait(timeout=60) == 0
+    with running("--hosts", 3, "--", sys.executable, "-c", script, "other") as other:
+        other.wait_until(lambda: len(spaces(other.pid)) == 4)
+        assert call("--hosts", 3, "--", sys.executable, "-c", script, "one") == 0
+        assert other.done().returncode == 0
     assert_gone(other.pid, [])
     assert_gone(os.getpid(), [])
 

@@ -2,45 +2,43 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
-
-from benchmarks.cases import optim  # noqa: E402
-from benchmarks.optim_peers import Stranger  # noqa: E402
+from benchmarks import harness, memory
+from benchmarks.cases import amp, optim
+from benchmarks.optim_peers import Stranger
+from dltrain_ext import optim as ours
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
 
-def run(
-    tmp_path: Path, *arguments: object, before: str = "pass"
-) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
-    """The benchmark in a process of its own, after `before` (a line of Python), and its rows."""
-    script = f"import sys; {before}; from benchmarks.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    file = tmp_path / "out.json"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments), "--quick", "--seconds", "1", "--json", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"},
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[commands.Done, list[dict]]]:
+    """The benchmark in as few rounds as there may be, of small workloads, and its rows."""
+    monkeypatch.setattr(
+        memory, "interleave", lambda *sides, **how: harness.interleave(*sides, **how | {"seconds": 1e-9})
     )
-    cases = json.loads(file.read_text())["cases"].values() if file.exists() else []
-    return done, [row for case in cases for row in case["rows"]]
+    monkeypatch.setitem(optim.WORKLOADS, "many", lambda options: [(64,)] * 300)
+    monkeypatch.setattr(amp, "QUICK", 2**13)
+
+    def benchmark(*arguments: object) -> tuple[commands.Done, list[dict]]:
+        file = tmp_path / "out.json"
+        done = commands.benchmarks(*arguments, "--quick", "--json", file)
+        cases = json.loads(file.read_text())["cases"].values()
+        return done, [row for case in cases for row in case["rows"]]
+
+    return benchmark
 
 
-def test_optimizers(tmp_path: Path, device: str) -> None:
-    done, rows = run(tmp_path, "optim", "--device", device, "--workloads", "many")
+def test_optimizers(run: Callable, device: str) -> None:
+    done, rows = run("optim", "--device", device, "--workloads", "many")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(row["correct"] for row in rows)
     assert all(row["left_out"] != bool(row["samples"]) for row in rows)
@@ -95,8 +93,8 @@ def test_a_package_is_checked_or_left_out(stranger: Stranger, left_out: bool, co
     assert check in row.check
 
 
-def test_loss_scaled_steps(tmp_path: Path, device: str) -> None:
-    done, rows = run(tmp_path, "amp", "--device", device)
+def test_loss_scaled_steps(run: Callable, device: str) -> None:
+    done, rows = run("amp", "--device", device)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["side"] for row in rows if row["ours"]] == ["ours", "ours, told the norm"] * 2
     for row in rows:
@@ -104,18 +102,19 @@ def test_loss_scaled_steps(tmp_path: Path, device: str) -> None:
         assert (row["ratio"] is None) == row["ours"]
 
 
-SPOIL = "from dltrain_ext.optim import {0} as O; h = O._hyper; O._hyper = lambda self, group: h(self, group) | {1}"
-
-
 @pytest.mark.parametrize(
-    ("arguments", "spoil"),
+    ("arguments", "kind", "spoilt"),
     [
-        (["optim", "--optimizers", "sgd", "--workloads", "many"], SPOIL.format("SGD", {"momentum": 0.5})),
-        (["amp", "--workloads", "fp16"], SPOIL.format("AdamW", {"eps": 0.1})),
+        (["optim", "--optimizers", "sgd", "--workloads", "many"], ours.SGD, {"momentum": 0.5}),
+        (["amp", "--workloads", "fp16"], ours.AdamW, {"eps": 0.1}),
     ],
 )
-def test_a_wrong_result_is_marked_and_not_timed(arguments: list[str], spoil: str, tmp_path: Path) -> None:
-    done, rows = run(tmp_path, *arguments, before=spoil)
+def test_a_wrong_result_is_marked_and_not_timed(
+    arguments: list[str], kind: type, spoilt: dict[str, float], run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = kind._hyper
+    monkeypatch.setattr(kind, "_hyper", lambda self, group: right(self, group) | spoilt)
+    done, rows = run(*arguments)
     assert done.returncode == 1 and "WRONG" in done.stdout, done.stdout + done.stderr
     for row in (row for row in rows if not row["left_out"]):
         assert row["correct"] != row["ours"]

@@ -1,22 +1,18 @@
 """The plots of the benchmarks, of small tables made by hand: what is drawn of which, and what is written on it."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import commands
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
-
-from benchmarks import kept, plots  # noqa: E402
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.allreduce_ranks import Result, Side  # noqa: E402
-from benchmarks.cases.allreduce import make_row  # noqa: E402
-from benchmarks.harness import Failure, Row, Table  # noqa: E402
-from benchmarks.plots.rates import LINK  # noqa: E402
-from benchmarks.plots.sizes import curves_of, fastest  # noqa: E402
-from benchmarks.simulation import Section, Simulation  # noqa: E402
+from benchmarks import kept, plots
+from benchmarks.allreduce_ranks import Result, Side
+from benchmarks.cases.allreduce import make_row
+from benchmarks.harness import Failure, Row, Table
+from benchmarks.plots.rates import LINK
+from benchmarks.plots.sizes import curves_of, fastest
+from benchmarks.simulation import Section, Simulation
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
@@ -144,14 +140,24 @@ def test_what_a_tuned_auto_took_is_told_by_its_side() -> None:
     assert (curve.name, curve.chosen) == ("auto", {2**10: "tree"})
 
 
-def test_what_is_kept_is_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def touch(figure: object, path: Path) -> list[Path]:
+    """What is drawn is tested above."""
+    paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+    for each in paths:
+        each.touch()
+    return paths
+
+
+def test_what_is_kept_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, drawn = tmp_path / "kept.json", tmp_path / "plots"
     run = kept.Run({"commit": "0"}, {name: table for name, (table, _) in CASES.items()})
     kept.write(file, run)
     assert kept.load(file, "FILE") == run
 
-    assert main(["plot", str(file), str(drawn)]) == 0
-    assert set(capsys.readouterr().out.splitlines()) == {f"wrote {path}" for path in drawn.iterdir()}
+    monkeypatch.setattr(plots, "save", touch)
+    done = commands.benchmarks("plot", file, drawn)
+    assert done.returncode == 0
+    assert set(done.stdout.splitlines()) == {f"wrote {path}" for path in drawn.iterdir()}
     assert {path.name for path in drawn.iterdir()} >= {"limits-limit.svg", "rates.png", "simulated-efficiency.svg"}
 
 

@@ -1,5 +1,6 @@
 """A run of benchmarks: its options, the summary, what Ctrl-C leaves."""
 
+import contextlib
 import io
 import json
 import os
@@ -7,19 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from pathlib import Path
 
+import commands
 import pytest
+from ranks import ROOT
 from rich.console import Console
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
-
-from benchmarks import report, summary  # noqa: E402
-from benchmarks.__main__ import parse  # noqa: E402
-from benchmarks.cases import CASES  # noqa: E402
-from benchmarks.harness import Row, Table  # noqa: E402
-from benchmarks.simulation import Simulation  # noqa: E402
+from benchmarks import report, summary
+from benchmarks.__main__ import parse
+from benchmarks.cases import CASES
+from benchmarks.harness import Row, Table
+from benchmarks.simulation import Simulation
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
@@ -105,14 +107,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("after", ["4096 bytes", "262144 bytes"])
-def test_ctrl_c_leaves_what_was_measured_and_no_rank(after: str, tmp_path: Path) -> None:
-    """Twice, within a case: before anything is measured, and after one size of two."""
+OPTIONS = ["-b", "4K", "-e", "256K", "-f", "64", "-w", "0", "--algorithms", "ring", "--ranks", "2"]
+
+
+def test_ctrl_c_leaves_what_was_measured_and_no_rank(tmp_path: Path) -> None:
+    """Twice, of the whole process group, after one size of two."""
     file = tmp_path / "out.json"
-    options = ["-b", "4K", "-e", "256K", "-f", "64", "-w", "0", "--algorithms", "ring", "--ranks", "2"]
-    rounds = ["-n", "2000000" if after.startswith("4096") else "200"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "allreduce", *options, *rounds, "--json", str(file)],
+        [sys.executable, "-m", "benchmarks", "allreduce", *OPTIONS, "-n", "200", "--json", str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -122,23 +124,53 @@ def test_ctrl_c_leaves_what_was_measured_and_no_rank(after: str, tmp_path: Path)
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        assert any(after in line for line in process.stdout), "it ended early"
+        assert any("262144 bytes" in line for line in process.stdout), "it ended early"
         started = descendants(process.pid)
         assert len(started) >= 3, "two ranks and the server that they are forked from"
         for _ in range(2):
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.05)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, output
     assert "interrupted" in output and "Traceback" not in output
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(is_running, started)):
         assert time.monotonic() < deadline, "a process is left"
         time.sleep(0.05)
+    assert rows_of(file) == [("4 KiB", "gloo"), ("4 KiB", "ring")]
+
+
+def test_ctrl_c_before_anything_is_measured_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "out.json"
+    before = set(active_children())
+    show = report.live
+
+    @contextlib.contextmanager
+    def interrupting(*arguments: object) -> Iterator[Callable]:
+        def progress(text: str, done: float) -> None:
+            if "4096 bytes" in text:
+                signal.raise_signal(signal.SIGINT)
+
+        with show(*arguments):
+            yield lambda case: progress
+
+    monkeypatch.setattr(report, "live", interrupting)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = commands.benchmarks("allreduce", *OPTIONS, "-n", 2_000_000, "--json", file)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "nothing is left to be ended"
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert done.returncode == 130 and "interrupted" in done.stdout
+    assert rows_of(file) == []
+    assert set(active_children()) <= before
+
+
+def rows_of(file: Path) -> list[tuple[str, str]]:
+    """What has samples, of a run that was interrupted."""
     run = json.loads(file.read_text())
     assert run["interrupted"] is True
-    rows = [(row["workload"], row["side"]) for row in run["cases"]["allreduce"]["rows"] if row["samples"]]
-    assert rows == ([] if after.startswith("4096") else [("4 KiB", "gloo"), ("4 KiB", "ring")])
+    return [(row["workload"], row["side"]) for row in run["cases"]["allreduce"]["rows"] if row["samples"]]

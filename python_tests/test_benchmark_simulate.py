@@ -1,27 +1,22 @@
 """The benchmark that simulates: what it shows and draws, that it says so, and that it says what is kept of it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import pytest
+from ranks import ROOT
 
 from dltrain_ext import codecs, comm
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PARTS = ["all-reduce", "break-even", "training", "published", "measured"]
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", "simulate", "--quick", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ | {"COLUMNS": "200"}
-    )
+def run(*arguments: object) -> commands.Done:
+    return commands.benchmarks("simulate", "--quick", *arguments)
 
 
 def sections(path: Path) -> dict[str, list[dict[str, object]]]:
@@ -125,16 +120,8 @@ def test_the_model_foresees_what_was_measured(tmp_path: Path) -> None:
         (1, "--max-ranks: expected at least one host of 16 ranks, got 8", ["--max-ranks=8", "--ranks-per-host=16"]),
     ],
 )
-def test_mistakes_are_named(
-    code: int, answer: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    from benchmarks.__main__ import main
-
-    try:
-        returned = main(["simulate", "--quick", *arguments])
-    except SystemExit as stopped:
-        returned = stopped.code
-    output = "".join(capsys.readouterr())
-    assert returned == code, output
+def test_mistakes_are_named(code: int, answer: str, arguments: list[str]) -> None:
+    done = run(*arguments)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
     assert answer in " ".join(output.split())

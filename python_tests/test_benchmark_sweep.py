@@ -2,26 +2,33 @@
 
 import json
 import math
+import os
 import signal
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import commands
 import pytest
-from test_benchmark_hosts import REASON, assert_gone
+from ranks import ROOT
+from test_benchmark_hosts import assert_gone
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
+from benchmarks import processes
+from benchmarks.__main__ import main
+from benchmarks.crossings import at, crossings, faster_in, in_words
+from benchmarks.ddp_ranks import PEERS
+from benchmarks.sweep import gbits, rates
 
-from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.crossings import at, crossings, faster_in, in_words  # noqa: E402
-from benchmarks.ddp_ranks import PEERS  # noqa: E402
-from benchmarks.sweep import gbits, rates  # noqa: E402
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.needs("matplotlib", "rich")]
 
-pytestmark = pytest.mark.needs("matplotlib", "rich")
 
-needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
+@pytest.fixture
+def hosts() -> None:
+    commands.skip_without_hosts()
+
+
+needs_hosts = pytest.mark.usefixtures("hosts")
 
 KEPT = ROOT / "benchmarks" / "results" / "ddp-2-ranks.json"
 PLAIN = {0.1: 1000.0, 1.0: 100.0, 10.0: 10.0}
@@ -77,10 +84,6 @@ def test_rates_are_read() -> None:
     assert math.isclose(gbits("500bit") or 0.0, 5e-7)
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "benchmarks", "sweep", *map(str, arguments)]
-
-
 def run(*arguments: object) -> int:
     """In this process, which has imported torch already; the exit status."""
     try:
@@ -116,39 +119,39 @@ def test_every_rate_is_measured_shown_kept_and_drawn(
     assert {name: (tmp_path / "again" / name).read_bytes() for name in pictures} == pictures
 
 
+def as_rank(folder: Path, script: str) -> str:
+    """A program that runs in place of Python as each rank: `$out` is where the figures of this rate are to be."""
+    program = folder / "rank"
+    program.write_text(f"#!/bin/sh\nfor out; do :; done\n{script}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
 @needs_hosts
 def test_broken_off_it_reports_what_it_has(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    # At the second rate a step would take minutes.
-    process = subprocess.Popen(
-        command(*QUICK, "--rates", "none,8kbit", "--json", out),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout
-    for line in process.stdout:
-        if "8kbit, 2 of 2" in line:
-            break
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, rest + errors
-    assert "even with plain DDP" in rest and "Traceback" not in errors
+    out, begun = tmp_path / "out.json", tmp_path / "begun"
+    rank = as_rank(tmp_path, f'case $out in *none.json) cp {KEPT} "$out";; *) touch {begun}; sleep 300;; esac')
+    sweep = partial(commands.interruptible, "sweep", *QUICK, "--rates", "none,8kbit", "--json", out, executable=rank)
+    with processes.calling([sweep], fresh=True) as team:
+        deadline = time.monotonic() + 300
+        while not begun.exists():
+            assert team.next(timeout=0.02) is None and time.monotonic() < deadline
+        os.kill(team.pids[0], signal.SIGINT)
+        event = team.next(timeout=300)
+    assert event and event.kind == "returned", event
+    done = event.value
+    assert done.returncode == 130, done
+    assert "8kbit, 2 of 2" in done.stdout
+    assert "even with plain DDP" in done.stdout and "Traceback" not in done.stderr
     assert {row["workload"] for row in json.loads(out.read_text())["cases"]["sweep"]["rows"]} == {"none"}
-    assert_gone(process.pid, [])
+    assert_gone(team.pids[0], [])
 
 
 @needs_hosts
 def test_a_rate_that_fails_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    failing = tmp_path / "failing"
-    failing.write_text("#!/bin/sh\necho no memory; exit 7\n")
-    failing.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(failing))
+    monkeypatch.setattr(sys, "executable", as_rank(tmp_path, "echo no memory; exit 7"))
     assert run(*QUICK, "--rates", "none,1gbit", "--json", tmp_path / "out.json") == 7
     assert "ended at none, with status 7\n  no memory" in capfd.readouterr().err
     assert not (tmp_path / "out.json").exists()

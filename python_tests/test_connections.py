@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import os
 import subprocess
-import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -96,24 +95,26 @@ def test_ranks_come_to_the_same_transport(case):
     run_ranks(4, check_agreement, case)
 
 
-def load(library, **variables):
+def load(rank, world_size, library):
     """What a fresh process says of the NCCL that it is pointed to."""
-    script = "from dltrain_ext import _ops\nprint(_ops.nccl_version(), len(_ops.nccl_unique_id()))"
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "DLTRAIN_NCCL": str(library), **variables},
-    )
+    os.environ["DLTRAIN_NCCL"] = str(library)
+    try:
+        return f"{_ops.nccl_version()} {len(_ops.nccl_unique_id())}"
+    except RuntimeError as error:
+        return str(error)
+
+
+def loaded(library):
+    return run_ranks(1, load, library, fresh=True)[0]
 
 
 def test_a_library_that_cannot_be_loaded_says_why(tmp_path):
-    done = load(tmp_path / "libnccl.so.2")
-    assert f"NCCL cannot be loaded: {tmp_path}/libnccl.so.2: cannot open shared object file" in done.stderr
+    said = loaded(tmp_path / "libnccl.so.2")
+    assert f"NCCL cannot be loaded: {tmp_path}/libnccl.so.2: cannot open shared object file" in said
     (tmp_path / "empty.c").write_text("int nothing;")
     subprocess.run(["cc", "-shared", "-o", tmp_path / "libnccl.so.2", tmp_path / "empty.c"], check=True)
-    done = load(tmp_path / "libnccl.so.2")
-    assert f"NCCL ({tmp_path}/libnccl.so.2) has no ncclGetVersion: expected version 2.14 or later" in done.stderr
+    said = loaded(tmp_path / "libnccl.so.2")
+    assert f"NCCL ({tmp_path}/libnccl.so.2) has no ncclGetVersion: expected version 2.14 or later" in said
 
 
 def nccl_folder() -> Path | None:
@@ -129,9 +130,9 @@ needs_nccl = pytest.mark.skipif(NCCL is None, reason="needs NCCL: pip install --
 
 @needs_nccl
 def test_the_real_library_loads():
-    done = load(NCCL / "lib" / "libnccl.so.2")
-    version, length = done.stdout.split()
-    assert version.startswith("2.") and length == "128", done.stderr
+    said = loaded(NCCL / "lib" / "libnccl.so.2")
+    version, length = said.split()
+    assert version.startswith("2.") and length == "128", said
 
 
 CHECK = """

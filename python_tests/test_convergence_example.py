@@ -3,17 +3,16 @@
 import importlib
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import commands
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_example, run_ranks
 
 pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
 
@@ -27,26 +26,16 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("convergence")
 
 
-def run(*arguments: object, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return subprocess.run(
-        [sys.executable, *launcher, SCRIPT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"COLUMNS": "100"},
-    )
-
-
 def rows(said: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line.startswith("│")]
 
 
-def test_a_short_run_and_its_report(tmp_path: Path) -> None:
+def test_a_short_run_and_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture, again, json_file = tmp_path / "new" / "all.png", tmp_path / "again.png", tmp_path / "new" / "runs.json"
-    done = run(*SHORT.split(), "--out", picture, "--json", json_file, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.setenv("COLUMNS", "100")
+    printed = run_example("convergence.py", here, *SHORT.split(), "--out", picture, "--json", json_file)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert {*json_file.parent.iterdir()} == {json_file, picture}
 
@@ -65,17 +54,17 @@ def test_a_short_run_and_its_report(tmp_path: Path) -> None:
         # PowerSGD sends 2 of the 4 steps as they are.
         assert {"plain": share == 1, "int8": 0.25 < share < 0.27, "powersgd": 0.5 < share < 0.65}[name]
 
-    said = rows(done.stdout)
+    said = rows(printed)
     assert [row[0] for row in said] == names * 2
     style = {"photographs": 1.0, "large-batch": 100.0}
     for row, recipe in zip(said, [recipe for recipe in style for _ in names], strict=True):
         mean = style[recipe] * (got[recipe, row[0], 0]["score"] + got[recipe, row[0], 1]["score"]) / 2
         assert float(row[2].split()[0].strip("%")) == pytest.approx(mean, abs=0.006)
-    assert any(line.startswith("Chance alone") for line in done.stdout.splitlines())
+    assert any(line.startswith("Chance alone") for line in printed.splitlines())
 
-    kept = run("--from", json_file, "--out", again)
+    kept = commands.example("convergence.py", "--from", json_file, "--out", again, COLUMNS="100")
     assert kept.returncode == 0, kept.stderr
-    said_at_its_end = done.stdout[done.stdout.index(kept.stdout.splitlines()[0]) :]
+    said_at_its_end = printed[printed.index(kept.stdout.splitlines()[0]) :]
     assert kept.stdout.splitlines()[:-1] == said_at_its_end.splitlines()[:-1], "the last line is the picture's name"
     assert again.read_bytes() == picture.read_bytes()
 
@@ -177,7 +166,7 @@ def _trouble(rank: int, world_size: int) -> tuple[Any, str]:
 
 
 def test_trouble_is_told() -> None:
-    for error, apart in run_ranks(2, _trouble):
+    for error, apart in run_ranks(2, _trouble, fresh=True):
         assert "this hook" in error and "\n" not in error
         assert apart.startswith("int8, seed 0: expected the same parameters")
 
@@ -213,7 +202,7 @@ def test_the_docs_have_what_was_kept() -> None:
     """And feedback has int8 and int4 within a standard deviation of plain, everywhere."""
     root = SCRIPT.parents[1]
     kept = root / "benchmarks" / "results" / "convergence.json"
-    done = run("--from", kept, "--markdown")
+    done = commands.example("convergence.py", "--from", kept, "--markdown")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in (root / "docs" / "learning.md").read_text()
     for line in done.stdout.splitlines():

@@ -304,4 +304,4 @@ CASES_OF_JOIN = {"before": ((6, 3), (1,)), "after": ((6, 3), (4,)), "never there
 @pytest.mark.parametrize(("batches", "bad"), CASES_OF_JOIN.values(), ids=CASES_OF_JOIN)
 def test_ranks_that_have_joined(batches, bad):
     """A step is skipped before or after a rank has joined, whose own loss scale stays; or one never had a batch."""
-    run_ranks(2, check_join, batches, bad, timeout=30)
+    run_ranks(2, check_join, batches, bad)

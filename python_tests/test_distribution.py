@@ -35,7 +35,7 @@ def unpacked(tmp_path_factory):
         (copy / "dltrain_ext" / name).write_text("")
     hidden = "import sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '-q', 'sdist']"
     command = [sys.executable, "-c", f"__file__ = 'setup.py'; {hidden}; exec(open('setup.py').read())"]
-    done = subprocess.run(command, cwd=copy, env=os.environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=copy, env=os.environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     (archive,) = (copy / "dist").iterdir()
     assert archive.name == f"dltrain_ext-{PROJECT['version']}.tar.gz"

@@ -1,24 +1,21 @@
 """README.md and docs/: what they show runs, what they quote is said, and they build without a warning."""
 
+import contextlib
 import gc
+import io
 import os
 import re
 import shlex
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import ROOT, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.__main__ import parse
 from dltrain_ext import amp, comm, ddp, optim
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
-from benchmarks.__main__ import parse  # noqa: E402
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -40,7 +37,7 @@ def run_page(rank: int, world_size: int, page: Path, folder: str) -> None:
 def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sybil")
     if page.name in IN_A_GROUP:
-        run_ranks(2, run_page, page, str(tmp_path), timeout=300)
+        run_ranks(2, run_page, page, str(tmp_path), timeout=600)
     else:
         monkeypatch.chdir(tmp_path)
         run_page(0, 1, page, str(tmp_path))
@@ -173,11 +170,18 @@ def test_options_of_benchmarks_are_there(page: Path) -> None:
         parse([*words, "python"] if words[-1:] == ["--"] else words)
 
 
+def build(rank: int, world_size: int, folder: Path) -> tuple[int, str]:
+    from sphinx.cmd.build import main
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = main(["-W", "-n", "-q", "--keep-going", str(DOCS), str(folder)])
+    return status, said.getvalue()
+
+
 def test_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
-    command = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", "--keep-going", str(DOCS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    ((status, said),) = run_ranks(1, build, tmp_path, fresh=True, timeout=600)
+    assert status == 0, said
     for page in DOCS.glob("*.md"):
         assert (tmp_path / f"{page.stem}.html").stat().st_size > 0
 

@@ -1,8 +1,11 @@
 """The elastic example: ranks that are killed, in backward and while they save, and the bits of a run without that."""
 
+import contextlib
 import importlib
+import io
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,16 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+import torch.distributed as dist
+from ranks import as_torchrun, run_example, run_ranks
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+pytestmark = pytest.mark.xdist_group("elastic")  # they share an undisturbed run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LINES = re.compile(r"^(?:step \d+: loss .*|digest .*)$", re.MULTILINE)
-
-
-def launch(ranks: int, restarts: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --max-restarts {restarts}"
-    command = [sys.executable, *torchrun.split(), EXAMPLES / "elastic.py", *arguments]
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=180)
 
 
 def names(folder: Path) -> list[str]:
@@ -33,16 +34,19 @@ def names(folder: Path) -> list[str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Its folder, and what it says."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = launch(3, 0, "--folder", folder)
-    assert done.returncode == 0, done.stderr
+    said = run_example("elastic.py", tmp_path_factory.mktemp("here"), "--folder", folder, ranks=3, fresh=True)
     assert names(folder) == ["step-40", "step-60"]
-    return folder, done.stdout
+    return folder, said
 
 
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, undisturbed: tuple[Path, str]) -> None:
+    """By torchrun itself, which starts its ranks anew."""
     (tmp_path / "step-60.tmp").mkdir()  # as a run leaves it that is killed while it saves
     (tmp_path / "step-60.tmp" / "half").touch()
-    done = launch(3, 1, "--folder", tmp_path, "--kill", 1, "--at", 50)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3 --max-restarts 1"
+    options = ("--folder", tmp_path, "--kill", "1", "--at", "50")
+    command = [sys.executable, *torchrun.split(), EXAMPLES / "elastic.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert LINES.findall(done.stdout) == LINES.findall(undisturbed[1])
     assert len(LINES.findall(done.stdout)) == 4
@@ -58,17 +62,27 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, undisturbed: tuple
         assert f"rank {rank}: the culprit is rank 1: it has left" in done.stdout
 
 
+def die_at_70(folder: Path) -> tuple[str, str]:
+    """What a rank of torchrun's says that is left by another, and what torchrun would report of it."""
+    rank, error_file = int(os.environ["RANK"]), f"{folder}.error-of-{os.environ['RANK']}"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = ["elastic.py", "--folder", str(folder), *["--steps", "80", "--kill", "1", "--at", "70"]]
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(dist.DistBackendError):
+        runpy.run_path(str(EXAMPLES / "elastic.py"), run_name="__main__")
+    failure = ProcessFailure(local_rank=rank, pid=os.getpid(), exitcode=1, error_file=error_file)
+    return said.getvalue(), str(ChildFailedError("elastic.py", {rank: failure}))
+
+
 def test_fewer_ranks_go_on_and_without_restarts_the_report_names_the_culprit(
     tmp_path: Path, undisturbed: tuple[Path, str]
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(undisturbed[0], folder)
-    done = launch(2, 0, "--folder", folder, "--steps", 80, "--kill", 1, "--at", 70)
-    assert done.returncode == 1
-    assert "life 0: goes on from step 60" in done.stdout
-    assert "rank 0: the culprit is rank 1: it has left" in done.stdout
-    _, _, report = done.stderr.partition("ChildFailedError")  # which may take either rank for the first that failed
-    assert "the culprit is rank 1: it has left" in report, done.stderr
+    said, report = as_torchrun(2, die_at_70, folder, dying=(1,))[0]
+    assert "life 0: goes on from step 60" in said
+    assert "rank 0: the culprit is rank 1: it has left" in said
+    assert "the culprit is rank 1: it has left" in report
     assert names(folder) == ["rank-0.txt", "step-40", "step-60"]
 
 

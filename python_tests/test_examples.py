@@ -1,33 +1,40 @@
 """The example, run as a reader runs it: its table, picture and figures, and its answers to mistakes."""
 
 import json
-import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import commands
 import pytest
+from ranks import ROOT, run_example
 
 from dltrain_ext import codecs, comm
 
 pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
+
+def train(tmp_path: Path, *arguments: object, ranks: int = 2) -> tuple[str, Path, dict[str, Any]]:
+    """What it prints, its picture and its figures."""
+    picture, json_file, here = tmp_path / "new" / "train.png", tmp_path / "figures.json", tmp_path / "here"
+    here.mkdir()
+    files = ("--out", picture, "--json", json_file)
+    said = run_example("train.py", here, *arguments, *files, ranks=ranks)
+    return said, picture, json.loads(json_file.read_text())
 
 
-def torchrun(ranks: int) -> tuple[str, ...]:
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-
-
-TORCHRUN = torchrun(2)
-
-
-def run(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, SCRIPT, *arguments]
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=120, env=os.environ | environment
-    )
+def torchrun(tmp_path: Path, *arguments: object) -> tuple[str, Path, dict[str, Any]]:
+    """The same as a reader starts it."""
+    picture, json_file = tmp_path / "new" / "train.png", tmp_path / "figures.json"
+    launcher = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]]
+    command = [*launcher, ROOT / "examples" / "train.py", *arguments, "--out", picture, "--json", json_file]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout, picture, json.loads(json_file.read_text())
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -38,28 +45,19 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("data", "metric", "unit", "steps"),
-    [
-        ("digits", "test accuracy", "images", 30),
-        ("python-source", "test bits per byte", "bytes", 3),
-        ("photographs", "test PSNR, dB", "colour values", 30),
-    ],
+    ("data", "steps", "start"), [("digits", 30, torchrun), ("python-source", 3, train), ("photographs", 30, train)]
 )
-def test_both_sides_train_alike(tmp_path: Path, data: str, metric: str, unit: str, steps: int) -> None:
-    picture, json_file = tmp_path / "new" / "train.png", tmp_path / "figures.json"
-    done = run("--data", data, "--steps", steps, "--out", picture, "--json", json_file, launcher=TORCHRUN)
-    assert done.returncode == 0, done.stderr
-
-    for label in (metric, "training loss", "bytes sent", "computed", "median step", f"{unit} per second", "curves: "):
-        assert label in done.stdout
-    progress = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+def test_both_sides_train_alike(tmp_path: Path, data: str, steps: int, start: Callable) -> None:
+    said, picture, figures = start(tmp_path, "--data", data, "--steps", steps)
+    progress = [line for line in said.splitlines() if line.startswith("step ")]
     assert 0 < len(progress) == len(set(progress)) <= 10, "few lines, from one rank"
-    assert "Traceback" not in done.stderr
     width, height = png_size(picture)
     assert width >= 800 and height >= 400
 
-    figures = json.loads(json_file.read_text())
     plain, ours = figures["plain"], figures["ours"]
+    for side in (plain, ours):
+        shown = (f"{side['final_loss']:.5f}", f"{side['wire_bytes_per_step']:,.0f}", f"{side['step_ms']:.2f}")
+        assert all(number in said for number in shown), said
     assert figures["world_size"] == 2
     assert len(plain["losses"]) == len(ours["losses"]) == steps
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3)
@@ -72,12 +70,7 @@ def test_both_sides_train_alike(tmp_path: Path, data: str, metric: str, unit: st
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gradients_travel_as_int8(tmp_path: Path, ranks: int) -> None:
-    json_file = tmp_path / "figures.json"
-    done = run(
-        "--steps", 30, "--codec", "int8", "--out", tmp_path / "train.png", "--json", json_file, launcher=torchrun(ranks)
-    )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(json_file.read_text())
+    _, _, figures = train(tmp_path, "--steps", 30, "--codec", "int8", ranks=ranks)
     plain, ours = figures["plain"], figures["ours"]
     assert ours["wire_bytes_per_step"] < 0.27 * plain["wire_bytes_per_step"]
     assert ours["losses"] != plain["losses"]
@@ -85,9 +78,10 @@ def test_gradients_travel_as_int8(tmp_path: Path, ranks: int) -> None:
 
 
 def test_one_rank_without_torchrun(tmp_path: Path) -> None:
-    done = run("--steps", 2, "--out", tmp_path / "train.png")
+    done = commands.example("train.py", "--steps", 2, "--out", tmp_path / "train.png")
     assert done.returncode == 0, done.stderr
     assert "torchrun --standalone --nproc-per-node 2 examples/train.py" in done.stdout
+    png_size(tmp_path / "train.png")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +89,7 @@ def test_one_rank_without_torchrun(tmp_path: Path) -> None:
     [("--algorithm", ("auto", *comm.ALGORITHMS)), ("--codec", codecs.CODECS), ("--optimizer", ("adamw",))],
 )
 def test_an_unknown_name_is_answered_with_the_valid_ones(option: str, valid: tuple[str, ...]) -> None:
-    done = run(option, "nonsense")
+    done = commands.example("train.py", option, "nonsense")
     assert done.returncode == 2
     answer = done.stderr.splitlines()[-1]
     assert option in answer and "nonsense" in answer
@@ -103,9 +97,10 @@ def test_an_unknown_name_is_answered_with_the_valid_ones(option: str, valid: tup
 
 
 @pytest.mark.parametrize("package", ["rich", "sklearn", "matplotlib"])
-def test_a_missing_package_is_one_line(tmp_path: Path, package: str) -> None:
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('gone', name='{package}')")
-    done = run(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    commands.hide(monkeypatch, package)
+    monkeypatch.delitem(sys.modules, "tasks", raising=False)
+    done = commands.example("train.py")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert package in line and "pip install '.[examples]'" in line

@@ -120,7 +120,7 @@ def drop_while_pending(rank, world_size):
 
 
 def test_a_communicator_dropped_with_work_pending():
-    run_ranks(2, drop_while_pending, timeout=30)
+    run_ranks(2, drop_while_pending)
 
 
 def outlive_the_group(rank, world_size):

@@ -3,13 +3,12 @@
 import importlib
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import commands
 import pytest
 import torch
 
@@ -29,13 +28,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_a_short_run(tmp_path: Path) -> None:
     picture, json_file = tmp_path / "new" / "errors.png", tmp_path / "runs.json"
     short = "--epochs 2 --warmup 1 --seeds 2 --batches 512 256"
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *short.split(), "--out", picture, "--json", json_file],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"COLUMNS": "100"},
-    )
+    done = commands.example("large_batch.py", *short.split(), "--out", picture, "--json", json_file, COLUMNS="100")
     assert done.returncode == 0, done.stderr
     assert not done.stderr
 
@@ -62,13 +55,9 @@ def test_a_short_run(tmp_path: Path) -> None:
             assert float(cell.split()[0]) == pytest.approx(100 * mean, abs=0.006)
 
 
-def test_one_optimizer_one_seed(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_optimizer_one_seed(tmp_path: Path) -> None:
     short = "--optimizers lars --preset larc --validation --epochs 2 --warmup 1 --seeds 1 --batches 512"
-    monkeypatch.setattr(sys, "argv", ["large_batch.py", *short.split(), "--out", str(tmp_path / "errors.png")])
-    example.main()
-    said = capsys.readouterr().out
+    said = commands.example("large_batch.py", *short.split(), "--out", tmp_path / "errors.png").stdout
     assert "validation accuracy" in said and "LARS (larc)" in said and "another optimizer" in said
     assert "SGD" not in said and "±" not in said
 

@@ -1,11 +1,12 @@
 """The strategy and the precision plugin in Lightning's Trainer, next to Lightning's own."""
 
+import importlib
 import os
 import re
-import subprocess
 import sys
 from functools import partial
 
+import commands
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dltrain_ext import optim
 from dltrain_ext.lightning import DDPStrategy, MixedPrecision
+
+pytestmark = pytest.mark.xdist_group("lightning")  # they share runs
 
 STEPS = 4  # an epoch
 ADAMW = partial(optim.AdamW, lr=0.01)
@@ -154,7 +157,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(folder):
     """What each rank of two has found, run by run."""
-    return run_ranks(2, train, str(folder), timeout=120)
+    return run_ranks(2, train, str(folder), timeout=600)
 
 
 def assert_close(one, other, **tolerance):
@@ -242,7 +245,7 @@ def go_on(rank, world_size, checkpoint):
 
 def test_another_world_size_keeps_the_sum_of_what_was_lost(runs, folder):
     saved = torch.load(folder / "epoch=0.ckpt")["dltrain_ext.hook"]["feedback"].values()
-    found = run_ranks(3, go_on, str(folder / "epoch=0.ckpt"))
+    found = run_ranks(3, go_on, str(folder / "epoch=0.ckpt"), timeout=600)
     for name in ("net.0.weight", "net.2.weight", "net.4.weight"):
         expected = sum(residuals[name].double() for residuals in saved)
         total = sum(run["feedback at start"][name].double() for run in found)
@@ -261,15 +264,14 @@ def test_what_has_no_use_is_refused():
         MixedPrecision("bf16-mixed", "cpu", hysteresis=2)
 
 
-def test_without_lightning_it_says_what_to_install(tmp_path):
-    (tmp_path / "lightning.py").write_text("raise ModuleNotFoundError('gone', name='lightning')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", "import dltrain_ext, dltrain_ext.lightning"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
-    assert done.returncode == 1
-    assert done.stderr.endswith("dltrain_ext.lightning: expected PyTorch Lightning; pip install lightning\n")
+def test_without_lightning_it_says_what_to_install(monkeypatch):
+    commands.hide(monkeypatch, "lightning")
+    monkeypatch.delitem(sys.modules, "dltrain_ext.lightning")
+    with pytest.raises(ModuleNotFoundError) as error:
+        importlib.import_module("dltrain_ext.lightning")
+    assert str(error.value) == "dltrain_ext.lightning: expected PyTorch Lightning; pip install lightning"
 
 
 def test_the_example(tmp_path):
-    answer = run_example("with_lightning.py", tmp_path, "--steps", "4")
+    answer = run_example("with_lightning.py", tmp_path, "--steps", "4", fresh=True)
     assert re.fullmatch(r"test accuracy [\d.]+% after 4 steps, with 3.90 times fewer bytes than fp32\n", answer)

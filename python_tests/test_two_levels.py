@@ -9,9 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from commands import skip_without_hosts
 from contributions import fitting, normal, same_everywhere, whole
 from ranks import run_ranks
-from test_benchmark_hosts import REASON, run
+from test_benchmark_hosts import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,7 +100,7 @@ def check_codecs(rank, world_size, per_host):
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (6, 3)])
 @pytest.mark.parametrize("check", [check_sums, check_codecs])
 def test_results(check, world_size, per_host):
-    run_ranks(world_size, check, per_host, timeout=240)
+    run_ranks(world_size, check, per_host)
 
 
 def check_feedback(rank, world_size):
@@ -246,9 +247,10 @@ dist.barrier()
 """
 
 
-@pytest.mark.skipif(REASON is not None, reason=f"needs network namespaces: {REASON}")
+@pytest.mark.xdist_group("machine")
 @pytest.mark.parametrize("per_host", [2, 3])
 def test_hosts_are_found_and_their_links_carry_less(per_host, capfd):
+    skip_without_hosts()
     assert run("--hosts", 2, "--per-host", per_host, "--rate", "none", script=SCRIPT) == 0
     sent = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert sent["one inside"] == 0 < sent["two inside"]

@@ -16,7 +16,7 @@ from dltrain_ext.selftest.report import Check, Found, Site, Skip
 
 DEADLINES = {"cpu": 5.0, "cuda": 30.0}  # seconds of the calls; on CUDA also to make NCCL's connections
 GRACE = 10.0  # more, in which the survivors have to know
-STARTING = 60.0
+STARTING = 300.0
 
 
 def killed_rank(site: Site) -> Found:

@@ -1,0 +1,123 @@
+"""What a reader types at a shell, done in this process, which has imported torch already."""
+
+import contextlib
+import importlib.abc
+import io
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import ROOT
+
+from benchmarks.__main__ import main
+
+
+class Done(NamedTuple):
+    """What a shell sees of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def benchmarks(*arguments: object, **environment: str) -> Done:
+    """python -m benchmarks"""
+    argv = [*map(str, arguments)]
+    return _done(partial(main, argv), [str(ROOT / "benchmarks" / "__main__.py"), *argv], environment)
+
+
+def interruptible(*arguments: object, executable: str = sys.executable) -> Done:
+    """The same in a process of its own, which answers signals as one that a shell has started.
+
+    Here, as a test's own module would look for emulated hosts when that process imports it.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.executable = executable
+    return benchmarks(*arguments)
+
+
+def example(name: str, *arguments: object, **environment: str) -> Done:
+    """An example as one rank that nobody has launched."""
+    script = ROOT / "examples" / name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(script.parent)
+        patch.delenv("RANK", raising=False)
+        run = partial(runpy.run_path, str(script), run_name="__main__")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unable to enable fault handler")  # by torch's record: pytest has its own
+            return _done(run, [str(script), *map(str, arguments)], environment)
+
+
+def _done(call: Callable[[], Any], argv: list[str], environment: dict[str, str]) -> Done:
+    threads = torch.get_num_threads()
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        torch.set_num_threads(1)  # on a busy machine two would wait for each other
+        patch.setattr(sys, "argv", argv)
+        for variable, value in ({"COLUMNS": "200"} | environment).items():
+            patch.setenv(variable, value)
+        try:
+            status = call()
+        except SystemExit as end:
+            status = end.code
+        finally:
+            torch.set_num_threads(threads)
+    if isinstance(status, str):  # the interpreter prints it
+        return Done(1, out.getvalue(), f"{err.getvalue()}{status}\n")
+    return Done(status if isinstance(status, int) else 0, out.getvalue(), err.getvalue())
+
+
+def hide(patch: pytest.MonkeyPatch, package: str) -> None:
+    """Has the package be missing, also where something has imported it already."""
+
+    class Missing(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name.split(".")[0] == package:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        patch.delitem(sys.modules, name)
+    patch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+
+
+@cache
+def why_no_hosts() -> str | None:
+    """Why this machine can have no emulated hosts; None if it can."""
+    if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
+        return f"no {' and no '.join(missing)} (apt install iproute2)"
+    if os.geteuid():
+        return "not root"
+    name = f"dltrain-{os.getpid()}-switch"
+    try:
+        for command in (
+            f"ip netns add {name}",
+            f"ip -n {name} link add bridge type bridge",
+            f"ip -n {name} link add type veth",
+            f"tc -n {name} qdisc add dev lo root tbf rate 1gbit burst 64kb latency 400ms",
+        ):
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                return f"{command}: {done.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return None
+
+
+def skip_without_hosts() -> None:
+    if reason := why_no_hosts():
+        pytest.skip(f"needs network namespaces: {reason}")
