@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN = 25  # lines of the log of a step that failed
+SHOWN = 60  # lines of the log of a step that failed
 
 
 class Step(NamedTuple):

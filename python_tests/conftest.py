@@ -20,13 +20,16 @@ OPTIONAL = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib",
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Spreads all tests over processes, one more than there are cores since some wait; not so if told what to run."""
+    """Spreads all tests over processes, two for each core as many tests wait; not so if told what to run."""
     option = config.option
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        option.loadgroup = True  # a worker reads the command line alone
+        return
     told = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.usepdb
     if told or option.collectonly or not config.pluginmanager.hasplugin("xdist"):
         return
-    if option.numprocesses is None and option.dist == "no" and "PYTEST_XDIST_WORKER" not in os.environ:
-        option.numprocesses, option.dist = min(9, 1 + len(os.sched_getaffinity(0))), "loadgroup"
+    if option.numprocesses is None and option.dist == "no":
+        option.numprocesses, option.dist = min(8, 2 * len(os.sched_getaffinity(0))), "loadgroup"
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # they share the cores
 
 

@@ -59,7 +59,25 @@ def test_every_portion_for_a_gpu_can_be_read_and_ended():
             assert subprocess.run(["bash", "-n", "-c", step.command]).returncode == 0, step.command
 
 
-@pytest.mark.parametrize("script", ["gpu", "full"])
-def test_mistakes_are_answered(script):
+@pytest.mark.parametrize(
+    ("script", "usage"), [("gpu", "python3 .ci/gpu"), ("full", "python3 .ci/full"), ("commit.py", "bash .ci/run")]
+)
+def test_mistakes_are_answered(script, usage):
     done = subprocess.run([sys.executable, ROOT / ".ci" / script, "nonsense"], capture_output=True, text=True)
-    assert done.returncode == 1 and f"python3 .ci/{script}" in done.stderr
+    assert done.returncode == 1 and usage in done.stderr
+
+
+@pytest.mark.parametrize("script", ["commit.py", "full"])
+def test_every_step_can_be_read(script, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    portions = runpy.run_path(str(ROOT / ".ci" / script))["PORTIONS"]
+    for step in {step for steps in portions.values() for step in steps}:
+        assert subprocess.run(["bash", "-n", "-c", step.command]).returncode == 0, step.command
+
+
+def test_the_workflow_has_all_portions_of_a_commit():
+    yaml = pytest.importorskip("yaml")
+    done = subprocess.run(["bash", ROOT / ".ci" / "run", "--list"], capture_output=True, text=True, check=True)
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "commit.yml").read_text())["jobs"]
+    run = [*jobs["portion"]["strategy"]["matrix"]["portion"], *(name for name in jobs if name != "portion")]
+    assert sorted(run) == sorted(done.stdout.split())

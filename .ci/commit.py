@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""What has to hold at every commit, on a clean clone without a GPU.
+
+    bash .ci/run                all portions, one after another
+    bash .ci/run NAME ...       these; each has what it needs installed first
+    bash .ci/run --list         their names
+
+For Debian: tools are installed by apt-get, as root or by sudo. nvcc has to be there. Results lie in build/commit.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from steps import ROOT, Step, copy_of_tree, run
+
+TEST = re.search(r"<!-- test -->\n```bash\n(.+)\n```", (ROOT / "README.md").read_text())[1]
+PYTHON = ".venv/bin/python"
+TOOLS = Step(
+    "tools",
+    "sudo=$([ $(id -u) = 0 ] || echo sudo); $sudo apt-get update -qq; "
+    "$sudo apt-get install -y -qq cmake ninja-build libgtest-dev iproute2 procps >/dev/null",
+    300,
+)
+# What the README's command installs, where that has not run.
+ENVIRONMENT = Step("environment", f"[ -x .venv/bin/pytest ] || {{ {TEST.rpartition(' && ')[0]}; }}", 900)
+
+
+def built(name: str, *options: str) -> str:
+    """A command that builds the C++ tests of the rooms without torch in build/NAME."""
+    return f"cmake -S . -B build/{name} -G Ninja {' '.join(options)} && cmake --build build/{name}"
+
+
+def cpp_tests(name: str, tests: str = "*") -> str:
+    """A command that runs them in two processes: the tests of ranks that wait leave a core idle."""
+    halves = f"build/{name}/dltrain_tests --gtest_brief=1 --gtest_filter='{tests}'"
+    return (
+        f"export GTEST_TOTAL_SHARDS=2; GTEST_SHARD_INDEX=0 {halves} & GTEST_SHARD_INDEX=1 {halves}; wait $!"
+    )
+
+
+SLOW = "AllReduce.Feeds*:AllReduce.*Millions*:AllReduce.AddsTheNoise*:*AllReduceOn*:Simulate.*:Lookout.*"
+THREADED = (  # what has threads of its own, and the CUDA kernels that are quick to emulate
+    "*Queue*:*Lookout*:Executor.*:AllReduce.TakesHalves:AllReduce.Spreads*:AllReduce.IsTheSame*:*FoldOn.Scales*:"
+    "*FoldOn.Adds*:*CodecOn.Sees*:*ReduceOn.IsFinite*:*ReadsItsScalars*:Memory*:*Nccl*:*ReduceScatter*:*TwoLevels*:"
+    "*Layout*:*Feedback*"
+)
+# Of the Python tests, those of the bindings: what they read of tensors and lists, and what outlives a call.
+SANITIZED = " ".join(
+    f"python_tests/test_{name}.py"
+    for name in (
+        "adamw_errors",
+        "adamw_state",
+        "all_reduce",
+        "ddp",
+        "faults",
+        "fuzz_codecs",
+        "fuzz_optim",
+        "many_parameters",
+        "mixed_dtypes",
+        "reduce_scatter",
+    )
+)
+IN_SANITIZED = f"""
+LIBRARIES="$(for name in asan ubsan stdc++; do g++ -print-file-name=lib$name.so; done | tr '\\n' ' ')"
+cd build/sanitized
+# Leaks are not looked for: Python and torch keep what they have until the end. Too large a tensor is torch's to refuse.
+LD_PRELOAD=$LIBRARIES ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=. \\
+  ../../{PYTHON} -m pytest -q -n 3 --dist loadgroup {SANITIZED}
+"""
+
+PORTIONS = {
+    "tests": [TOOLS, Step("the README's test command", TEST, 1200)],
+    "wheel": [
+        TOOLS,
+        ENVIRONMENT,
+        Step("a wheel", f"rm -rf build/dist && {PYTHON} -m pip wheel -q --no-deps --wheel-dir build/dist .", 600),
+        Step(
+            "it and torch alone",
+            "rm -rf build/beside-torch && python3 -m venv build/beside-torch; "
+            "build/beside-torch/bin/pip install -q torch==2.13.0; "
+            "build/beside-torch/bin/pip install -q --no-deps build/dist/*.whl",
+            600,
+        ),
+        Step(
+            "its tests",
+            "DLTRAIN_WHEEL=$(echo $PWD/build/dist/*.whl) DLTRAIN_PYTHON=$PWD/build/beside-torch/bin/python "
+            f"{PYTHON} -m pytest -q python_tests/test_wheel.py",
+            300,
+        ),
+        Step("its self-test", "cd build && beside-torch/bin/python -m dltrain_ext.selftest --quick --device cpu", 300),
+    ],
+    "style": [
+        TOOLS,
+        ENVIRONMENT,
+        Step("pre-commit", f"{PYTHON} -m pip install -q pre-commit==4.7.0 mypy==2.4.1 'setuptools>=77'", 300),
+        Step("style and types", "PATH=$PWD/.venv/bin:$PATH pre-commit run --all-files --show-diff-on-failure", 300),
+        Step("clang-tidy", "PATH=$PWD/.venv/bin:$PATH pre-commit run --all-files --hook-stage manual clang-tidy", 300),
+    ],
+    "cpp": [
+        TOOLS,
+        Step(
+            "C++ and emulated CUDA, sanitized",
+            built("address", "-DDLTRAIN_CUDA=EMULATED", "-DDLTRAIN_SANITIZE=address,undefined"),
+            900,
+        ),
+        Step("C++ tests, addresses", cpp_tests("address", f"-{SLOW}"), 600),
+        Step(
+            "C++ and emulated CUDA, for threads",
+            built("thread", "-DDLTRAIN_CUDA=EMULATED", "-DDLTRAIN_SANITIZE=thread"),
+            900,
+        ),
+        Step("C++ tests, threads", cpp_tests("thread", THREADED), 600),
+    ],
+    "cuda": [
+        TOOLS,
+        ENVIRONMENT,
+        Step("C++ and CUDA, by nvcc", built("cuda", "-DDLTRAIN_CUDA=ON"), 900),
+        Step("C++ tests", cpp_tests("cuda"), 600),
+        Step(
+            "what is declared of NCCL",
+            f"{PYTHON} -m pip install -q --no-deps nvidia-nccl-cu13; "
+            f"{PYTHON} -m pytest -q python_tests/test_connections.py -k 'declarations or real'",
+            300,
+        ),
+        Step("the portions for a GPU, without one", f"PYTHON=$PWD/{PYTHON} .ci/gpu --dry", 600),
+    ],
+    "python": [
+        TOOLS,
+        ENVIRONMENT,
+        Step(
+            "the bindings, sanitized",
+            f"{copy_of_tree('build/sanitized')} && cd build/sanitized && "
+            f"DLTRAIN_SANITIZE=address,undefined ../../{PYTHON} setup.py -q build_ext --inplace",
+            900,
+        ),
+        Step("Python tests, addresses", IN_SANITIZED, 900),
+    ],
+    "benchmarks": [TOOLS, ENVIRONMENT, Step("benchmarks", f"{PYTHON} -m benchmarks --quick", 300)],
+}
+
+
+def main(arguments: list[str]) -> bool:
+    if arguments == ["--list"]:
+        print(*PORTIONS, sep="\n")
+        return True
+    if unknown := [name for name in arguments if name not in PORTIONS]:
+        sys.exit(f"{', '.join(unknown)}: expected of {', '.join(PORTIONS)}\n\n{__doc__}")
+    os.environ.setdefault("DEBIAN_FRONTEND", "noninteractive")
+    wanted = arguments or [*PORTIONS]
+    steps = dict.fromkeys(step for name in wanted for step in PORTIONS[name])  # each once
+    return run([*steps], ROOT / "build" / "commit", "-".join(arguments) or "all")
+
+
+if __name__ == "__main__":
+    sys.exit(not main(sys.argv[1:]))
