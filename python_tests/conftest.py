@@ -15,7 +15,7 @@ import torch
 
 from dltrain_ext import _ops
 
-OPTIONAL = {"accelerate", "expecttest", "hypothesis", "lightning", "matplotlib", "numpy", "rich", "sklearn", "yaml"}
+OPTIONAL = {"expecttest", "hypothesis", "lightning", "matplotlib", "numpy", "rich", "sklearn", "yaml"}
 
 
 @pytest.hookimpl(tryfirst=True)

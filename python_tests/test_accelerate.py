@@ -1,24 +1,24 @@
-"""The hook and the scaler in Hugging Face Accelerate and in the Trainer of Transformers, as their examples have it."""
+"""The hook and the scaler in Hugging Face Accelerate and in the Trainer of Transformers, as their examples have it.
+
+The frameworks are imported by the ranks alone: that takes longer than what most other tests do.
+"""
 
 import re
 import sys
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator, GradScalerKwargs
-from ranks import look_like_torchrun, run_example, run_ranks
+from ranks import ROOT, look_like_torchrun, run_example, run_ranks
 from torch import nn
 
 from dltrain_ext import amp, optim
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import with_accelerate
-import with_trainer
-from tasks import python_source
-
-pytestmark = pytest.mark.xdist_group("accelerate")  # they share runs
+sys.path.insert(0, str(ROOT / "examples"))
+pytestmark = [
+    pytest.mark.needs("accelerate", "matplotlib", "rich", "sklearn", "transformers"),
+    pytest.mark.xdist_group("accelerate"),  # they share runs
+]
 
 STEPS = 4
 
@@ -29,6 +29,9 @@ def parameters_of(model):
 
 def accelerate(codec=None, *, clip="framework", steps=range(STEPS), overflow_at=None, load=None, save=None, **options):
     """Trains, and returns what there is to compare. clip: by whom."""
+    import with_accelerate
+    from accelerate import Accelerator, GradScalerKwargs
+
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[GradScalerKwargs(enabled=False)]
     )
@@ -68,6 +71,8 @@ def accelerate(codec=None, *, clip="framework", steps=range(STEPS), overflow_at=
 
 def train(folder, codec=None, *, steps=STEPS, resume=None, **options):
     """The same of the Trainer."""
+    import with_trainer
+
     trainer = with_trainer.trainer_of(folder, steps, gradient_accumulation_steps=2, **options)
     hook = with_trainer.Hook(trainer, codec=codec)
     if codec:
@@ -79,7 +84,10 @@ def train(folder, codec=None, *, steps=STEPS, resume=None, **options):
 
 def run_all(rank, world_size, folder):
     look_like_torchrun(rank, world_size)
-    with_trainer.python_source = cache(python_source)
+    import tasks
+    import with_trainer
+
+    with_trainer.python_source = cache(tasks.python_source)
     fused, half = partial(accelerate, clip="step"), f"{folder}/half"
     saved = {"save_strategy": "steps", "save_steps": STEPS, "steps": 2 * STEPS}
     return {
