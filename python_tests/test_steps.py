@@ -25,8 +25,8 @@ def test_what_fails_ends_nothing_else(steps, tmp_path, capsys):
         Step("needs: what is not there", "false", 10, ("no-such-command", "no/such/file")),
         Step("last", "true", 10),
     ]
-    assert not steps["run"](given, tmp_path, "ends nothing")
-    said = [" ".join(line.split()[2:]) for line in (tmp_path / "ends nothing.txt").read_text().splitlines()]
+    assert not steps["run"](given, tmp_path, "ends-nothing")
+    said = [" ".join(line.split()[2:]) for line in (tmp_path / "ends-nothing.txt").read_text().splitlines()]
     assert said == [
         "first passed",
         "fails FAILED: exit status 1",
@@ -36,17 +36,17 @@ def test_what_fails_ends_nothing_else(steps, tmp_path, capsys):
     ]
     shown = capsys.readouterr().out
     assert "the cause" in shown and "never" not in shown.replace("echo never", "")
-    with tarfile.open(tmp_path / "ends nothing.tar.gz") as archive:
+    with tarfile.open(tmp_path / "ends-nothing.tar.gz") as archive:
         names = archive.getnames()
-    assert {"ends nothing/figures.txt", "ends nothing/02-fails.log"} <= set(names)
+    assert {"ends-nothing/figures.txt", "ends-nothing/02-fails.log"} <= set(names)
     child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")  # what it had started has ended too
     assert not child.exists() or child.read_text().rpartition(") ")[2].startswith("Z")
 
 
 def test_a_portion_ends_in_time(steps, tmp_path):
     given = [steps["Step"](name, "sleep 30", 20) for name in ("one", "two")]
-    assert not steps["run"](given, tmp_path, "ends in time", seconds=6)
-    one, two = (tmp_path / "ends in time.txt").read_text().splitlines()
+    assert not steps["run"](given, tmp_path, "ends-in-time", seconds=6)
+    one, two = (tmp_path / "ends-in-time.txt").read_text().splitlines()
     assert "FAILED: took longer than 6 s" in one and "FAILED: no time was left" in two
 
 
@@ -79,5 +79,5 @@ def test_the_workflow_has_all_portions_of_a_commit():
     yaml = pytest.importorskip("yaml")
     done = subprocess.run(["bash", ROOT / ".ci" / "run", "--list"], capture_output=True, text=True, check=True)
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "commit.yml").read_text())["jobs"]
-    run = [*jobs["ends nothing"]["strategy"]["matrix"]["portion"], *(name for name in jobs if name != "portion")]
+    run = [*jobs["portion"]["strategy"]["matrix"]["portion"], *(name for name in jobs if name != "portion")]
     assert sorted(run) == sorted(done.stdout.split())
