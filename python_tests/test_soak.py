@@ -1,0 +1,61 @@
+"""Ranks that reduce and train for DLTRAIN_SOAK_SECONDS, by default a minute: nothing is wrong, and nothing grows."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_fault_sweep import cases, reduce
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import comm, ddp, optim
+
+SECONDS = float(os.environ.get("DLTRAIN_SOAK_SECONDS", "60"))
+MEBIBYTE = 2**20
+
+
+def held():
+    """Bytes of memory, threads, and open files of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def last(rank, world_size, codec):
+    """Returns what the process has held after each turn, and the first and the last loss."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8)))
+    ddp.register(model, codec=codec)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    inputs, targets = torch.randn(32, 64), torch.randn(32, 8)
+    communicator = comm.Communicator()
+    end, stop = time.monotonic() + SECONDS, torch.zeros(1)
+    found, losses = [], []
+    while not stop:
+        for algorithm in (*comm.ALGORITHMS, "native"):
+            for case in cases(algorithm):
+                reduce(communicator, rank, world_size, algorithm, *case)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        comm.Communicator(ranks_per_host=1 if len(found) % 2 else 2).close()
+        found.append(held())
+        stop = torch.tensor([float(rank == 0 and time.monotonic() > end)])
+        communicator.all_reduce(stop)
+    return found, losses[0], losses[-1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_nothing_is_wrong_and_nothing_grows(codec):
+    for found, first, final in run_ranks(4, last, codec, fresh=True, timeout=SECONDS + 600):
+        assert len(found) >= 8 and final < first
+        memory, threads, files = zip(*found, strict=True)
+        quarter = len(found) // 4
+        assert max(memory[-quarter:]) < max(memory[quarter : 2 * quarter]) + 16 * MEBIBYTE, memory
+        assert max(threads[-quarter:]) <= max(threads[:quarter]) and max(files[-quarter:]) <= max(files[:quarter])
