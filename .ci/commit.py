@@ -28,7 +28,7 @@ TOOLS = Step(
 ENVIRONMENT = Step("environment", f"[ -x .venv/bin/pytest ] || {{ {TEST.rpartition(' && ')[0]}; }}", 900)
 
 
-def built(name: str, *options: str) -> str:
+def cpp(name: str, *options: str) -> str:
     """A command that builds the C++ tests of the rooms without torch in build/NAME."""
     return f"cmake -S . -B build/{name} -G Ninja {' '.join(options)} && cmake --build build/{name}"
 
@@ -36,9 +36,7 @@ def built(name: str, *options: str) -> str:
 def cpp_tests(name: str, tests: str = "*") -> str:
     """A command that runs them in two processes: the tests of ranks that wait leave a core idle."""
     halves = f"build/{name}/dltrain_tests --gtest_brief=1 --gtest_filter='{tests}'"
-    return (
-        f"export GTEST_TOTAL_SHARDS=2; GTEST_SHARD_INDEX=0 {halves} & GTEST_SHARD_INDEX=1 {halves}; wait $!"
-    )
+    return f"export GTEST_TOTAL_SHARDS=2; GTEST_SHARD_INDEX=0 {halves} & GTEST_SHARD_INDEX=1 {halves}; wait $!"
 
 
 SLOW = "AllReduce.Feeds*:AllReduce.*Millions*:AllReduce.AddsTheNoise*:*AllReduceOn*:Simulate.*:Lookout.*"
@@ -103,13 +101,13 @@ PORTIONS = {
         TOOLS,
         Step(
             "C++ and emulated CUDA, sanitized",
-            built("address", "-DDLTRAIN_CUDA=EMULATED", "-DDLTRAIN_SANITIZE=address,undefined"),
+            cpp("address", "-DDLTRAIN_CUDA=EMULATED", "-DDLTRAIN_SANITIZE=address,undefined"),
             900,
         ),
         Step("C++ tests, addresses", cpp_tests("address", f"-{SLOW}"), 600),
         Step(
             "C++ and emulated CUDA, for threads",
-            built("thread", "-DDLTRAIN_CUDA=EMULATED", "-DDLTRAIN_SANITIZE=thread"),
+            cpp("thread", "-DDLTRAIN_CUDA=EMULATED", "-DDLTRAIN_SANITIZE=thread"),
             900,
         ),
         Step("C++ tests, threads", cpp_tests("thread", THREADED), 600),
@@ -117,7 +115,7 @@ PORTIONS = {
     "cuda": [
         TOOLS,
         ENVIRONMENT,
-        Step("C++ and CUDA, by nvcc", built("cuda", "-DDLTRAIN_CUDA=ON"), 900),
+        Step("C++ and CUDA, by nvcc", cpp("cuda", "-DDLTRAIN_CUDA=ON"), 900),
         Step("C++ tests", cpp_tests("cuda"), 600),
         Step(
             "what is declared of NCCL",
