@@ -247,7 +247,7 @@ TEST_P(ForEachOn, IsTheElementsArithmetic) {
 }
 
 TEST_P(ForEachOn, TakesMoreRowsThanOneLaunch) {
-  const Rows<1> rows(place(), std::vector<int64_t>(3000, 1));
+  const Rows<1> rows(place(), std::vector<int64_t>(900, 1));
   auto expected = rows.values();
   for (auto& values : expected) values[0] += 1.0f;
   for_each(place(), rows.list, Advance{});
