@@ -33,8 +33,7 @@ class Lookout {
 
   // global_ranks: what the ranks of the channel are called; by their place in it where empty. Who has not answered in answer_timeout is
   // silent.
-  Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls,
-          std::chrono::milliseconds answer_timeout = std::chrono::milliseconds(500));
+  Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls, std::chrono::milliseconds answer_timeout);
   ~Lookout() { close(); }
 
   // A call of the group begins.

@@ -13,6 +13,7 @@ namespace {
 
 using Manner = Verdict::Manner;
 using Ms = std::chrono::milliseconds;
+constexpr Ms answer_timeout(500);
 
 Known waits(int64_t begun, const std::vector<int>& peers) { return {false, State::of(begun, {peers, 0})}; }
 Known is_idle(int64_t begun) { return waits(begun, {}); }
@@ -76,7 +77,8 @@ class Chain {
       const Waiting waiting{{names[rank + 1]}, rank};
       lookouts_.push_back(std::make_unique<Lookout>(
           std::move(channels_[rank]), names,
-          Lookout::Calls{[waiting] { return waiting; }, [this, rank](const std::string& finding) { give_up(rank, finding); }}));
+          Lookout::Calls{[waiting] { return waiting; }, [this, rank](const std::string& finding) { give_up(rank, finding); }},
+          answer_timeout));
       lookouts_.back()->begin();
     }
     last_ = std::move(channels_.back());
@@ -130,7 +132,8 @@ TEST(Lookout, SeesAtOnceWhoHasLeft) {
 TEST(Lookout, NamesALateRankAndTellsIt) {
   Chain ranks(3);
   std::string told;
-  Lookout late(ranks.take_last(), {0, 10, 20}, {[] { return Waiting(); }, [&](const std::string& finding) { told = finding; }});
+  Lookout late(ranks.take_last(), {0, 10, 20}, {[] { return Waiting(); }, [&](const std::string& finding) { told = finding; }},
+               answer_timeout);
   const std::string finding = ranks.explain(0);
   late.close();
   EXPECT_EQ(finding, "the culprit is rank 20: it is alive, but has not made call 1 (found by rank 0 in round 0 of call 1)");
@@ -139,7 +142,7 @@ TEST(Lookout, NamesALateRankAndTellsIt) {
 
 TEST(Lookout, BlamesNobodyWhereAllAreWell) {
   Chain ranks(3);
-  Lookout last(ranks.take_last(), {0, 10, 20}, {[] { return Waiting{{0}, 0}; }, [](const std::string&) {}});
+  Lookout last(ranks.take_last(), {0, 10, 20}, {[] { return Waiting{{0}, 0}; }, [](const std::string&) {}}, answer_timeout);
   last.begin();
   EXPECT_EQ(ranks.explain(0), "no rank is to blame: all answer and have made the call (found by rank 0 in round 0 of call 1)");
 }
@@ -219,7 +222,8 @@ std::vector<std::string> errors_without_the_last(int world_size, const std::stri
     if (rank + 1 < world_size || answers) {
       lookout = std::make_shared<Lookout>(
           std::move(channels[rank]), std::vector<int>(),
-          Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }});
+          Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }},
+          answer_timeout);
       executor.set_lookout(lookout);
     }
     if (rank + 1 < world_size) {

@@ -230,7 +230,8 @@ TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
   const auto watched = [&](Executor& executor) {
     auto lookout = std::make_shared<Lookout>(
         std::move(channels[executor.rank()]), std::vector<int>(),
-        Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }});
+        Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }},
+        std::chrono::milliseconds(500));
     executor.set_lookout(lookout);
     begun.arrive_and_wait();
     return lookout;
