@@ -114,7 +114,7 @@ def test_ctrl_c_leaves_what_was_measured_and_no_rank(tmp_path: Path) -> None:
     """Twice, of the whole process group, after one size of two."""
     file = tmp_path / "out.json"
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "allreduce", *OPTIONS, "-n", "200", "--json", str(file)],
+        [sys.executable, "-m", "benchmarks", "allreduce", *OPTIONS, "-n", "1000", "--json", str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
