@@ -1,22 +1,20 @@
 #pragma once
 
-// A CUDA device made of threads, for machines without one: the project's own CUDA sources run on it, compiled as C++. As on a device, a
+// A CUDA device made of fibers, for machines without one: the project's own CUDA sources run on it, compiled as C++. As on a device, a
 // stream's work is done later, by a worker of its own, and only events order streams; fresh memory holds garbage. A thread of a block is a
-// thread, so that the sanitizers see races and accesses out of bounds. Blocks run one after another, and nothing is fast.
+// fiber, which the sanitizers take for a thread: they see races and accesses out of bounds. Blocks run one after another.
 
-#include <barrier>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <thread>
 #include <vector>
 
 #include "core/queue.h"
+#include "fibers.h"
 
 #define CUDART_VERSION 13000
 #define __global__
@@ -25,8 +23,9 @@
 #define __shared__ static  // blocks run one after another
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __syncthreads() emulated_cuda::block->arrive_and_wait()
+#define __syncthreads() emulated_cuda::block->barrier.arrive_and_wait()
 #define __shfl_xor_sync(mask, value, apart) emulated_cuda::exchange(value, apart)
+#define threadIdx (dim3{emulated_cuda::Fibers::index()})
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -35,7 +34,7 @@ struct alignas(16) float4 {
   float x, y, z, w;
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline thread_local dim3 threadIdx, blockIdx, gridDim;
+inline dim3 blockIdx, gridDim;
 
 struct CUstream_st {
   dltrain::Queue queue;
@@ -74,24 +73,28 @@ constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHo
 
 namespace emulated_cuda {
 
-inline std::mutex one_grid_at_a_time;
-inline std::barrier<>* block = nullptr;
-
 // A warp of threads: what one hands in, another takes.
 constexpr unsigned warp_size = 32;
 struct Warp {
-  std::barrier<> barrier{warp_size};
+  Barrier barrier{warp_size};
   uint64_t slots[warp_size];
 };
-inline thread_local Warp* warp = nullptr;
+
+struct Block {
+  Barrier barrier;
+  std::vector<Warp> warps;
+};
+inline Block* block = nullptr;
+inline Fibers fibers;
 
 template <class T>
 T exchange(T value, unsigned apart) {
   const unsigned lane = threadIdx.x % warp_size;
-  std::memcpy(&warp->slots[lane], &value, sizeof(T));
-  warp->barrier.arrive_and_wait();
-  std::memcpy(&value, &warp->slots[lane ^ apart], sizeof(T));
-  warp->barrier.arrive_and_wait();
+  Warp& warp = block->warps[threadIdx.x / warp_size];
+  std::memcpy(&warp.slots[lane], &value, sizeof(T));
+  warp.barrier.arrive_and_wait();
+  std::memcpy(&value, &warp.slots[lane ^ apart], sizeof(T));
+  warp.barrier.arrive_and_wait();
   return value;
 }
 
@@ -102,27 +105,19 @@ inline CUstream_st& of(cudaStream_t stream) {
 
 template <class Parameters>
 void run_grid(void (*kernel)(Parameters), dim3 grid, unsigned threads, const Parameters& parameters) {
-  const std::lock_guard lock(one_grid_at_a_time);
-  std::optional<std::barrier<>> in_block;
-  const auto next_block = [&]() noexcept { block = &in_block.emplace(threads); };
-  std::barrier between_blocks(threads, next_block);
-  std::deque<Warp> warps(threads / warp_size);
-  std::vector<std::thread> team;
-  for (unsigned thread = 0; thread < threads; ++thread) {
-    team.emplace_back([&, thread] {
-      threadIdx = {thread};
-      warp = &warps[thread / warp_size];
-      gridDim = grid;
-      for (unsigned index = 0; index < grid.x; ++index) {
-        between_blocks.arrive_and_wait();
-        blockIdx = {index};
-        kernel(parameters);
-        block->arrive_and_drop();  // the others do not wait for a thread that has returned
-      }
+  gridDim = grid;
+  for (blockIdx = {0}; blockIdx.x < grid.x; ++blockIdx.x) {
+    Block its{Barrier(threads), std::vector<Warp>(threads / warp_size)};
+    block = &its;
+    fibers.run(threads, [&] {
+      kernel(parameters);
+      its.barrier.drop();
     });
   }
-  for (auto& thread : team) thread.join();
 }
+
+// One grid at a time, whichever streams they are of. Fibers stay on the thread that has started them.
+inline dltrain::Queue device;
 
 }  // namespace emulated_cuda
 
@@ -211,6 +206,13 @@ template <class Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters), dim3 grid, dim3 threads, void** arguments, size_t, cudaStream_t stream) {
   if (grid.x == 0 || threads.x == 0 || threads.x > 1024 || sizeof(Parameters) > 32764) return cudaErrorInvalidConfiguration;
   const auto parameters = std::make_shared<Parameters>(*static_cast<const Parameters*>(arguments[0]));
-  emulated_cuda::of(stream).queue.submit([=] { emulated_cuda::run_grid(kernel, grid, threads.x, *parameters); });
+  emulated_cuda::of(stream).queue.submit([=] {
+    const auto done = std::make_shared<std::promise<void>>();
+    emulated_cuda::device.submit([=] {
+      emulated_cuda::run_grid(kernel, grid, threads.x, *parameters);
+      done->set_value();
+    });
+    done->get_future().wait();
+  });
   return cudaSuccess;
 }
