@@ -147,7 +147,7 @@ def extension_arguments() -> dict:
     print(f"dltrain_ext: building for {'the CPU and CUDA' if cuda else f'the CPU alone ({reason})'}")
     sanitizers = os.environ.get("DLTRAIN_SANITIZE")  # e.g. address,undefined: for the tests
     instrument = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
-    debug = ["-O1", "-g1"] if sanitizers else ["-g0"]
+    debug = ["-O0", "-g1"] if sanitizers else ["-g0"]  # as in CMakeLists.txt
     if os.environ.get("DLTRAIN_COVERAGE"):  # counts the lines that run, for gcov: for the tests too
         instrument += ["--coverage", "-fprofile-update=atomic"]
     memory = ["--param=ggc-min-heapsize=4000000"]  # kB: GCC would else spend a tenth of its time to save it
