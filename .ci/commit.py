@@ -61,12 +61,14 @@ SANITIZED = " ".join(
         "reduce_scatter",
     )
 )
+# How many ranks there are, by which algorithm, and what any number of threads computes, is not the bindings' to see.
+ONCE = "sums_are_exact[3] or (dead_rank and ring) or not (sums_are_exact or dead_rank or number_of_threads)"
 IN_SANITIZED = f"""
 LIBRARIES="$(for name in asan ubsan stdc++; do g++ -print-file-name=lib$name.so; done | tr '\\n' ' ')"
 cd build/sanitized
 # Leaks are not looked for: Python and torch keep what they have until the end. Too large a tensor is torch's to refuse.
 LD_PRELOAD=$LIBRARIES ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=. \\
-  ../../{PYTHON} -m pytest -q -n 3 --dist loadgroup {SANITIZED}
+  ../../{PYTHON} -m pytest -q -n 3 --dist loadgroup -k '{ONCE}' {SANITIZED}
 """
 
 PORTIONS = {
