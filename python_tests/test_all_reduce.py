@@ -207,8 +207,13 @@ def check_callbacks(rank, world_size):
     other = comm.Communicator()
     assert chained(lambda _: other.all_reduce(torch.ones(1))).wait() is None
 
-    work = communicator.all_reduce(given(rank, 100_000), async_op=True)
-    work.get_future().set_result(None)  # the user's business: the worker goes on
+    if rank == 0:
+        work = communicator.all_reduce(given(rank, 8), async_op=True)
+        work.get_future().set_result(None)  # the user's business: the worker goes on
+        dist.barrier()
+    else:
+        dist.barrier()  # the work was not done before, and so its future neither
+        communicator.all_reduce(given(rank, 8))
     tensor = given(rank, 8)
     communicator.all_reduce(tensor)
     assert torch.equal(tensor, total(world_size, 8))

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/queue.h"
-#include "fibers.h"
+#include "tests/emulated_cuda/fibers.h"
 
 #define CUDART_VERSION 13000
 #define __global__
