@@ -15,7 +15,7 @@ import torch
 
 from dltrain_ext import _ops
 
-OPTIONAL = {"expecttest", "hypothesis", "lightning", "matplotlib", "numpy", "rich", "sklearn", "yaml"}
+OPTIONAL = {"expecttest", "hypothesis", "matplotlib", "numpy", "rich", "sklearn", "yaml"}
 
 
 @pytest.hookimpl(tryfirst=True)

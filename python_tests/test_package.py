@@ -108,7 +108,7 @@ def test_tests_whose_packages_are_missing_are_skipped_by_name(tmp_path):
     done = run("-m", "pytest", *plugins, "--collect-only", "-q", cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout
     skipped = set(re.findall(r"^SKIPPED \[\d+\] \S+: (\w+) is not installed", done.stdout, re.M))
-    assert skipped >= {"numpy", "rich", "matplotlib", "lightning", "yaml"}
+    assert skipped >= {"numpy", "rich", "matplotlib", "yaml"}
     assert "test_adamw.py::test_groups_have_their_own_options" in done.stdout  # beside one that needs hypothesis
 
 

@@ -1,7 +1,6 @@
 """The step of a loss-scaled training: unscale, clip and AdamW, ours in one pass against torch's sequence."""
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from benchmarks.memory import MemoryLimit, extra_memory, last_level_cache, time_
 from dltrain_ext import amp, optim
 
 OVERVIEW = ["--seconds", "2", "--no-compile"]
-QUICK = 2**18  # elements, from which on a quick run leaves a tensor out
 OURS, TOLD = "ours", "ours, told the norm"
 STEPS, SCALE, MAX_NORM = 3, 1024.0, 1.0
 Values = list[tuple[Tensor, Tensor]]
@@ -151,12 +149,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-compile", action="store_true", help="take the memory limit from plain streams, which need no compiler"
     )
-    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default 20, --quick: 3)")
+    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default 20, --quick: 1)")
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     device = options.device
-    shapes = [shape for shape in resnet50() if not options.quick or math.prod(shape) < QUICK]
+    shapes = resnet50(options.quick)
     values = [(value, gradient * SCALE) for value, gradient in make_values(shapes, device)]
     elements = sum(value.numel() for value, _ in values)
     where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
@@ -170,7 +168,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
             progress(label, (index + done) / len(options.workloads))
 
         advance(0.0)
-        seconds = options.seconds or (3 if options.quick else 20)
+        seconds = options.seconds or (1 if options.quick else 20)
         reads = 0 if options.quick or options.no_compile or device == "cuda" else 4
         rows, note = measure(workload, values, device, seconds, reads, advance)
         for row in rows:
