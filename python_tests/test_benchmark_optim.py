@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import harness, memory
-from benchmarks.cases import amp, optim
+from benchmarks.cases import optim
 from benchmarks.optim_peers import Stranger
 from dltrain_ext import optim as ours
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
         memory, "interleave", lambda *sides, **how: harness.interleave(*sides, **how | {"seconds": 1e-9})
     )
     monkeypatch.setitem(optim.WORKLOADS, "many", lambda options: [(64,)] * 300)
-    monkeypatch.setattr(amp, "QUICK", 2**13)
+    monkeypatch.setattr(optim, "QUICK", 2**13)
 
     def benchmark(*arguments: object) -> tuple[commands.Done, list[dict]]:
         file = tmp_path / "out.json"

@@ -97,7 +97,10 @@ OPTIMIZERS = {
 
 
 def resnet50(quick: bool) -> list[tuple[int, ...]]:
-    """The 161 parameter shapes of ResNet-50 v1 (He et al. 2015, table 1), in the order of the forward pass. Quick: the small."""
+    """The 161 parameter shapes of ResNet-50 v1 (He et al. 2015, table 1), in the order of the forward pass.
+
+    Quick: only those of small tensors.
+    """
     shapes: list[tuple[int, ...]] = []
 
     def convolution(out: int, into: int, size: int) -> None:
