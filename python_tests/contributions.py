@@ -15,7 +15,16 @@ def fitting(codec: str) -> list[str]:
 
 def whole(rank: int, numel: int) -> torch.Tensor:
     """Small integers: any order of summation is exact."""
-    return ((torch.arange(numel) * 7 + rank * 13) % 31 - 15).float()
+    return _periodic((torch.arange(31) * 7 + rank * 13) % 31 - 15, numel)
+
+
+def whole_total(world_size: int, numel: int) -> torch.Tensor:
+    """The sum of those of all ranks."""
+    return _periodic(sum((whole(rank, 31) for rank in range(world_size)), torch.zeros(31)), numel)
+
+
+def _periodic(values: torch.Tensor, numel: int) -> torch.Tensor:
+    return values.float().repeat(numel // len(values) + 1)[:numel].clone()
 
 
 def normal(rank: int, numel: int, step: int = 0) -> torch.Tensor:

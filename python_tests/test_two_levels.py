@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import skip_without_hosts
-from contributions import fitting, normal, same_everywhere, whole
+from contributions import fitting, normal, same_everywhere, whole, whole_total
 from ranks import run_ranks
 from test_benchmark_hosts import run
 from torch import nn
@@ -45,14 +45,13 @@ def check_sums(rank, world_size, per_host):
     flat = comm.Communicator(ranks_per_host=1)
     for algorithm in (*comm.ALGORITHMS, "auto", "butterfly"):
         for numel in (0, 1, world_size - 1, 15, 16 * per_host, 16 * per_host + 1, 1000, 70_001, 2_100_001):
-            total = sum(whole(r, numel) for r in range(world_size))
             tensor = whole(rank, numel)
             communicator.all_reduce(tensor, algorithm=algorithm)
-            assert torch.equal(tensor, total), (algorithm, numel)
+            assert torch.equal(tensor, whole_total(world_size, numel)), (algorithm, numel)
     for dtype in (torch.float16, torch.bfloat16):
         tensor = whole(rank, 1001).to(dtype)
         communicator.all_reduce(tensor)
-        assert torch.equal(tensor.float(), sum(whole(r, 1001) for r in range(world_size)))
+        assert torch.equal(tensor.float(), whole_total(world_size, 1001))
     # In fp32: 256 + 1 + 1 is 258, which halves that are added one after another miss.
     halves = torch.full((100,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     communicator.all_reduce(halves)
@@ -111,13 +110,14 @@ def check_feedback(rank, world_size):
         residual = codecs.zero_residual(torch.empty(numel))
         exact, received = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
         for step in range(steps):
-            exact += sum(normal(r, numel, step).double() for r in range(world_size)) / world_size
             tensor = normal(rank, numel, step)
+            exact += tensor
             communicator.all_reduce(tensor, "avg", algorithm=algorithm, codec=codec, residual=residual)
             received += tensor
         left = residual.double()
-        dist.all_reduce(left)
-        torch.testing.assert_close(received + left, exact, rtol=0, atol=1e-4)
+        for mine in (left, exact):
+            dist.all_reduce(mine)
+        torch.testing.assert_close(received + left, exact / world_size, rtol=0, atol=1e-4)
 
 
 def test_feedback_loses_nothing():
