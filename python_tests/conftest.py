@@ -26,7 +26,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.loadgroup = True  # a worker reads the command line alone
         return
     told = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.usepdb
-    if told or option.collectonly or not config.pluginmanager.hasplugin("xdist"):
+    counts = getattr(option, "cov_source", None)  # pytest-cov has looked before whether there are several processes
+    if told or counts or option.collectonly or not config.pluginmanager.hasplugin("xdist"):
         return
     if option.numprocesses is None and option.dist == "no":
         option.numprocesses, option.dist = min(8, 2 * len(os.sched_getaffinity(0))), "loadgroup"
