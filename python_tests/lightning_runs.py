@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dltrain_ext import optim
 from dltrain_ext.lightning import DDPStrategy, MixedPrecision
 
-STEPS = 4  # an epoch
+STEPS = 4  # an epoch, as test_lightning.py has it
 ADAMW = partial(optim.AdamW, lr=0.01)
 
 
