@@ -9,6 +9,7 @@ path, torch's first random state, and no process group. Who asks for fresh ones 
 """
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -67,16 +68,18 @@ class Process:
 
     def __init__(self) -> None:
         self.connection, theirs = _context.Pipe()
+        self._stacks, stacks = _context.Pipe(duplex=False)
         # Ctrl-C reaches all that a shell has started, and must break neither into the server's start nor into theirs.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with _lock:
                 _context.set_forkserver_preload(_preloaded)
-                self.process = _context.Process(target=_serve, args=(theirs,))
+                self.process = _context.Process(target=_serve, args=(theirs, stacks))
                 self.process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
+        stacks.close()
 
     def begin(self, call: Call) -> None:
         with contextlib.suppress(BrokenPipeError):  # that it has ended comes as an event
@@ -85,6 +88,12 @@ class Process:
     def status(self) -> int | None:
         with _lock:
             return self.process.exitcode
+
+    def stacks(self) -> str:
+        """Where its Python threads are."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        return os.read(self._stacks.fileno(), 1 << 16).decode() if self._stacks.poll(5) else ""
 
     def leave(self, timeout: float | None = None) -> int | None:
         """Its exit status; None where it has not ended by then."""
@@ -108,6 +117,10 @@ class Team:
     @property
     def pids(self) -> list[int]:
         return [each.process.pid or 0 for each in self._processes]
+
+    def stacks(self) -> str:
+        """Where the threads of those are that are busy."""
+        return "\n\n".join(f"{index}:\n{self._processes[index].stacks()}" for index in sorted(self.busy))
 
     def next(self, timeout: float) -> Event | None:
         """What happens next; None where nothing does within so many seconds."""
@@ -167,8 +180,9 @@ def _end() -> None:
 Finalize(None, _end, exitpriority=1)
 
 
-def _serve(caller: Connection) -> None:
+def _serve(caller: Connection, stacks: Connection) -> None:
     """Takes calls, and rests after each when told so, until the last or until the caller is gone."""
+    faulthandler.register(signal.SIGUSR1, stacks)
     global _caller
     _caller = caller
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller answers Ctrl-C, and this process may wait inside of Gloo

@@ -95,7 +95,7 @@ def _call(
     with processes.calling(calls, fresh) as team:
         while waiting := team.busy.difference(dying):
             event = team.next(deadline - time.monotonic())
-            assert event, f"ranks {sorted(waiting)} are not done after {timeout} s"
+            assert event, f"ranks {sorted(waiting)} are not done after {timeout} s:\n{team.stacks()}"
             rank, kind, value = event
             assert kind != "raised", f"rank {rank}:\n{value}"
             if kind == "told":
