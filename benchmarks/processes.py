@@ -169,15 +169,18 @@ def calling(functions: Sequence[Callable[[], Any]], fresh: bool = False) -> Iter
                 process.kill()
 
 
-def _end() -> None:
-    """Those that rest leave as they would, so that what has been counted in them is written."""
-    while _resting:
-        process = _resting.pop()
+def end() -> None:
+    """Has those that rest leave as they would, so that what has been counted in them is written."""
+    leaving = [*_resting]
+    _resting.clear()
+    for process in leaving:
+        process.connection.close()  # of all, who then leave side by side
+    for process in leaving:
         if process.leave(20) is None:
             process.kill()
 
 
-Finalize(None, _end, exitpriority=1)
+Finalize(None, end, exitpriority=1)
 
 
 def _serve(caller: Connection, stacks: Connection) -> None:

@@ -7,6 +7,7 @@ What a test imports itself is found out, what its child processes need is said b
 import functools
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses is None and option.dist == "no":
         option.numprocesses, option.dist = min(8, 2 * len(os.sched_getaffinity(0))), "loadgroup"
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # they share the cores
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop() -> Any:
+    """Ends the ranks that rest before pytest-cov adds up what has been counted."""
+    try:
+        return (yield)
+    finally:
+        if "benchmarks.processes" in sys.modules:
+            sys.modules["benchmarks.processes"].end()
 
 
 class Module(pytest.Module):

@@ -1,7 +1,6 @@
 """How ranks come to the same transport, and NCCL as it is found at run time."""
 
 import importlib.util
-import itertools
 import os
 import subprocess
 import warnings
@@ -18,14 +17,13 @@ from dltrain_ext.comm import connections
 from dltrain_ext.comm.connections import Connections
 
 ROOT = Path(__file__).parents[1]
-NUMBERS = itertools.count()
 
 
 class Broken(RuntimeError):
     pass
 
 
-def made(monkey, rank, *, version=lambda rank: "2.28.9", connects=lambda rank: True, transport="auto"):
+def made(monkey, rank, name, *, version=lambda rank: "2.28.9", connects=lambda rank: True, transport="auto"):
     """Connections on which NCCL answers as told, and Gloo stands for both kinds of connections that need a GPU."""
 
     def nccl_version():
@@ -51,7 +49,7 @@ def made(monkey, rank, *, version=lambda rank: "2.28.9", connects=lambda rank: T
     monkey.setattr(_ops, "Level", Level)
     monkey.setattr(_ops, "Communicator", lambda across, inside, control, ranks, device, *timeouts: (across, inside))
     monkey.setattr(dist, "ProcessGroupNCCL", lambda store, rank, size, timeout: "a backend", raising=False)
-    store = dist.PrefixStore(f"test {next(NUMBERS)}", dist.group.WORLD.get_group_store())
+    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
     ranks = list(range(dist.get_world_size()))
     made = Connections(store, ranks, timedelta(seconds=20), transport, 2, timedelta(seconds=5))
     return made.connect(torch.device("cuda", rank))
@@ -80,14 +78,14 @@ def check_agreement(rank, world_size, case):
     with pytest.MonkeyPatch.context() as monkey, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         connections.tell_once.cache_clear()
-        for _ in range(2):
-            assert made(monkey, rank, **given) == (expected, expected)
+        for name in ("first", "second"):
+            assert made(monkey, rank, name, **given) == (expected, expected)
     told = [str(warning.message) for warning in caught if "dltrain_ext" in str(warning.message)]
     assert len(told) == (reason is not None) and all(reason in text for text in told)
     if reason:
         wanted = pytest.raises(dist.DistBackendError, match=f"transport: nccl cannot be had: .*{reason}")
         with pytest.MonkeyPatch.context() as monkey, wanted:
-            made(monkey, rank, **given, transport="nccl")
+            made(monkey, rank, "wanted", **given, transport="nccl")
 
 
 @pytest.mark.parametrize("case", ["all have it", "one has none", "one is too old", "one fails", "not wanted"])
