@@ -13,10 +13,11 @@ from dltrain_ext.ddp.feedback import Feedback
 from dltrain_ext.ddp.parameters import Parameters, check_parameters
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """One of DDP's, as it was seen last."""
 
+    index: int
     parameters: list[Tensor]
     codec: str
     numel: int
@@ -36,7 +37,7 @@ class Bucket:
 
 
 class Buckets:
-    """Those of the latest backward pass.
+    """Those of the latest backward pass. DDP reduces them by index, and may be told to skip those that are unused.
 
     Args:
         parameters: the model's.
@@ -55,10 +56,16 @@ class Buckets:
     ):
         self.parameters = parameters
         self.feedback = feedback
-        self.all: list[Bucket] = []
+        self.reduced: list[Bucket] = []  # in this pass so far, by index
+        self._laid: dict[int, Bucket] = {}
         self._min_compress_numel = min_compress_numel
         self._with_squares = with_squares
-        self._order: Tensor | None = None  # of the parameters' numbers, while the buckets stay as they are
+        # How the parameters of these buckets are sorted by number, while the buckets stay as they are.
+        self._orders: dict[tuple[int, ...], Tensor] = {}
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.reduced = []
 
     def find(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Bucket:
         """The bucket as it was, or laid out anew; after the last one of a pass there are no others.
@@ -66,13 +73,18 @@ class Buckets:
         by_parameter: what becomes of a gradient must not depend on what else is in its bucket.
         """
         index = bucket.index()
-        if index >= len(self.all) or not self.all[index].is_like(bucket, codec):
-            self.all[index : index + 1] = [self._lay(bucket, codec, by_parameter)]
-            self._order = None
-        if bucket.is_last() and index + 1 < len(self.all):
-            del self.all[index + 1 :]
-            self._order = None
-        return self.all[index]
+        found = self._laid.get(index)
+        if found is None or not found.is_like(bucket, codec):
+            found = self._laid[index] = self._lay(bucket, codec, by_parameter)
+            self._orders.clear()
+        if bucket.is_last():
+            self._laid = {i: laid for i, laid in self._laid.items() if i <= index}
+        self.reduced.append(found)
+        return found
+
+    def skipped(self) -> list[Bucket]:
+        """Those of earlier passes that the latest one has not reduced."""
+        return [bucket for bucket in self._laid.values() if bucket not in self.reduced]
 
     def _codec_of(self, parameter: Tensor, codec: str) -> str:
         return "raw" if parameter.dim() <= 1 or parameter.numel() < self._min_compress_numel else codec
@@ -100,6 +112,7 @@ class Buckets:
         )
         message_bytes = sum(_ops.find_codec(name).bytes(p.numel()) for p, name in zip(parameters, codecs, strict=True))
         return Bucket(
+            bucket.index(),
             parameters,
             codec,
             buffer.numel(),
@@ -110,29 +123,38 @@ class Buckets:
         )
 
     def absent(self) -> list[str]:
-        """The named parameters that are in no bucket."""
-        if self.parameters.names is None or sum(len(b.parameters) for b in self.all) == len(self.parameters.names):
+        """The named parameters that have a gradient and are in no bucket."""
+        names = self.parameters.names
+        if names is None or sum(len(bucket.parameters) for bucket in self._laid.values()) == len(names):
             return []
-        present = {p for bucket in self.all for p in bucket.parameters}
-        return [name for name, p in self.parameters.names.items() if p not in present]
+        present = {p for bucket in self._laid.values() for p in bucket.parameters}
+        return [name for name, p in names.items() if p not in present and p.grad is not None]
 
     def sum_squares(self) -> Tensor:
-        """Of all gradients as they were averaged last: one float64 number, on the device of the first bucket.
+        """Of the gradients that the latest pass has averaged: one float64 number, on the device of its first bucket.
 
         Added parameter by parameter in the model's order, so that it has the same bits whatever the buckets.
         """
-        found = [bucket.squares for bucket in self.all if bucket.squares is not None]
+        found = [bucket.squares for bucket in self.reduced if bucket.squares is not None]
         device = found[0].device
         squares = torch.cat([numbers.to(device, non_blocking=True) for numbers in found])
-        if self._order is None:
-            numbers = [self.parameters.number(p) for bucket in self.all for p in bucket.parameters]
-            self._order = torch.tensor(numbers).argsort().to(device, non_blocking=True)
-        return squares[self._order].sum()
+        indices = tuple(bucket.index for bucket in self.reduced)
+        if indices not in self._orders:
+            numbers = [self.parameters.number(p) for bucket in self.reduced for p in bucket.parameters]
+            self._orders[indices] = torch.tensor(numbers).argsort().to(device, non_blocking=True)
+        return squares[self._orders[indices]].sum()
+
+    def sum_left_squares(self) -> Tensor | None:
+        """Of the gradients that skipped buckets still have from before; None where there are none, as a rule."""
+        left = [p.grad for bucket in self.skipped() for p in bucket.parameters if p.grad is not None]
+        if not left:
+            return None
+        return torch.stack([gradient.double().square().sum() for gradient in left]).sum()
 
     def stats(self, scale: float) -> list[dict[str, Any]]:
         """See AllReduceState.stats. Waits for the device."""
         found = []
-        for bucket in self.all:
+        for bucket in self.reduced:
             stats = bucket.handle.stats()
             calls = int(stats["calls"])
             on_cpu = bucket.parameters[0].device.type == "cpu"

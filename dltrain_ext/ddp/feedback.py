@@ -1,6 +1,6 @@
 """Error feedback: what has been lost, and how a step that is skipped leaves no trace in it."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 import torch
@@ -48,6 +48,14 @@ class Feedback(Generic[Part]):
         if not self.twofold:
             return views[0]
         return torch.where(self._swapped_on(views[0].device).bool(), views[1], views[0])
+
+    def keep(self, parts: Iterable[Part]) -> None:
+        """What the latest step has not reached stays as it is, whether that step holds or not."""
+        for part in parts:
+            lost = self.of(part)
+            for view in self._views.get(part, ()):
+                if lost is not None and self.twofold:
+                    view.copy_(lost)
 
     def settle(self, is_finite: Tensor) -> None:
         """What the latest step has written holds, if that is not skipped."""

@@ -2,13 +2,16 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import check_number
@@ -16,6 +19,7 @@ from dltrain_ext.amp import GradStats
 from dltrain_ext.codecs.arguments import dtype_of_feedback, is_stochastic
 from dltrain_ext.comm import Communicator, Tuning
 from dltrain_ext.comm.arguments import check_names
+from dltrain_ext.comm.groups import group_of
 from dltrain_ext.ddp import checkpoint
 from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.feedback import Feedback
@@ -98,13 +102,12 @@ class AllReduceState:
         if error_feedback and codec != "auto":
             _ops.check_feedback(codec, stochastic, "error_feedback: expected False")
         parameters = Parameters(named_parameters)
-        self.communicator = Communicator(
-            process_group, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
+        self._connect = partial(
+            Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
+        self._join(group_of(process_group))
         if codec == "auto":
             algorithm, codec = self.communicator.codec_for(_BUCKET, algorithm)
-        group = dist.group.WORLD if process_group is None else process_group
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self.codec, self.algorithm, self.scaler = codec, algorithm, scaler
         self.min_compress_numel, self.warmup_steps = min_compress_numel, warmup_steps
         self.seed = seed
@@ -113,8 +116,25 @@ class AllReduceState:
         self._parameters = parameters
         self._unsettled = False  # whether feedback has been written since its latest verdict
         self._feedback_dtype = dtype if error_feedback else None
-        self._last: torch.futures.Future[Tensor] | None = None  # of the latest pass, if all its buckets have come
+        self._last: torch.futures.Future[Tensor] | None = None  # of the latest bucket
+        self._task = -1  # of autograd's, that the latest pass was
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._forget()
+
+    def _join(self, group: dist.ProcessGroup) -> None:
+        self.communicator = self._connect(group)
+        self._group = group
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def watch(self, model: DistributedDataParallel) -> None:
+        """Goes by what DDP does not tell a hook: whether buckets are skipped, and that the model has another group."""
+        self._model = weakref.ref(model)
+
+    def _follow(self) -> None:
+        """Into the model's group, where that has been exchanged."""
+        model = self._model()
+        if model is not None and model.process_group is not self._group:
+            self._join(model.process_group)
 
     @property
     def _is_scaled(self) -> bool:
@@ -152,9 +172,11 @@ class AllReduceState:
                 "leave torch._dynamo.config.optimize_ddp at its default; where it comes from FSDP, use fully_shard "
                 "and dltrain_ext.fsdp.register"
             )
-        if bucket.index() == 0:
+        if self._begins(bucket):
             self._settle()
-            self._last = None
+            self._buckets.begin()
+            self._task = torch._C._current_graph_task_id()
+            self._follow()
             self.steps += 1
         is_plain = self._world_size == 1 or self.steps <= self.warmup_steps
         codec = "raw" if is_plain else self.codec
@@ -178,17 +200,30 @@ class AllReduceState:
             seed=self.seed,
             step=self.steps % 2**32,
         )
-        if bucket.is_last():
-            self._last = future
+        self._last = future
         return future
 
+    def _begins(self, bucket: dist.GradBucket) -> bool:
+        """Whether a backward pass begins with this bucket. Indices rise within a pass; where DDP skips some, the next
+        pass may begin above them."""
+        reduced = self._buckets.reduced
+        if not reduced or bucket.index() <= reduced[-1].index:
+            return True
+        task, model = torch._C._current_graph_task_id(), self._model()
+        return getattr(model, "skip_all_reduce_unused_params", False) and task != self._task
+
     def _settle(self) -> None:
-        """Decides whether what the latest backward pass has lost counts, if it is over. No host waits for it."""
+        """Decides whether what the latest backward pass has lost counts; between passes. No host waits for it."""
         if self._last is None or not self._last.done():
             return
         if self._unsettled and self._feedback is not None and self._feedback.twofold:
+            self._feedback.keep([p for bucket in self._buckets.skipped() for p in bucket.parameters])
             self._feedback.settle(torch.isfinite(self._buckets.sum_squares()))
         self._unsettled = False
+
+    def _settle_after_backward(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._settle()
 
     def _loss_scale(self, device: torch.device) -> Tensor | None:
         if self.scaler is None or not self._is_scaled:
@@ -201,7 +236,8 @@ class AllReduceState:
     @property
     def grad_stats(self) -> GradStats:
         """The sum of squares of all averaged gradients of the latest backward pass, found while they were reduced:
-        what ``LossScaler.step`` takes, to spare a pass over them.
+        what ``LossScaler.step`` takes, to spare a pass over them. Where DDP has skipped unused parameters, gradients
+        that these still have count too.
 
         It holds for gradients as DDP left them: who changes ``.grad`` since, by clipping or unscaling, say, or whose
         optimizer has other parameters than the DDP model, must not hand it over. A float64 number on the device of the
@@ -212,14 +248,15 @@ class AllReduceState:
         """
         if self.scaler is None:
             raise RuntimeError("grad_stats: expected a state that was given the scaler, whose step these are for")
-        if not self._buckets.all:
+        if not self._buckets.reduced:
             raise RuntimeError("grad_stats: expected a backward pass first")
         if absent := self._buckets.absent():
             raise RuntimeError(
                 f"grad_stats: expected all parameters in DDP's buckets, got none of {', '.join(absent)}, which DDP was "
                 "told to ignore or to delay, or were frozen when it was made; step without grad_stats"
             )
-        return GradStats(self._buckets.sum_squares())
+        squares, left = self._buckets.sum_squares(), self._buckets.sum_left_squares()
+        return GradStats(squares if left is None else squares + left.to(squares.device, non_blocking=True))
 
     def stats(self) -> dict[str, Any]:
         """What has been sent, and where the time went.
@@ -236,14 +273,14 @@ class AllReduceState:
             and times on CUDA, where calls only enqueue and ``torch.profiler`` shows them. Waits for the device.
         """
         counted = self.communicator.stats()
-        self._settle()
+        self._settle_after_backward()
         per_bucket = self._buckets.stats(1.0 if self.scaler is None else self.scaler.get_scale())
         busy = [bucket["busy"] for bucket in per_bucket]
         hidden = None
         if busy and None not in busy and (total := math.fsum(busy)) > 0:
             hidden = max(0.0, 1 - per_bucket[-1]["late"] / total)
-        sent = sum(bucket.message_bytes for bucket in self._buckets.all)
-        numel = sum(p.numel() for bucket in self._buckets.all for p in bucket.parameters)
+        sent = sum(bucket.message_bytes for bucket in self._buckets.reduced)
+        numel = sum(p.numel() for bucket in self._buckets.reduced for p in bucket.parameters)
         return {
             "buckets": counted.pop("calls"),
             **counted,
@@ -268,7 +305,7 @@ class AllReduceState:
             ValueError: the parameters' names are not known.
         """
         named = self._parameters.named()
-        self._settle()
+        self._settle_after_backward()
         if saved_by is None:
             saved_by = self._world_size
         if type(saved_by) is not int or saved_by < 1:

@@ -1,0 +1,123 @@
+"""Where a backward pass begins and what belongs to it: DDP that skips buckets, and DDP whose group is exchanged."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from contributions import same_everywhere
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import ddp, optim
+from dltrain_ext.amp import LossScaler
+
+BRANCHES = 4
+
+
+class Branches(nn.Module):
+    """Each a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(BRANCHES))
+
+    def forward(self, x, used):
+        return sum(self.branches[i](x).tanh() for i in used)
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return DistributedDataParallel(
+        Branches(),
+        bucket_cap_mb=0.01,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        **options,
+    )
+
+
+def batch(rank, number):
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def used_alone(skips, rank, world_size, passes, bad=()):
+    """The weights and what has been lost, after training in which pass i uses the branches passes[i], where the
+    buckets of the others are skipped or not."""
+    model, scaler = make(), LossScaler("cpu", init_scale=16.0)
+    if not skips:  # all of the gradients are reduced
+        model = DistributedDataParallel(model.module, bucket_cap_mb=0.01, find_unused_parameters=True)
+    state = ddp.register(model, codec="int8", scaler=scaler, warmup_steps=1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    for number, used in enumerate(passes):
+        optimizer.zero_grad()
+        loss = model(batch(rank, number), used).square().sum()
+        scaler.scale(loss * (math.inf if number in bad else 1)).backward()
+        unscaled = [p.grad / scaler.get_scale() for p in model.parameters() if p.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in unscaled))
+        scaler.step(optimizer, max_norm=1.0, grad_stats=state.grad_stats)
+        scaler.update()
+        assert state.steps == number + 1
+        if number not in bad:
+            assert scaler.total_norm.item() == pytest.approx(norm, rel=1e-6)
+    assert scaler.skipped_steps == len(bad)
+    assert all(same_everywhere(p.detach()) for p in model.parameters())
+    (residuals,) = state.state_dict()["feedback"].values()
+    return [p.detach() for p in model.parameters()], [*residuals.values()]
+
+
+PASSES = {
+    "the first and the last ones never": [(1, 2)] * 6,
+    "the first one later": [(1, 2, 3), (1, 2, 3), (1, 2), (1, 2), (0, 1), (1, 2, 3)],
+    "one after the other": [(3,), (2,), (1,), (0,), (3,), (2,)],
+    "one before the other": [(0,), (1,), (2,), (3,), (0,), (1,)],
+}
+
+
+def check_skipped_buckets(rank, world_size, passes):
+    for bad in ((), (2, 3)):
+        runs = [used_alone(skips, rank, world_size, passes, bad) for skips in (True, False)]
+        for found, expected in zip(*(weights for weights, _ in runs), strict=True):
+            assert torch.equal(found, expected)
+        for found, expected in zip(*(lost for _, lost in runs), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
+def test_skipped_buckets_are_as_if_they_were_zero(passes):
+    run_ranks(2, check_skipped_buckets, passes)
+
+
+def check_gradients_from_before(rank, world_size):
+    model = make()
+    state = ddp.register(model, codec="raw", scaler=LossScaler(enabled=False))
+    for number, used in enumerate([(0, 1), (1, 2)]):  # gradients add up
+        model(batch(rank, number), used).square().sum().backward()
+    exact = math.fsum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    assert state.grad_stats.sum_squares.item() == pytest.approx(exact, rel=1e-6)
+
+
+def test_gradients_from_before_count_in_skipped_buckets():
+    run_ranks(2, check_gradients_from_before)
+
+
+def check_exchanged_group(rank, world_size):
+    pair, single = dist.new_group([0, 1]), dist.new_group([2])
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    state = ddp.register(model, codec="raw")
+    group, ranks = (pair, [0, 1]) if rank < 2 else (single, [2])
+    for members in ([0, 1, 2], ranks, ranks):
+        if members == ranks:
+            model._update_process_group(group)
+        model.zero_grad()
+        model(torch.full((1, 64), float(rank + 1))).sum().backward()
+        mean = sum(r + 1 for r in members) / len(members)
+        torch.testing.assert_close(model.module.weight.grad, torch.full((64, 64), mean))
+        assert state.state_dict()["world_size"] == len(members)
+    assert state.communicator.stats()["calls"] == 2
+
+
+def test_the_group_of_the_model_is_followed():
+    run_ranks(3, check_exchanged_group)
