@@ -290,6 +290,9 @@ def _check_saved(state_dict: Mapping[str, Any]) -> None:
         value = state_dict.get(name)
         if not isinstance(value, float) and not (isinstance(value, int) and -(2**63) <= value < 2**63):
             raise ValueError(f"state_dict: expected a number as its {name}, got {value!r}")
+    for name, least, bound in (("scale", 0, math.inf), ("growth_factor", 1, math.inf), ("backoff_factor", 0, 1)):
+        if not least < state_dict[name] < bound:
+            raise ValueError(f"state_dict: expected {least} < {name} < {bound}, got {state_dict[name]!r}")
     for name in ("growth_interval", "_growth_tracker", "skipped_steps", "_overflows"):
         value = state_dict.get(name, 0)
         if not isinstance(value, int) or not 0 <= value < 2**31:

@@ -1,5 +1,8 @@
 """optim.AdamW: what is refused, by which name, and corners of values and types."""
 
+import copy
+import math
+
 import pytest
 import torch
 from optimizers import ATOL, RTOL, Pair, assert_same, give_grads, make_params
@@ -159,3 +162,28 @@ def test_constructor_errors():
     with pytest.raises(ValueError, match="params: expected each parameter once"):
         optim.AdamW([params[0], params[0]])
     assert isinstance(optim.AdamW(params), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize(
+    ("match", "spoil"),
+    [
+        (r"state\['step'\]: expected a number >= 0, got -1", lambda entry, _: entry["step"].fill_(-1)),
+        (r"state\['step'\]: expected a number >= 0, got nan", lambda entry, _: entry["step"].fill_(math.nan)),
+        (r"state\['exp_avg_sq'\]: expected no number below 0, got -2", lambda entry, _: entry["exp_avg_sq"].fill_(-2)),
+        (r"max_exp_avg_sq'\]: expected no number below 0", lambda entry, _: entry["max_exp_avg_sq"][1].fill_(-1)),
+        ("lr: expected a finite number, got nan", lambda _, group: group.update(lr=math.nan)),
+        ("eps: expected a finite number, got inf", lambda _, group: group.update(eps=math.inf)),
+        ("betas: expected two numbers >= 0 and < 1", lambda _, group: group.update(betas=(1.0, 0.9))),
+    ],
+)
+def test_what_no_step_has_made_is_not_loaded(match, spoil, device):
+    params = make_params([(3,)], device)
+    optimizer = optim.AdamW(params, amsgrad=True)
+    give_grads(params, 0)
+    optimizer.step()
+    before, spoilt = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    spoil(spoilt["state"][0], spoilt["param_groups"][0])
+    with pytest.raises(ValueError, match=match):
+        optimizer.load_state_dict(spoilt)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    assert_same(optimizer.state[params[0]].values(), before["state"][0].values())

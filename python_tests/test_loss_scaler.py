@@ -1,6 +1,7 @@
 """LossScaler: scales, skipped steps, clipping and statistics, beside torch's GradScaler written out by hand."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -246,6 +247,16 @@ def test_what_a_state_of_torchs_lacks_stays(device):
     scaler.load_state_dict(GradScaler(device, init_scale=32.0).state_dict())
     assert scaler.state_dict() == {**before, "scale": 32.0}
     assert scaler.skipped_steps == 2
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_scale_that_no_step_has_made_is_not_loaded(scale, device):
+    scaler = LossScaler(device, init_scale=8.0)
+    before = scaler.state_dict()
+    for state in ({**before, "scale": scale}, {**before, "growth_factor": 0.5}, {**before, "backoff_factor": 1.0}):
+        with pytest.raises(ValueError, match="state_dict: expected 0 < scale|1 < growth_factor|0 < backoff_factor < 1"):
+            scaler.load_state_dict(state)
+        assert scaler.state_dict() == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), "state_dict"])

@@ -66,6 +66,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
             master_weights=master_weights,
         )
 
+    _nonnegative = ("exp_avg_sq", "max_exp_avg_sq")
+
     def _make_fused(self) -> _ops.AdamWGroup:
         return _ops.AdamWGroup()
 
@@ -75,9 +77,12 @@ class AdamW(FusedStep, torch.optim.AdamW):
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         betas: Any = group.get("betas")
         _check_betas(betas)
+        beta1, beta2 = (as_number(beta, "betas") for beta in betas)
+        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+            raise ValueError(f"betas: expected two numbers >= 0 and < 1, got {betas!r}")
         return {
-            "beta1": as_number(betas[0], "betas"),
-            "beta2": as_number(betas[1], "betas"),
+            "beta1": beta1,
+            "beta2": beta2,
             "eps": number_of(group, "eps"),
             "weight_decay": number_of(group, "weight_decay"),
         }

@@ -1,6 +1,7 @@
 """What our optimizers share: torch's manners around a step that one call makes for a whole parameter group."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number
-from dltrain_ext.optim.shards import Shards, any_sharded
+from dltrain_ext.optim.shards import Shards, any_sharded, local
 
 ALIGNMENT = 16  # elements: a cache line
 MASTER = "master_param"
@@ -28,6 +29,12 @@ def _check_iterable(params: Any) -> None:
         raise TypeError(f"params: expected an iterable of tensors or of groups, got {type(params).__name__}")
 
 
+def _check_finite(numbers: Mapping[str, float]) -> None:
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{name}: expected a finite number, got {number}")
+
+
 def _is_on_cuda(lr: Any) -> bool:
     return isinstance(lr, Tensor) and lr.is_cuda
 
@@ -43,6 +50,7 @@ class FusedStep(torch.optim.Optimizer):
     judge: Judge | None = None
     """Who judges the next step's gradients; else a GradScaler's ``grad_scale`` and ``found_inf`` attributes do."""
     _shards: Shards | None = None  # during a step of DTensors
+    _nonnegative: Sequence[str] = ()  # tensors of the state
     _given: dict[str, Any] = {}  # defaults beside those of torch's optimizer
 
     def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
@@ -78,8 +86,9 @@ class FusedStep(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             for group in self.param_groups:
                 self._check_group(group)
-            if not all(isinstance(entry, dict) for entry in self.state.values()):
-                raise TypeError("state: expected a dict for each parameter")
+                _check_finite({"lr": number_of(group, "lr"), **self._hyper(group)})
+            for entry in self.state.values():
+                self._check_entry(entry)
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             self.state, self.param_groups = before
             raise ValueError(
@@ -89,6 +98,18 @@ class FusedStep(torch.optim.Optimizer):
         finally:
             hook.remove()
             del self._loading
+
+    def _check_entry(self, entry: Any) -> None:
+        """Raises TypeError, ValueError naming what no step could have made."""
+        if not isinstance(entry, dict):
+            raise TypeError(f"state: expected a dict for each parameter, got {type(entry).__name__}")
+        for name in self._nonnegative:
+            value = local(entry.get(name))
+            if isinstance(value, Tensor) and value.numel() and not value.is_meta and bool(value.min() < 0):
+                raise ValueError(f"state[{name!r}]: expected no number below 0, got {float(value.min()):g}")
+        step = as_number(entry.get("step", 0), "state['step']")
+        if not 0 <= step < math.inf:
+            raise ValueError(f"state['step']: expected a number >= 0, got {step:g}")
 
     def _load_as_saved(self, state_dict: dict[str, Any]) -> None:
         """Torch has cast moments and masters to the type of their parameter by now."""

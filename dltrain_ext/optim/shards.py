@@ -59,18 +59,18 @@ class Shards:
                 part, across = (self._enter(p), _groups_of(p)) if any_sharded([p]) else (p, ())
                 by_groups.setdefault(across, []).append(part)
                 if p in state:
-                    self.state[part] = {name: _local(value) for name, value in state[p].items()}
+                    self.state[part] = {name: local(value) for name, value in state[p].items()}
             for across, params in by_groups.items():
                 self.groups.append({**group, "params": params})
                 self._across.append(across)
 
     def _enter(self, p: "DTensor") -> Tensor:
-        part: Tensor = _local(p)
+        part: Tensor = local(p)
         self._whole[part] = p
         grad: Any = p.grad
         if grad is not None and grad.placements != p.placements:  # of tensor parallelism, yet to be summed, say
             grad = grad.redistribute(placements=p.placements)
-        part.grad = _local(grad)
+        part.grad = local(grad)
         return part
 
     def leave(self, state: dict[Tensor, dict[str, Any]]) -> None:
@@ -79,7 +79,7 @@ class Shards:
             p = self._whole.get(part)
             own = state[part if p is None else p]
             for name, value in entry.items():
-                if name not in own or _local(own[name]) is not value:
+                if name not in own or local(own[name]) is not value:
                     own[name] = value if p is None or name == "step" else _like(p, value)
         for part in self._whole:
             part.grad = None
@@ -100,7 +100,7 @@ class Shards:
         return sums
 
 
-def _local(value: Any) -> Any:
+def local(value: Any) -> Any:
     """The part on this rank, the same object each time; what is no DTensor, itself."""
     return value.to_local() if any_sharded([value]) else value
 
