@@ -5,7 +5,6 @@ import ctypes
 import io
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -27,9 +26,9 @@ from dltrain_ext import _C  # noqa: E402
 processes.preload("pytest")
 
 
-def _rank(body: Callable, rank: int, world_size: int, where: str | int, args: tuple) -> Any:
+def _rank(body: Callable, rank: int, world_size: int, where: str, hosted: bool, args: tuple) -> Any:
     _count_at_end()
-    join_group(where, rank, world_size)
+    join_group(where, rank, world_size, hosted)
     return body(rank, world_size, *args)
 
 
@@ -40,19 +39,18 @@ def _count_at_end() -> None:
         Finalize(None, library.__gcov_dump, exitpriority=0)
 
 
-def join_group(where: str | int, rank: int, world_size: int) -> None:
-    """Makes the default group: where is the file of its store, or the port of one that rank 0 is the host of."""
-    store: dist.Store
-    if isinstance(where, int):
-        store = dist.TCPStore("127.0.0.1", where, world_size, is_master=rank == 0)
-    else:
-        store = dist.FileStore(where, world_size)
+def join_group(where: str, rank: int, world_size: int, hosted: bool = False) -> None:
+    """Makes the default group, whose store is that file, or where it is hosted one that rank 0 is the host of."""
+    store: dist.Store = dist.FileStore(where, world_size)
+    if hosted:
+        name = "the host's port"
+        if rank == 0:
+            host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set(name, str(host.port))
+        else:
+            host = dist.TCPStore("127.0.0.1", int(store.get(name)), is_master=False)
+        store = host
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def ready() -> None:
@@ -66,20 +64,20 @@ def run_ranks(
     *args: Any,
     dying: tuple[int, ...] = (),
     timeout: float = 300,
-    port: int | None = None,
+    hosted: bool = False,
     when_ready: Callable[[list[int]], None] | None = None,
     fresh: bool = False,
 ) -> list[Any]:
     """Calls ``body(rank, world_size, *args)`` on every rank and returns what each returned (None for the ``dying``).
 
-    Fails when a rank raises, hangs or leaves with an exit status other than 0. With a port the store is on rank 0;
+    Fails when a rank raises, hangs or leaves with an exit status other than 0. Hosted: the store is on rank 0;
     ``when_ready`` is called, with the ranks' process ids, when each has said that it is ready. For a body that leaves
     traces in its process the ranks are to be fresh.
     """
     with tempfile.TemporaryDirectory() as folder:
-        where = str(Path(folder, "store")) if port is None else port
-        calls = [partial(_rank, body, rank, world_size, where, args) for rank in range(world_size)]
-        return _call(calls, dying, timeout, when_ready, bool(fresh or dying or port or when_ready))
+        where = str(Path(folder, "store"))
+        calls = [partial(_rank, body, rank, world_size, where, hosted, args) for rank in range(world_size)]
+        return _call(calls, dying, timeout, when_ready, bool(fresh or dying or hosted or when_ready))
 
 
 def _call(

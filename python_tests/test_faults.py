@@ -19,7 +19,8 @@ from dltrain_ext import comm, ddp
 DEADLINE = timedelta(seconds=2)  # where it has to pass
 FAR = timedelta(seconds=60)  # where it has not
 SLACK = 20.0  # seconds that a loaded machine may add
-LIVING = {"answer_timeout": timedelta(seconds=30)}  # who lives answers at last, whatever the load
+SILENCE = timedelta(seconds=3)  # who lives answers by then, on a loaded machine too
+LIVING = {"answer_timeout": timedelta(seconds=30)}  # at last, whatever the load
 # Where the call had begun when the verdict came; who hears of it before is told at the next call.
 IN_A_CALL = (
     r"all_reduce with {algorithm} on rank {rank} in a group of {world_size}: waiting for rank \d+ "
@@ -40,7 +41,7 @@ def deadline_for(how):
 
 def survive(rank, world_size, algorithm, how, async_op):
     """Returns the error and the seconds it took; rank 1 dies after two all-reduces."""
-    communicator = comm.Communicator(timeout=deadline_for(how))
+    communicator = comm.Communicator(timeout=deadline_for(how), answer_timeout=SILENCE)
     tensor = torch.ones(300_000)
     for _ in range(2):
         communicator.all_reduce(tensor, "avg", algorithm=algorithm)
