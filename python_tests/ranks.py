@@ -6,7 +6,6 @@ import io
 import os
 import runpy
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,9 +25,10 @@ from dltrain_ext import _C  # noqa: E402
 processes.preload("pytest")
 
 
-def _rank(body: Callable, rank: int, world_size: int, where: str, hosted: bool, args: tuple) -> Any:
+def _rank(body: Callable, rank: int, world_size: int, port: int, hosted: bool, args: tuple) -> Any:
     _count_at_end()
-    join_group(where, rank, world_size, hosted)
+    store: dist.Store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    join_group(store_of_first(store, rank) if hosted else store, rank, world_size)
     return body(rank, world_size, *args)
 
 
@@ -39,18 +39,19 @@ def _count_at_end() -> None:
         Finalize(None, library.__gcov_dump, exitpriority=0)
 
 
-def join_group(where: str, rank: int, world_size: int, hosted: bool = False) -> None:
-    """Makes the default group, whose store is that file, or where it is hosted one that rank 0 is the host of."""
-    store: dist.Store = dist.FileStore(where, world_size)
-    if hosted:
-        name = "the host's port"
-        if rank == 0:
-            host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            store.set(name, str(host.port))
-        else:
-            host = dist.TCPStore("127.0.0.1", int(store.get(name)), is_master=False)
-        store = host
+def join_group(store: dist.Store, rank: int, world_size: int) -> None:
+    """Makes the default group."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
+
+
+def store_of_first(store: dist.Store, rank: int) -> dist.Store:
+    """One that rank 0 is the host of, and says so in the other."""
+    name = "port of the store of rank 0"
+    if rank > 0:
+        return dist.TCPStore("127.0.0.1", int(store.get(name)), is_master=False)
+    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set(name, str(own.port))
+    return own
 
 
 def ready() -> None:
@@ -74,10 +75,10 @@ def run_ranks(
     ``when_ready`` is called, with the ranks' process ids, when each has said that it is ready. For a body that leaves
     traces in its process the ranks are to be fresh.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        where = str(Path(folder, "store"))
-        calls = [partial(_rank, body, rank, world_size, where, hosted, args) for rank in range(world_size)]
-        return _call(calls, dying, timeout, when_ready, bool(fresh or dying or hosted or when_ready))
+    # Not a file: a FileStore whose folder goes before it does waits for its timeout, and then ends the process.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    calls = [partial(_rank, body, rank, world_size, store.port, hosted, args) for rank in range(world_size)]
+    return _call(calls, dying, timeout, when_ready, bool(fresh or dying or hosted or when_ready))
 
 
 def _call(

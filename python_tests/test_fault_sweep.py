@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from commands import skip_without_hosts
 from contributions import LOSSY, fitting
-from ranks import ROOT, join_group, ready, run_ranks
+from ranks import ROOT, join_group, ready, run_ranks, store_of_first
 
 from benchmarks import hosts
 from dltrain_ext import comm
@@ -141,7 +141,10 @@ def go_on(rank, world_size, how, victim, where, hosted):
     dist.destroy_process_group()
 
     survivors = [each for each in range(world_size) if each != victim]
-    join_group(where, survivors.index(rank), len(survivors), hosted)
+    store: dist.Store = dist.FileStore(where, len(survivors))
+    if hosted:
+        store = store_of_first(store, survivors.index(rank))
+    join_group(store, survivors.index(rank), len(survivors))
     communicator = comm.Communicator(timeout=FAR)
     for algorithm in comm.ALGORITHMS:
         reduce(communicator, survivors.index(rank), len(survivors), algorithm, "raw", 1000, 3, 2)

@@ -112,7 +112,10 @@ class Connections:
     def _over_nccl(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
         if rank == 0:
             store.set("id", _ops.nccl_unique_id().hex())
-        store.wait(["id"], self._patience)
+        try:
+            store.wait(["id"], self._patience)
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {ranks[0]} has given no id of a communicator in {self._patience}") from error
         unique_id = bytes.fromhex(store.get("id").decode())
         return _ops.Level.over_nccl(unique_id, rank, device, ranks, self._patience.total_seconds())
 
