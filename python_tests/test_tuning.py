@@ -153,6 +153,16 @@ def test_auto_goes_by_a_saved_tuning(tmp_path):
     assert run_ranks(2, go_by_a_tuning, path) == [pytest.approx(sizes, rel=0.05)] * 2
 
 
+def test_a_tuning_of_sign_alone_has_no_codec_for_auto():
+    with pytest.raises(ValueError, match="codec: expected one by its name where the tuning holds sign alone"):
+        table(sign=1.0).codec_for(1 << 20)
+
+
+def test_a_folder_is_no_tuning(tmp_path):
+    with pytest.raises(ValueError, match=f"tuning: expected the path of a file, got the folder {tmp_path}"):
+        comm.Tuning.load(tmp_path)
+
+
 def obey_the_environment(rank, world_size, path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLTRAIN_TUNING", str(path))
@@ -168,7 +178,8 @@ def obey_the_environment(rank, world_size, path):
         for name, value, match in (
             ("ALGORITHM", "rign", "DLTRAIN_ALGORITHM: algorithm: expected one of"),
             ("ALGORITHM", "auto", "DLTRAIN_ALGORITHM: expected a plan's name, got 'auto'"),
-            ("SEGMENTS", "0", "DLTRAIN_SEGMENTS: expected a number of at least 1, got '0'"),
+            ("SEGMENTS", "0", "DLTRAIN_SEGMENTS: expected a number of 1 to 65535, got '0'"),
+            ("SEGMENTS", "9" * 5000, f"DLTRAIN_SEGMENTS: expected a number of 1 to 65535, got '{'9' * 20}'"),
             ("TUNING", "/nowhere", "DLTRAIN_TUNING=/nowhere"),
         ):
             with pytest.MonkeyPatch.context() as wrong, pytest.raises(ValueError, match=match):

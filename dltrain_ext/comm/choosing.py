@@ -75,8 +75,8 @@ class Overrides:
         algorithm, segments, path = (os.environ.get(f"DLTRAIN_{name}") for name in ("ALGORITHM", "SEGMENTS", "TUNING"))
         if algorithm is not None:
             _check_override(algorithm, "raw")
-        if segments is not None and not (segments.isdecimal() and 0 < int(segments) < 2**16):
-            raise ValueError(f"DLTRAIN_SEGMENTS: expected a number of at least 1, got {segments!r}")
+        if segments is not None and not (segments.isdecimal() and len(segments) <= 5 and 0 < int(segments) < 2**16):
+            raise ValueError(f"DLTRAIN_SEGMENTS: expected a number of 1 to {2**16 - 1}, got {segments[:20]!r}")
         tuning = None
         if path is not None:
             try:

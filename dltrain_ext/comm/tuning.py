@@ -61,6 +61,8 @@ class Tuning:
         """The most accurate codec that takes at most 10 % longer than the fastest, or ``"native"`` where that is
         the backend's own all-reduce. Never sign, whose error is as large as the signal."""
         seconds = {codec: self.choose(codec, nbytes).seconds for codec in self.table if codec != "sign"}
+        if not seconds:
+            raise ValueError("codec: expected one by its name where the tuning holds sign alone, got 'auto'")
         fast = [codec for codec in seconds if seconds[codec] <= _LIKE_THE_FASTEST * min(seconds.values())]
         exact = [codec for codec in fast if codec in ("raw", "native")]
         return min(exact or fast, key=lambda codec: (0 if exact else error_bound(codec).rms, seconds[codec]))
@@ -126,6 +128,8 @@ class Tuning:
             return cls.from_json(Path(path).read_text())
         except UnicodeDecodeError as error:
             raise ValueError(f"tuning: expected what Tuning.save() wrote, got no text in {path}: {error}") from error
+        except IsADirectoryError as error:
+            raise ValueError(f"tuning: expected the path of a file, got the folder {path}") from error
 
 
 def _cell(choice: Choice | None) -> str:
