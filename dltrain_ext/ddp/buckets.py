@@ -58,14 +58,44 @@ class Buckets:
         self.feedback = feedback
         self.reduced: list[Bucket] = []  # in this pass so far, by index
         self._laid: dict[int, Bucket] = {}
+        self._last: torch.futures.Future[Tensor] | None = None  # of the latest bucket
+        self._unsettled = False  # whether feedback has been written since its latest verdict
+        self._task = -1  # of autograd's, that the latest pass is
         self._min_compress_numel = min_compress_numel
         self._with_squares = with_squares
         # How the parameters of these buckets are sorted by number, while the buckets stay as they are.
         self._orders: dict[tuple[int, ...], Tensor] = {}
 
+    def begins(self, bucket: dist.GradBucket, skips: bool) -> bool:
+        """Whether a pass begins with this bucket. Indices rise within a pass; where DDP skips some, the next pass may
+        begin above them."""
+        if not self.reduced or bucket.index() <= self.reduced[-1].index:
+            return True
+        return skips and torch._C._current_graph_task_id() != self._task
+
     def begin(self) -> None:
-        """A pass begins."""
+        """A pass."""
+        self.settle()
         self.reduced = []
+        self._task = torch._C._current_graph_task_id()
+
+    def enter(self, future: torch.futures.Future[Tensor], feeds: bool) -> None:
+        """When the bucket that was found last is reduced, and whether that writes feedback."""
+        self._last = future
+        self._unsettled |= feeds
+
+    def settle(self) -> None:
+        """Decides whether what the latest pass has lost counts; between passes. No host waits for it."""
+        if self._last is None or not self._last.done():
+            return
+        if self._unsettled and self.feedback is not None and self.feedback.twofold:
+            self.feedback.keep([p for bucket in self.skipped() for p in bucket.parameters])
+            self.feedback.settle(torch.isfinite(self.sum_squares()))
+        self._unsettled = False
+
+    def settle_after_backward(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.settle()
 
     def find(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Bucket:
         """The bucket as it was, or laid out anew; after the last one of a pass there are no others.

@@ -114,10 +114,7 @@ class AllReduceState:
         self.steps = 0  # backward passes so far
         self._stochastic = stochastic
         self._parameters = parameters
-        self._unsettled = False  # whether feedback has been written since its latest verdict
         self._feedback_dtype = dtype if error_feedback else None
-        self._last: torch.futures.Future[Tensor] | None = None  # of the latest bucket
-        self._task = -1  # of autograd's, that the latest pass was
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._forget()
 
@@ -172,10 +169,8 @@ class AllReduceState:
                 "leave torch._dynamo.config.optimize_ddp at its default; where it comes from FSDP, use fully_shard "
                 "and dltrain_ext.fsdp.register"
             )
-        if self._begins(bucket):
-            self._settle()
+        if self._buckets.begins(bucket, skips=getattr(self._model(), "skip_all_reduce_unused_params", False)):
             self._buckets.begin()
-            self._task = torch._C._current_graph_task_id()
             self._follow()
             self.steps += 1
         is_plain = self._world_size == 1 or self.steps <= self.warmup_steps
@@ -185,7 +180,6 @@ class AllReduceState:
         # A rank that has joined is called outside of backward. Its scaler stands still, so what is lost now it cannot
         # put in units that will fit later.
         feeds = laid.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
-        self._unsettled |= feeds
         buffer = bucket.buffer()
         future = self.communicator.reduce_bucket(
             buffer,
@@ -200,30 +194,8 @@ class AllReduceState:
             seed=self.seed,
             step=self.steps % 2**32,
         )
-        self._last = future
+        self._buckets.enter(future, feeds)
         return future
-
-    def _begins(self, bucket: dist.GradBucket) -> bool:
-        """Whether a backward pass begins with this bucket. Indices rise within a pass; where DDP skips some, the next
-        pass may begin above them."""
-        reduced = self._buckets.reduced
-        if not reduced or bucket.index() <= reduced[-1].index:
-            return True
-        task, model = torch._C._current_graph_task_id(), self._model()
-        return getattr(model, "skip_all_reduce_unused_params", False) and task != self._task
-
-    def _settle(self) -> None:
-        """Decides whether what the latest backward pass has lost counts; between passes. No host waits for it."""
-        if self._last is None or not self._last.done():
-            return
-        if self._unsettled and self._feedback is not None and self._feedback.twofold:
-            self._feedback.keep([p for bucket in self._buckets.skipped() for p in bucket.parameters])
-            self._feedback.settle(torch.isfinite(self._buckets.sum_squares()))
-        self._unsettled = False
-
-    def _settle_after_backward(self) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            self._settle()
 
     def _loss_scale(self, device: torch.device) -> Tensor | None:
         if self.scaler is None or not self._is_scaled:
@@ -273,7 +245,7 @@ class AllReduceState:
             and times on CUDA, where calls only enqueue and ``torch.profiler`` shows them. Waits for the device.
         """
         counted = self.communicator.stats()
-        self._settle_after_backward()
+        self._buckets.settle_after_backward()
         per_bucket = self._buckets.stats(1.0 if self.scaler is None else self.scaler.get_scale())
         busy = [bucket["busy"] for bucket in per_bucket]
         hidden = None
@@ -305,7 +277,7 @@ class AllReduceState:
             ValueError: the parameters' names are not known.
         """
         named = self._parameters.named()
-        self._settle_after_backward()
+        self._buckets.settle_after_backward()
         if saved_by is None:
             saved_by = self._world_size
         if type(saved_by) is not int or saved_by < 1:
@@ -341,7 +313,7 @@ class AllReduceState:
         states: Any = state_dict if isinstance(state_dict, list | tuple) else [state_dict]
         named = self._parameters.named()
         steps, residuals = checkpoint.merge(states, self._rank, self._world_size, named)
-        self.steps, self._unsettled = steps, False
+        self.steps = steps
         self._forget()
         if self._feedback is not None:
             for name, residual in residuals.items():
