@@ -123,7 +123,7 @@ class AllReduceState:
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def watch(self, model: DistributedDataParallel) -> None:
+    def _watch(self, model: DistributedDataParallel) -> None:
         """Goes by what DDP does not tell a hook: whether buckets are skipped, and that the model has another group."""
         self._model = weakref.ref(model)
 

@@ -45,5 +45,5 @@ def register(
             "model: expected a DistributedDataParallel without a comm hook; wrap model.module anew for another one, "
             "and in the place of mixed_precision=, which is one too, use torch.autocast"
         ) from error
-    state.watch(model)
+    state._watch(model)
     return state
