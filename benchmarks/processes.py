@@ -91,9 +91,13 @@ class Process:
 
     def stacks(self) -> str:
         """Where its Python threads are."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, signal.SIGUSR1)
-        return os.read(self._stacks.fileno(), 1 << 16).decode() if self._stacks.poll(5) else ""
+        if pid := self.process.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        text, patience = b"", 5.0
+        while self._stacks.poll(patience) and (more := os.read(self._stacks.fileno(), 1 << 16)):
+            text, patience = text + more, 0.2  # it comes line by line
+        return text.decode()
 
     def leave(self, timeout: float | None = None) -> int | None:
         """Its exit status; None where it has not ended by then."""
@@ -185,9 +189,9 @@ Finalize(None, end, exitpriority=1)
 
 def _serve(caller: Connection, stacks: Connection) -> None:
     """Takes calls, and rests after each when told so, until the last or until the caller is gone."""
-    faulthandler.register(signal.SIGUSR1, stacks)
     global _caller
     _caller = caller
+    faulthandler.register(signal.SIGUSR1, stacks)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller answers Ctrl-C, and this process may wait inside of Gloo
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.freeze()  # what the server has imported need not be looked through at each rest

@@ -247,7 +247,7 @@ class LossScaler(torch.amp.GradScaler):
         """Loads a state of ours, or of a GradScaler: what that lacks stays as it is.
 
         Raises:
-            TypeError, ValueError: it is neither; then nothing has changed.
+            TypeError, ValueError: it is neither, or holds what no step could have made; then nothing has changed.
         """
         ours = {name: getattr(self, name) for name in ("min_scale", "max_scale", "hysteresis")}
         if self._enabled:

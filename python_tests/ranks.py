@@ -44,12 +44,16 @@ def join_group(store: dist.Store, rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
 
 
+def _own_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def store_of_first(store: dist.Store, rank: int) -> dist.Store:
     """One that rank 0 is the host of, and says so in the other."""
     name = "port of the store of rank 0"
     if rank > 0:
         return dist.TCPStore("127.0.0.1", int(store.get(name)), is_master=False)
-    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = _own_store()
     store.set(name, str(own.port))
     return own
 
@@ -76,7 +80,7 @@ def run_ranks(
     traces in its process the ranks are to be fresh.
     """
     # Not a file: a FileStore whose folder goes before it does waits for its timeout, and then ends the process.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _own_store()
     calls = [partial(_rank, body, rank, world_size, store.port, hosted, args) for rank in range(world_size)]
     return _call(calls, dying, timeout, when_ready, bool(fresh or dying or hosted or when_ready))
 
@@ -132,7 +136,7 @@ def as_torchrun(
     ranks: int, body: Callable, *args: Any, dying: tuple[int, ...] = (), timeout: float = 600, fresh: bool = False
 ) -> list[Any]:
     """What ``body(*args)`` returns on each of so many ranks that find torchrun's variables, and no group yet."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _own_store()
     calls = [partial(_as_torchrun, body, rank, ranks, store.port, args) for rank in range(ranks)]
     return _call(calls, dying, timeout, None, bool(fresh or dying))
 

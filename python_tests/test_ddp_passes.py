@@ -27,14 +27,13 @@ class Branches(nn.Module):
         return sum(self.branches[i](x).tanh() for i in used)
 
 
-def make(**options):
+def make(skips=True):
     torch.manual_seed(0)
     return DistributedDataParallel(
         Branches(),
         bucket_cap_mb=0.01,
         find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-        **options,
+        skip_all_reduce_unused_params=skips,
     )
 
 
@@ -45,9 +44,7 @@ def batch(rank, number):
 def used_alone(skips, rank, world_size, passes, bad=()):
     """The weights and what has been lost, after training in which pass i uses the branches passes[i], where the
     buckets of the others are skipped or not."""
-    model, scaler = make(), LossScaler("cpu", init_scale=16.0)
-    if not skips:  # all of the gradients are reduced
-        model = DistributedDataParallel(model.module, bucket_cap_mb=0.01, find_unused_parameters=True)
+    model, scaler = make(skips), LossScaler("cpu", init_scale=16.0)
     state = ddp.register(model, codec="int8", scaler=scaler, warmup_steps=1)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for number, used in enumerate(passes):

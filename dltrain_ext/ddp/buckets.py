@@ -79,7 +79,7 @@ class Buckets:
         self.reduced = []
         self._task = torch._C._current_graph_task_id()
 
-    def enter(self, future: torch.futures.Future[Tensor], feeds: bool) -> None:
+    def submitted(self, future: torch.futures.Future[Tensor], feeds: bool) -> None:
         """When the bucket that was found last is reduced, and whether that writes feedback."""
         self._last = future
         self._unsettled |= feeds
@@ -179,7 +179,8 @@ class Buckets:
         left = [p.grad for bucket in self.skipped() for p in bucket.parameters if p.grad is not None]
         if not left:
             return None
-        return torch.stack([gradient.double().square().sum() for gradient in left]).sum()
+        device = left[0].device
+        return torch.stack([_square_sum(gradient).to(device, non_blocking=True) for gradient in left]).sum()
 
     def stats(self, scale: float) -> list[dict[str, Any]]:
         """See AllReduceState.stats. Waits for the device."""
@@ -210,5 +211,9 @@ class Buckets:
         return found
 
 
+def _square_sum(tensor: Tensor) -> Tensor:
+    return tensor.double().square().sum()
+
+
 def _square_norm(tensors: list[Tensor | None]) -> float:
-    return math.fsum(float(tensor.double().square().sum()) for tensor in tensors if tensor is not None)
+    return math.fsum(float(_square_sum(tensor)) for tensor in tensors if tensor is not None)

@@ -102,10 +102,10 @@ class AllReduceState:
         if error_feedback and codec != "auto":
             _ops.check_feedback(codec, stochastic, "error_feedback: expected False")
         parameters = Parameters(named_parameters)
-        self._connect = partial(
+        self._communicator_of = partial(
             Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
-        self._join(group_of(process_group))
+        self._use(group_of(process_group))
         if codec == "auto":
             algorithm, codec = self.communicator.codec_for(_BUCKET, algorithm)
         self.codec, self.algorithm, self.scaler = codec, algorithm, scaler
@@ -118,8 +118,8 @@ class AllReduceState:
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._forget()
 
-    def _join(self, group: dist.ProcessGroup) -> None:
-        self.communicator = self._connect(group)
+    def _use(self, group: dist.ProcessGroup) -> None:
+        self.communicator = self._communicator_of(group)
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -131,7 +131,7 @@ class AllReduceState:
         """Into the model's group, where that has been exchanged."""
         model = self._model()
         if model is not None and model.process_group is not self._group:
-            self._join(model.process_group)
+            self._use(model.process_group)
 
     @property
     def _is_scaled(self) -> bool:
@@ -194,7 +194,7 @@ class AllReduceState:
             seed=self.seed,
             step=self.steps % 2**32,
         )
-        self._buckets.enter(future, feeds)
+        self._buckets.submitted(future, feeds)
         return future
 
     def _loss_scale(self, device: torch.device) -> Tensor | None:

@@ -33,6 +33,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
             its group; no parameter has been changed then.
     """
 
+    _nonnegative = ("exp_avg_sq", "max_exp_avg_sq")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -65,8 +67,6 @@ class AdamW(FusedStep, torch.optim.AdamW):
             fused=fused,
             master_weights=master_weights,
         )
-
-    _nonnegative = ("exp_avg_sq", "max_exp_avg_sq")
 
     def _make_fused(self) -> _ops.AdamWGroup:
         return _ops.AdamWGroup()

@@ -76,7 +76,8 @@ class FusedStep(torch.optim.Optimizer):
         """As in torch.optim; only that moments and masters stay float32 whatever the parameters are.
 
         Raises:
-            ValueError: it is none of such an optimizer; then nothing has changed.
+            ValueError: it is none of such an optimizer, or holds what no step could have made; then nothing has
+                changed.
         """
         before = self.state, self.param_groups
         self._loading: dict[str, Any] = {}
