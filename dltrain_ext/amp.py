@@ -180,7 +180,7 @@ class LossScaler(torch.amp.GradScaler):
         """What the gradients of the groups are to be divided by, and whether the step is skipped."""
         flags = [] if state is None else _flags(state)
         ready = state is not None and state["stage"] is OptState.READY
-        divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # the user's own
+        divisor = optimizer.own_grad_scale()
         if ready:
             scale, _ = self._check_scale_growth_tracker("step")
             divisor = scale if divisor is None else scale * divisor
@@ -305,7 +305,11 @@ def _check_stats(stats: GradStats | None) -> None:
     numbers = {name: getattr(stats, name, None) for name in GradStats._fields}
     if not isinstance(numbers["sum_squares"], Tensor) or not isinstance(numbers["found_inf"], Tensor | None):
         raise TypeError(f"grad_stats: expected a GradStats of tensors, got {type(stats).__name__}")
-    check_numbers(**{f"grad_stats.{name}": number for name, number in numbers.items() if number is not None})
+    given = {f"grad_stats.{name}": number for name, number in numbers.items() if number is not None}
+    check_numbers(**given)
+    for name, number in given.items():
+        if number.numel() != 1:
+            raise ValueError(f"{name}: expected a tensor of one number, got shape {list(number.shape)}")
 
 
 def _flags(state: dict[str, Any]) -> list[Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from optimizers import ATOL, RTOL, Pair, assert_same, give_grads, make_params
 
-from dltrain_ext import optim
+from dltrain_ext import amp, optim
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -164,6 +164,11 @@ def test_constructor_errors():
     assert isinstance(optim.AdamW(params), torch.optim.AdamW)
 
 
+def nest(entry, layout):
+    entry["exp_avg"] = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("match", "spoil"),
     [
@@ -171,6 +176,9 @@ def test_constructor_errors():
         (r"state\['step'\]: expected a number >= 0, got nan", lambda entry, _: entry["step"].fill_(math.nan)),
         (r"state\['exp_avg_sq'\]: expected no number below 0, got -2", lambda entry, _: entry["exp_avg_sq"].fill_(-2)),
         (r"max_exp_avg_sq'\]: expected no number below 0", lambda entry, _: entry["max_exp_avg_sq"][1].fill_(-1)),
+        (r"\['exp_avg'\]: expected a plain dense tensor, got a nested", lambda entry, _: nest(entry, torch.strided)),
+        (r"\['exp_avg'\]: expected a plain dense tensor, got a nested", lambda entry, _: nest(entry, torch.jagged)),
+        (r"\['exp_avg'\]: expected shape \[3\], got \[1, 3\]", lambda entry, _: entry["exp_avg"].unsqueeze_(0)),
         ("lr: expected a finite number, got nan", lambda _, group: group.update(lr=math.nan)),
         ("eps: expected a finite number, got inf", lambda _, group: group.update(eps=math.inf)),
         ("betas: expected two numbers >= 0 and < 1", lambda _, group: group.update(betas=(1.0, 0.9))),
@@ -187,3 +195,28 @@ def test_what_no_step_has_made_is_not_loaded(match, spoil, device):
         optimizer.load_state_dict(spoilt)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     assert_same(optimizer.state[params[0]].values(), before["state"][0].values())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_state_is_refused(layout):
+    params = make_params([(3,)])
+    optimizer = optim.AdamW(params)
+    give_grads(params, 0)
+    optimizer.step()
+    nest(optimizer.state[params[0]], layout)
+    before = params[0].detach().clone()
+    with pytest.raises(TypeError, match=r"exp_avgs\[0\]: expected a plain dense tensor, got layout"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+def test_a_grad_scale_that_is_no_tensor_is_refused():
+    params = make_params([(3,)])
+    optimizer = optim.AdamW(params)
+    give_grads(params, 0)
+    optimizer.grad_scale = 2.0
+    with pytest.raises(TypeError, match=r"grad_scale: expected a tensor of one number or None, got 2\.0"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="grad_scale: expected a tensor of one number or None"):
+        amp.LossScaler("cpu").step(optimizer, max_norm=1.0)

@@ -135,6 +135,9 @@ def test_fp8_is_torchs(device):
         want = blocks.to(torch.float8_e4m3fn)
         assert torch.equal(encoded.wire[4 * len(blocks) :].cpu(), want.view(torch.uint8).flatten())
         assert_same_bits(codecs.decode(encoded), want.float())
+    message = codecs.encode(torch.full((256,), 448.0, device=device), "fp8")
+    message.wire[8:] = torch.arange(256)
+    assert_same_bits(codecs.decode(message).cpu(), codes.float())
 
 
 def sample(numel, dtype, seed):

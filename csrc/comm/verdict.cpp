@@ -28,7 +28,9 @@ std::string describe_manner(const Verdict& verdict) {
     case Manner::failure: return culprit + "its part of the call has failed";
     case Manner::none: break;
   }
-  return "no rank is to blame: all answer and have made the call";
+  const std::string connection = verdict.culprit < 0 ? text("a connection of rank ", verdict.found_by)
+                                                     : text("the connection of the ranks ", verdict.found_by, " and ", verdict.culprit);
+  return text("all ranks answer and have made the call, so ", connection, " is broken or too slow");
 }
 
 }  // namespace
@@ -42,7 +44,7 @@ State State::of(int64_t begun, const Waiting& waiting) {
 }
 
 Verdict judge(int rank, int64_t call, const Waiting& waiting, const std::map<int, Known>& others) {
-  Verdict verdict{Manner::none, -1, rank, waiting.round, call};
+  Verdict verdict{Manner::none, waiting.peers.size() == 1 ? waiting.peers[0] : -1, rank, waiting.round, call};
   const auto blame = [&](int peer, Manner manner) {
     if (manner >= verdict.manner) return;  // the surest counts, and of those the nearest
     verdict.manner = manner;

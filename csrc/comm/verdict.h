@@ -29,7 +29,7 @@ struct State {
 struct Verdict {
   enum class Manner : int32_t { left, silent, late, none, disagreement, failure };
   Manner manner = Manner::none;
-  int32_t culprit = -1;
+  int32_t culprit = -1;   // whoever was waited for, where there is none
   int32_t found_by = -1;  // who waited,
   int32_t round = 0;      // in that round
   int64_t call = 0;       // of that call

@@ -41,8 +41,8 @@ TEST(Verdict, TakesTheSurestOfSeveralEnds) {
 
 TEST(Verdict, LooksBeyondTheChainForTheDeadAlone) {
   expect_verdict({{1, waits(7, {0})}, {2, is_silent}, {3, is_idle(6)}}, Manner::silent, 2);
-  expect_verdict({{1, waits(7, {0})}, {2, waits(7, {1})}, {3, is_idle(6)}}, Manner::none, -1);
-  expect_verdict({{1, is_idle(7)}, {2, is_idle(8)}}, Manner::none, -1);
+  expect_verdict({{1, waits(7, {0})}, {2, waits(7, {1})}, {3, is_idle(6)}}, Manner::none, 1);
+  expect_verdict({{1, is_idle(7)}, {2, is_idle(8)}}, Manner::none, 1);
 }
 
 TEST(Verdict, FollowsARankThatWaitsForMoreThanItCanName) {
@@ -62,7 +62,12 @@ TEST(Verdict, IsToldInOneSentence) {
   EXPECT_EQ(said(Manner::left, 3), "the culprit is rank 3: it has left (found by rank 0 in round 2 of call 7)");
   EXPECT_EQ(said(Manner::silent, 3), "the culprit is rank 3: it does not answer (found by rank 0 in round 2 of call 7)");
   EXPECT_EQ(said(Manner::late, 3), "the culprit is rank 3: it is alive, but has not made call 7 (found by rank 0 in round 2 of call 7)");
-  EXPECT_EQ(said(Manner::none, -1), "no rank is to blame: all answer and have made the call (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Manner::none, 3),
+            "all ranks answer and have made the call, so the connection of the ranks 0 and 3 is broken or too slow "
+            "(found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Manner::none, -1),
+            "all ranks answer and have made the call, so a connection of rank 0 is broken or too slow "
+            "(found by rank 0 in round 2 of call 7)");
   EXPECT_EQ(said(Manner::disagreement, 3), "rank 0 does not agree with rank 3 on the call (found by rank 0 in round 2 of call 7)");
 }
 
@@ -144,7 +149,9 @@ TEST(Lookout, BlamesNobodyWhereAllAreWell) {
   Chain ranks(3);
   Lookout last(ranks.take_last(), {0, 10, 20}, {[] { return Waiting{{0}, 0}; }, [](const std::string&) {}}, answer_timeout);
   last.begin();
-  EXPECT_EQ(ranks.explain(0), "no rank is to blame: all answer and have made the call (found by rank 0 in round 0 of call 1)");
+  EXPECT_EQ(ranks.explain(0),
+            "all ranks answer and have made the call, so the connection of the ranks 0 and 10 is broken or too slow "
+            "(found by rank 0 in round 0 of call 1)");
 }
 
 TEST(Lookout, SeveralThatFailAtOnceNameTheSame) {

@@ -33,6 +33,7 @@ class AdamW(FusedStep, torch.optim.AdamW):
             its group; no parameter has been changed then.
     """
 
+    _moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _nonnegative = ("exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(

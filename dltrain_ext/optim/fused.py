@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import as_number
+from dltrain_ext._arguments import as_number, check_dense
 from dltrain_ext.optim.shards import Shards, any_sharded, local
 
 ALIGNMENT = 16  # elements: a cache line
@@ -50,7 +50,8 @@ class FusedStep(torch.optim.Optimizer):
     judge: Judge | None = None
     """Who judges the next step's gradients; else a GradScaler's ``grad_scale`` and ``found_inf`` attributes do."""
     _shards: Shards | None = None  # during a step of DTensors
-    _nonnegative: Sequence[str] = ()  # tensors of the state
+    _moments: Sequence[str] = ()  # tensors of the state, shaped like their parameter
+    _nonnegative: Sequence[str] = ()  # those of them that are sums of squares
     _given: dict[str, Any] = {}  # defaults beside those of torch's optimizer
 
     def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
@@ -88,8 +89,8 @@ class FusedStep(torch.optim.Optimizer):
             for group in self.param_groups:
                 self._check_group(group)
                 _check_finite({"lr": number_of(group, "lr"), **self._hyper(group)})
-            for entry in self.state.values():
-                self._check_entry(entry)
+            for p, entry in self.state.items():
+                self._check_entry(p, entry)
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             self.state, self.param_groups = before
             raise ValueError(
@@ -100,13 +101,19 @@ class FusedStep(torch.optim.Optimizer):
             hook.remove()
             del self._loading
 
-    def _check_entry(self, entry: Any) -> None:
+    def _check_entry(self, p: Tensor, entry: Any) -> None:
         """Raises TypeError, ValueError naming what no step could have made."""
         if not isinstance(entry, dict):
             raise TypeError(f"state: expected a dict for each parameter, got {type(entry).__name__}")
-        for name in self._nonnegative:
-            value = local(entry.get(name))
-            if isinstance(value, Tensor) and value.numel() and not value.is_meta and bool(value.min() < 0):
+        for name in (*self._moments, MASTER):
+            if not isinstance(entry.get(name), Tensor):
+                continue  # the next step makes it, or refuses it
+            value = local(entry[name])
+            check_dense(value, f"state[{name!r}]")
+            if entry[name].shape != p.shape:
+                expected, got = list(p.shape), list(entry[name].shape)
+                raise ValueError(f"state[{name!r}]: expected shape {expected}, got {got}")
+            if name in self._nonnegative and value.numel() and not value.is_meta and bool(value.min() < 0):
                 raise ValueError(f"state[{name!r}]: expected no number below 0, got {float(value.min()):g}")
         step = as_number(entry.get("step", 0), "state['step']")
         if not 0 <= step < math.inf:
@@ -256,7 +263,14 @@ class FusedStep(torch.optim.Optimizer):
     def _judged_by_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
         found_inf = getattr(self, "found_inf", None)
         # GradScaler's sum over no gradients is the number 0.
-        return getattr(self, "grad_scale", None), found_inf if isinstance(found_inf, Tensor) else None
+        return self.own_grad_scale(), found_inf if isinstance(found_inf, Tensor) else None
+
+    def own_grad_scale(self) -> Tensor | None:
+        """What a GradScaler, or the user, has set."""
+        scale = getattr(self, "grad_scale", None)
+        if not isinstance(scale, Tensor | None):
+            raise TypeError(f"grad_scale: expected a tensor of one number or None, got {scale!r}")
+        return scale
 
     def _arguments(
         self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None

@@ -71,6 +71,8 @@ class LARS(FusedStep):
             its group; no parameter has been changed then.
     """
 
+    _moments = ("momentum_buffer",)
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -27,6 +27,8 @@ class SGD(FusedStep, torch.optim.SGD):
             its group; no parameter has been changed then.
     """
 
+    _moments = ("momentum_buffer",)
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -46,12 +46,12 @@ inline bool has_type(const c10::TensorImpl& impl, bool may_be_half) {
 
 inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_half) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !impl.is_python_dispatch() &&
-         !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param) && is_backed(tensor);
+  return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !tensor.is_nested() &&
+         !impl.is_python_dispatch() && !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param) && is_backed(tensor);
 }
 
 inline bool counts(const at::Tensor& step, const at::Tensor& param) {
-  return step.layout() == at::kStrided && !is_lazy(step) && step.scalar_type() == at::kFloat && step.device() == param.device() &&
+  return step.layout() == at::kStrided && !step.is_nested() && !is_lazy(step) && step.scalar_type() == at::kFloat && step.device() == param.device() &&
          step.numel() == 1;
 }
 

@@ -32,7 +32,10 @@ struct FP8 {
         static_cast<uint32_t>(stochastic_integer(float_of(magnitude < smallest_normal ? magnitude : smallest_normal) * 0x1p9f, random));
     return sign(y) | select(magnitude < smallest_normal, denormal, normal);
   }
-  DLT_HD static float scaled(uint32_t code, float scale) { return value(code) * scale; }
+  // 0x7f, which no encoder writes, is the NaN.
+  DLT_HD static float scaled(uint32_t code, float scale) {
+    return float_of(select((code & 0x7f) == 0x7f, nan_bits, bits_of(value(code) * scale)));
+  }
   DLT_HD static float value(uint32_t code) {
     const uint32_t magnitude = code & 0x7f;
     const uint32_t denormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f);
