@@ -1,5 +1,6 @@
 """Checks of arguments that any room may meet."""
 
+import math
 from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
@@ -40,5 +41,5 @@ def check_numbers(**given: Any) -> None:
     for name, value in given.items():
         if isinstance(value, Tensor):
             check_dense(value, name)
-        else:
-            as_number(value, name)
+        elif math.isnan(as_number(value, name)):
+            raise ValueError(f"{name}: expected a number, got {value!r}")

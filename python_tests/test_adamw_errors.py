@@ -2,6 +2,7 @@
 
 import copy
 import math
+from decimal import Decimal
 
 import pytest
 import torch
@@ -159,6 +160,8 @@ def test_constructor_errors():
         optim.AdamW(params, differentiable=True)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         optim.AdamW(params, lr=-1)
+    with pytest.raises(ValueError, match=r"lr: expected a number, got Decimal\('NaN'\)"):
+        optim.AdamW(params, lr=Decimal("NaN"))
     with pytest.raises(ValueError, match="params: expected each parameter once"):
         optim.AdamW([params[0], params[0]])
     assert isinstance(optim.AdamW(params), torch.optim.AdamW)

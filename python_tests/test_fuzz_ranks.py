@@ -46,9 +46,7 @@ def disagree(rank, world_size):
         {"tensor": torch.ones(10), "op": ("sum", "avg")[rank]},
         {"tensor": torch.ones(100_000), "segments": 2 + rank},
     ):
-        with pytest.raises(
-            dist.DistBackendError, match="this rank is in call 1|the culprit is rank|all ranks answer"
-        ):
+        with pytest.raises(dist.DistBackendError, match="this rank is in call 1|the culprit is rank|all ranks answer"):
             comm.Communicator(timeout=DEADLINE).all_reduce(**mine)
 
 

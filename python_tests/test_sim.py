@@ -104,6 +104,10 @@ def test_break_even():
         sim.break_even(codec, 3, MB, against="bf16", network=network)
 
 
+def step(**options):
+    return sim.training_step(4, [1], backward=1, **options)
+
+
 @pytest.mark.parametrize(
     ("match", "call"),
     [
@@ -116,11 +120,19 @@ def test_break_even():
         ("late: expected one for each of 4 ranks, got 1", lambda: sim.simulate("ring", 4, 1, late=[0.0])),
         ("bandwidth: expected a number above 0, got 0", lambda: sim.Network(bandwidth=0)),
         ("latency: expected a number of at least 0, got -1", lambda: sim.Network(latency=-1)),
+        ("ranks_per_host: expected at least 1, got 0", lambda: sim.Network(ranks_per_host=0)),
+        ("speeds: expected a mapping of Speed by codec, got 3", lambda: sim.Network(speeds=3)),
+        ("speeds: expected a mapping of Speed by codec, got 'int8': 3", lambda: sim.Network(speeds={"int8": 3})),
+        ("late: expected a sequence of seconds, got 3", lambda: sim.simulate("ring", 4, 1, late=3)),
+        ("levels: expected 1 or 2, got 3", lambda: sim.simulate("ring", 4, 1, levels=3)),
+        ("buckets: expected a sequence of bytes, got 3", lambda: sim.training_step(4, 3, backward=1)),
+        (r"stragglers: expected a probability and seconds, got \(2, 1\)", lambda: step(stragglers=(2, 1))),
+        ("stragglers: expected a probability and seconds, got 2", lambda: step(stragglers=2)),
         ("buckets: expected at least one", lambda: sim.training_step(4, [], backward=1)),
         ("backward: expected at least 0 s, got -1", lambda: sim.training_step(4, [1], backward=-1)),
         ("codec: expected one of", lambda: sim.break_even("int3", 4, 1)),
     ],
 )
 def test_bad_input_is_named(match, call):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         call()

@@ -58,4 +58,6 @@ def test_nothing_is_wrong_and_nothing_grows(codec):
         memory, threads, files = zip(*found, strict=True)
         quarter = len(found) // 4
         assert max(memory[-quarter:]) < max(memory[quarter : 2 * quarter]) + 16 * MEBIBYTE, memory
-        assert max(threads[-quarter:]) <= max(threads[:quarter]) and max(files[-quarter:]) <= max(files[:quarter])
+        # A pool starts a thread when it first needs it, which may be late; what leaks does so each turn.
+        assert max(threads[-quarter:]) <= max(threads[:quarter]) + 2, threads
+        assert max(files[-quarter:]) <= max(files[:quarter]), files

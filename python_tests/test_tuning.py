@@ -97,11 +97,29 @@ def test_a_tuning_is_saved_whole(tmp_path):
     assert "direct/1 250" in str(tuning) and "ring/4 ~1e+06" in str(tuning)
 
 
+def one_choice(**change):
+    choice = {"nbytes": 8, "algorithm": "ring", "segments": 1, "seconds": 1.0, "measured": True} | change
+    return {"table": {"raw": [choice]}}
+
+
 @pytest.mark.parametrize(
-    "change", [{"version": 2}, {"table": {"raw": []}}, {"table": {"int3": []}}, {"table": []}, {"network": {}}]
+    "change",
+    [
+        {"version": 2},
+        {"table": {"raw": []}},
+        {"table": {"int3": []}},
+        {"table": []},
+        {"network": {}},
+        one_choice(nbytes=1.5),
+        one_choice(segments=2**62),
+        one_choice(seconds="1"),
+        one_choice(seconds=0),
+        one_choice(algorithm="rign"),
+    ],
 )
 def test_what_is_no_tuning_is_refused(change):
     plain = json.loads(table(raw=1.0).to_json())
+    Tuning.from_json(json.dumps(plain | one_choice()))
     with pytest.raises(ValueError, match=r"tuning: expected what Tuning.to_json\(\) wrote"):
         Tuning.from_json(json.dumps(plain | change))
     with pytest.raises(ValueError, match="tuning: expected"):
