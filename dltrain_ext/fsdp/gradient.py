@@ -1,5 +1,7 @@
 """The gradient of one group of parameters of ``fully_shard``, from one reduction to the next."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,14 +27,14 @@ class Gradient:
         seed: int,
         steps: int,
         feedback_dtype: torch.dtype | None,
-        scaler: LossScaler | None,
+        scaler: torch.amp.GradScaler | None,
     ):
         self.name, self.numel, self.seed, self.steps = name, numel, seed, steps
         self.feedback = None if feedback_dtype is None else Feedback[str](feedback_dtype, twofold=scaler is not None)
         self.message_bytes = 0  # of the latest
         self._buckets: dict[int, _ops.Bucket] = {}  # by its elements: without feedback some parameters may be unused
         self._scaler = scaler
-        self._skipped: Tensor | None = None  # steps, when what is lost was written last
+        self._was_taken: Callable[[], Tensor] | None = None  # the step after what is lost was written last
 
     def enter(self, tensor: Tensor, codec: str) -> _ops.Bucket:
         """Before each reduction."""
@@ -49,21 +51,20 @@ class Gradient:
         self.numel = numel
         self._settle()
         if self.feedback is not None and self._scaler is not None:
-            self._skipped = self._scaler.skipped_steps
+            self._was_taken = next_step_of(self._scaler, tensor.device)
         self.steps += 1
         return self._buckets[numel]
 
     def _settle(self) -> None:
         """What was lost last counts, unless its step has been skipped. No host waits for that."""
-        if self._skipped is not None and self._scaler is not None and self.feedback is not None:
-            self.feedback.settle(self._scaler.skipped_steps == self._skipped)
-        self._skipped = None
+        if self._was_taken is not None and self.feedback is not None:
+            self.feedback.settle(self._was_taken())
+        self._was_taken = None
 
     def loss_scale(self, device: torch.device) -> Tensor | None:
         if self._scaler is None or self.feedback is None:
             return None
-        scale: Tensor = self._scaler.scale(torch.ones((), device=device))
-        return scale
+        return _scale_of(self._scaler, device)
 
     def lost(self) -> Tensor:
         """Flat, and zero before the first reduction."""
@@ -77,3 +78,23 @@ class Gradient:
             "numel": self.numel,
             **{key: int(sum(each[key] for each in counted)) for key in ("calls", "wire_bytes")},
         }
+
+
+def next_step_of(scaler: torch.amp.GradScaler, device: torch.device) -> Callable[[], Tensor]:
+    """Says, once the scaler has been updated, whether the step in between was taken. No host waits."""
+    if isinstance(scaler, LossScaler):
+        skipped = scaler.skipped_steps
+        return lambda: scaler.skipped_steps == skipped
+    before = _scale_of(scaler, device)
+
+    def was_taken() -> Tensor:
+        # Another counts the steps since its scale has changed, and lowers that where it skips one.
+        scale, counted = scaler._check_scale_growth_tracker("settle")
+        return (scale.to(device, non_blocking=True) >= before) | (counted.to(device, non_blocking=True) > 0)
+
+    return was_taken
+
+
+def _scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
+    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    return scale

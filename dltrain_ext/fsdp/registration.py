@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import check_number
-from dltrain_ext.amp import LossScaler
 from dltrain_ext.codecs.arguments import dtype_of_feedback, is_stochastic
 from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.fsdp.state import ShardedState
@@ -49,7 +48,7 @@ def register(
     algorithm: str = "auto",
     error_feedback: bool | None = None,
     feedback_dtype: str = "fp32",
-    scaler: LossScaler | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     min_compress_numel: int = 1024,
     rounding: str = "nearest",
     seed: int = 0,
@@ -78,8 +77,9 @@ def register(
         error_feedback: what encoding loses is added to the next step's gradient. It costs an element for each of those
             that are sent: with ``replicas`` a shard of the model, else all of it. Where None, on with ``replicas``
             alone. All parameters of a module must then have gradients in each backward pass.
-        scaler: that of the loss; needed with feedback where losses are scaled. A step that it skips leaves no trace of
-            the latest reduction; accumulate by ``model.set_requires_gradient_sync(False)``, with one reduction a step.
+        scaler: the ``LossScaler``, or any ``torch.amp.GradScaler``, that scales the loss; needed with feedback where
+            losses are scaled. A step that it skips leaves no trace of the latest reduction; accumulate by
+            ``model.set_requires_gradient_sync(False)``, with one reduction a step.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -87,8 +87,8 @@ def register(
     """
     groups = _groups(model)
     check_names(algorithm, codec)
-    if scaler is not None and not isinstance(scaler, LossScaler):
-        raise TypeError(f"scaler: expected a dltrain_ext.amp.LossScaler, got {type(scaler).__name__}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler: expected a LossScaler or torch.amp.GradScaler, got {type(scaler).__name__}")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout: expected a datetime.timedelta or None, got {timeout!r}")
     check_number(min_compress_numel, "min_compress_numel", 2**63)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext._arguments import is_dense
-from dltrain_ext.amp import LossScaler
 from dltrain_ext.comm import Communicator
 from dltrain_ext.ddp.checkpoint import key_of
 from dltrain_ext.fsdp.gradient import Gradient
@@ -33,7 +32,7 @@ class ShardedState:
         codec: str,
         algorithm: str,
         feedback_dtype: torch.dtype | None,
-        scaler: LossScaler | None,
+        scaler: torch.amp.GradScaler | None,
         min_compress_numel: int,
         stochastic: bool,
         seed: int,
