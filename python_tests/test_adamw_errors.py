@@ -162,6 +162,11 @@ def test_constructor_errors():
         optim.AdamW(params, lr=-1)
     with pytest.raises(ValueError, match=r"lr: expected a number, got Decimal\('NaN'\)"):
         optim.AdamW(params, lr=Decimal("NaN"))
+    for betas, got in ((0.9, "0.9"), ((0.9,), r"\(0.9,\)")):
+        with pytest.raises(TypeError, match=f"betas: expected two numbers, got {got}"):
+            optim.AdamW(params, betas=betas)
+    with pytest.raises(TypeError, match="params: expected an iterable of tensors or of groups, got int"):
+        optim.AdamW(3)
     with pytest.raises(ValueError, match="params: expected each parameter once"):
         optim.AdamW([params[0], params[0]])
     assert isinstance(optim.AdamW(params), torch.optim.AdamW)

@@ -443,6 +443,31 @@ def test_arrays_of_numpy_that_are_not_dense():
     assert numpy.array_equal(target.T, array)
 
 
+class Unheard:
+    """Of a library that takes no arrays of others."""
+
+    def __dlpack__(self, **_):
+        raise BufferError("no memory")
+
+
+class Empty(Unheard):
+    def __array_namespace__(self):
+        return torch
+
+
+@pytest.mark.parametrize(
+    ("match", "array"),
+    [
+        (r"tensor: expected a tensor or an object with __dlpack__, got list", [1.0]),
+        (r"tensor: expected an array of a library with from_dlpack, got Unheard", Unheard()),
+        (r"tensor: expected an array that torch can take, got one of which it says", Empty()),
+    ],
+)
+def test_arrays_that_torch_cannot_take_are_named(match, array):
+    with pytest.raises((TypeError, ValueError), match=match):
+        codecs.encode(array, "int8")
+
+
 def go_backwards(rank, world_size):
     import numpy
 

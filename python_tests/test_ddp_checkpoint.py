@@ -205,6 +205,12 @@ def check_refusals(rank, world_size):
             r"expected feedback of shape \(40, 40\) for layers.0.weight, got \(3,\)",
         ),
         ([before, {**before, "steps": 5}], ValueError, "expected states of one moment"),
+        ({**before, "world_size": 2**32}, ValueError, "expected a world_size of at most"),
+        (
+            {**before, "feedback": {f"rank {rank} of 2": {"layers.0.weight": 1.0} for rank in range(2)}},
+            ValueError,
+            "expected feedback of layers.0.weight as a dense tensor, got <class 'float'>",
+        ),
     ]
     for state, error, text in bad:
         with pytest.raises(error, match=text):
@@ -212,6 +218,11 @@ def check_refusals(rank, world_size):
         assert_same(run.hook.state_dict(), before)
     with pytest.raises(ValueError, match="saved_by: expected a world size of at least 1, or None, got 0"):
         run.hook.state_dict(saved_by=0)
+    with pytest.raises(ValueError, match="saved_by: expected at most"):
+        run.hook.state_dict(saved_by=2**32)
+    for named, got in ((3, "3"), ([3], "3"), ([(3, torch.ones(1))], "int and Tensor")):
+        with pytest.raises(TypeError, match=f"named_parameters: expected pairs of a str and a tensor,.* got {got}"):
+            ddp.AllReduceState(named_parameters=named)
     unnamed = ddp.AllReduceState()
     with pytest.raises(ValueError, match="named_parameters: expected model.named_parameters"):
         unnamed.state_dict()

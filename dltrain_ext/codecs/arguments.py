@@ -75,5 +75,5 @@ def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, 
         raise ValueError(f"{name}: expected an array that can be written, got a {type(given).__name__} that cannot")
     try:
         return torch.from_dlpack(given), getattr(library, "from_dlpack", lambda tensor: tensor)
-    except (BufferError, RuntimeError, TypeError) as error:
+    except (AttributeError, BufferError, RuntimeError, TypeError) as error:
         raise ValueError(f"{name}: expected an array that torch can take, got one of which it says: {error}") from None
