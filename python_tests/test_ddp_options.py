@@ -221,6 +221,20 @@ def test_ranks_that_have_joined_give_zeros():
     run_ranks(3, check_join, (5, 1, 0))
 
 
+def check_join_of_those_left(rank, world_size):
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    ddp.register(model)
+    with (
+        pytest.raises(Exception, match="divide_by_initial_world_size: expected True"),
+        model.join(divide_by_initial_world_size=False),
+    ):
+        model(torch.ones(4, 3)).sum().backward()
+
+
+def test_averages_over_the_ranks_that_are_left_are_refused():
+    run_ranks(2, check_join_of_those_left)
+
+
 def outcome(model, rank, steps=3, **options):
     """Each step's gradients, and what is owed in the end; and of how many buckets."""
     state = register(model, **options)

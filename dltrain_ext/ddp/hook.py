@@ -128,9 +128,16 @@ class AllReduceState:
         self._model = weakref.ref(model)
 
     def _follow(self) -> None:
-        """Into the model's group, where that has been exchanged."""
+        """Into the model's group, where that has been exchanged. Raises ValueError for a join() that cannot be."""
         model = self._model()
-        if model is not None and model.process_group is not self._group:
+        if model is None:
+            return
+        if model._join_config.enable and not model._divide_by_initial_world_size:
+            raise ValueError(
+                "divide_by_initial_world_size: expected True in model.join(), got False; averages are over all ranks "
+                "of the group"
+            )
+        if model.process_group is not self._group:
             self._use(model.process_group)
 
     @property
