@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_number, check_numbers, is_dense
-from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.fused import FusedStep, grad_scale_of
 from dltrain_ext.optim.shards import whole
 
 
@@ -180,7 +180,7 @@ class LossScaler(torch.amp.GradScaler):
         """What the gradients of the groups are to be divided by, and whether the step is skipped."""
         flags = [] if state is None else _flags(state)
         ready = state is not None and state["stage"] is OptState.READY
-        divisor = optimizer.own_grad_scale()
+        divisor = grad_scale_of(optimizer)
         if ready:
             scale, _ = self._check_scale_growth_tracker("step")
             divisor = scale if divisor is None else scale * divisor

@@ -1,6 +1,7 @@
 """The hook's state in checkpoints: a run that goes on from one has the bits of a run that never stopped."""
 
 import copy
+import io
 import pickle
 from pathlib import Path
 
@@ -233,6 +234,10 @@ def check_refusals(rank, world_size):
             copy.deepcopy(what)
         with pytest.raises(TypeError, match="AllReduceState: expected not to be pickled or copied"):
             pickle.dumps(what)
+    for way in (torch.optim.swa_utils.AveragedModel, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"expected not to be pickled or copied,.* copy model\.module"):
+            way(run.model)
+        way(run.model.module)
     copy.deepcopy(run.model.module)
     dist.barrier()  # who leaves early closes what the other may still be connecting
 

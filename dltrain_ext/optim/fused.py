@@ -39,6 +39,14 @@ def _is_on_cuda(lr: Any) -> bool:
     return isinstance(lr, Tensor) and lr.is_cuda
 
 
+def grad_scale_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """What a GradScaler, or the user, has set."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if not isinstance(scale, Tensor | None):
+        raise TypeError(f"grad_scale: expected a tensor of one number or None, got {scale!r}")
+    return scale
+
+
 class FusedStep(torch.optim.Optimizer):
     """Mixed into an optimizer of torch.optim, or over torch.optim.Optimizer itself, which bring the constructor, the
     groups and the state_dict.
@@ -263,14 +271,7 @@ class FusedStep(torch.optim.Optimizer):
     def _judged_by_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
         found_inf = getattr(self, "found_inf", None)
         # GradScaler's sum over no gradients is the number 0.
-        return self.own_grad_scale(), found_inf if isinstance(found_inf, Tensor) else None
-
-    def own_grad_scale(self) -> Tensor | None:
-        """What a GradScaler, or the user, has set."""
-        scale = getattr(self, "grad_scale", None)
-        if not isinstance(scale, Tensor | None):
-            raise TypeError(f"grad_scale: expected a tensor of one number or None, got {scale!r}")
-        return scale
+        return grad_scale_of(self), found_inf if isinstance(found_inf, Tensor) else None
 
     def _arguments(
         self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
