@@ -51,8 +51,8 @@ inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_
 }
 
 inline bool counts(const at::Tensor& step, const at::Tensor& param) {
-  return step.layout() == at::kStrided && !step.is_nested() && !is_lazy(step) && step.scalar_type() == at::kFloat && step.device() == param.device() &&
-         step.numel() == 1;
+  return step.layout() == at::kStrided && !step.is_nested() && !is_lazy(step) && step.scalar_type() == at::kFloat &&
+         step.device() == param.device() && step.numel() == 1;
 }
 
 }  // namespace detail
