@@ -6,6 +6,10 @@ from typing import Any, SupportsFloat, SupportsIndex
 import torch
 from torch import Tensor
 
+# torch orders numbers of these, and of few others
+_ORDERED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ORDERED += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
 
 def check_number(number: int, name: str, bound: int) -> None:
     if not isinstance(number, int):
@@ -41,5 +45,7 @@ def check_numbers(**given: Any) -> None:
     for name, value in given.items():
         if isinstance(value, Tensor):
             check_dense(value, name)
+            if value.dtype not in _ORDERED:
+                raise TypeError(f"{name}: expected a number, got a tensor of {value.dtype}")
         elif math.isnan(as_number(value, name)):
             raise ValueError(f"{name}: expected a number, got {value!r}")

@@ -290,7 +290,10 @@ def _check_saved(state_dict: Mapping[str, Any]) -> None:
         value = state_dict.get(name)
         if not isinstance(value, float) and not (isinstance(value, int) and -(2**63) <= value < 2**63):
             raise ValueError(f"state_dict: expected a number as its {name}, got {value!r}")
-    for name, least, bound in (("scale", 0, math.inf), ("growth_factor", 1, math.inf), ("backoff_factor", 0, 1)):
+    largest = torch.finfo(torch.float32).max
+    if not 0 < state_dict["scale"] <= largest:
+        raise ValueError(f"state_dict: expected 0 < scale <= {largest}, got {state_dict['scale']!r}")
+    for name, least, bound in (("growth_factor", 1, math.inf), ("backoff_factor", 0, 1)):
         if not least < state_dict[name] < bound:
             raise ValueError(f"state_dict: expected {least} < {name} < {bound}, got {state_dict[name]!r}")
     for name in ("growth_interval", "_growth_tracker", "skipped_steps", "_overflows"):

@@ -162,6 +162,8 @@ def test_constructor_errors():
         optim.AdamW(params, lr=-1)
     with pytest.raises(ValueError, match=r"lr: expected a number, got Decimal\('NaN'\)"):
         optim.AdamW(params, lr=Decimal("NaN"))
+    with pytest.raises(TypeError, match="weight_decay: expected a number, got a tensor of torch.float8_e4m3fn"):
+        optim.AdamW(params, weight_decay=torch.zeros(1, dtype=torch.float8_e4m3fn))
     for betas, got in ((0.9, "0.9"), ((0.9,), r"\(0.9,\)")):
         with pytest.raises(TypeError, match=f"betas: expected two numbers, got {got}"):
             optim.AdamW(params, betas=betas)

@@ -249,7 +249,7 @@ def test_what_a_state_of_torchs_lacks_stays(device):
     assert scaler.skipped_steps == 2
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3.402823466385289e38])
 def test_a_scale_that_no_step_has_made_is_not_loaded(scale, device):
     scaler = LossScaler(device, init_scale=8.0)
     before = scaler.state_dict()
