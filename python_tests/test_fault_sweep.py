@@ -1,5 +1,6 @@
 """Ranks killed or stopped at any moment: all others raise in time and name the culprit, and no result is wrong."""
 
+import itertools
 import os
 import random
 import re
@@ -124,6 +125,46 @@ def test_the_culprit_is_named_in_two_levels(how):
     chance = random.Random(how)
     for victim in range(4):
         strike(4, "ring", how, victim, chance.uniform(0, 0.05), per_host=2)
+
+
+def begin_again(rank, world_size, tunes, deadline):
+    """Makes a communicator, and closes it, until it fails; returns why and when."""
+    for turn in itertools.count():
+        try:
+            communicator = comm.Communicator(timeout=deadline, answer_timeout=SILENCE)
+            if tunes:
+                communicator.tune(seconds=0.05, codecs=())
+            communicator.all_reduce(torch.ones(10))
+            communicator.close()
+        except dist.DistBackendError as error:
+            return str(error), time.monotonic()
+        if turn == 0:
+            ready()
+
+
+def strike_at_the_beginning(how, tunes, victim, after):
+    deadline, struck = timedelta(seconds=5), []
+
+    def hit(processes):
+        time.sleep(after)
+        struck.append(time.monotonic())
+        os.kill(processes[victim], how)
+
+    results = run_ranks(3, begin_again, tunes, deadline, dying=(victim,), when_ready=hit)
+    del results[victim]
+    for text, failed in results:
+        named = re.search(r"the culprit is rank (\d+): |: rank (\d+) did not come in ", text)
+        assert named and int(named[1] or named[2]) == victim, text
+        assert failed - struck[0] < 2 * deadline.total_seconds() + SLACK
+
+
+@pytest.mark.parametrize("moments", [1, pytest.param(16, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("tunes", [False, True], ids=["making", "tuning"])
+def test_who_is_lost_in_making_tuning_or_closing_is_named(tunes, moments):
+    chance = random.Random(tunes)
+    faults = [(how, tunes, v, chance.uniform(0, 1)) for how in SAID for v in range(3) for _ in range(moments)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(lambda fault: strike_at_the_beginning(*fault), faults))
 
 
 @pytest.mark.parametrize("how", SAID)

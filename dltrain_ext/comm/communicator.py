@@ -112,7 +112,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._close = weakref.finalize(self, _close, self._by_device)
-        if len(set(self._connections.share(self._chooser.digest))) > 1:
+        if len(set(self._connections.meetings.share(self._chooser.digest))) > 1:
             raise ValueError(
                 "tuning, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks"
             )
@@ -261,10 +261,11 @@ class Communicator:
         names = [codec for codec in (CODECS if codecs is None else codecs) if codec != "raw"]
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"seconds: expected a number of at least 0, got {seconds!r}")
-        per_host = self._connections.ranks_per_host
-        group = tuner.Group(self._rank, self._world_size, self._device, self._try, self._connections.share)
+        per_host, meetings = self._connections.ranks_per_host, self._connections.meetings
+        group = tuner.Group(self._rank, self._world_size, self._device, self._try, meetings.share)
         start = Network(latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-10, ranks_per_host=per_host)
-        self._chooser.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
+        with meetings.at_work():
+            self._chooser.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
         return self._chooser.tuning
 
     def _try(self, tensor: torch.Tensor, trial: tuner.Trial) -> None:

@@ -4,9 +4,11 @@ import functools
 import itertools
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
+from dltrain_ext.comm.meeting import Meetings, comes, meet
 
 TRANSPORTS = ("auto", "nccl", "c10d")
 _CONNECTING = timedelta(minutes=5)  # is enough for NCCL
@@ -46,18 +49,14 @@ class Connections:
         self._answer_timeout = answer_timeout
         self._patience = min(timeout, _CONNECTING)
         self._rank = ranks.index(dist.get_rank())
-        self._layout = layout(meet(store, "host", ranks, self._rank, host_id(), timeout), self._rank, ranks_per_host)
-        self._number, self._shared = itertools.count(), itertools.count()
+        self.meetings = Meetings(dist.PrefixStore("meetings", store), ranks, self._rank, timeout)
+        self._layout = layout(self.meetings.share(host_id()), self._rank, ranks_per_host)
+        self._number = itertools.count()
 
     @property
     def ranks_per_host(self) -> int:
         """1 where all-reduces go in one level."""
         return 1 if self._layout is None else len(self._layout[0])
-
-    def share(self, text: str) -> list[str]:
-        """The texts of all ranks, in their order. Collective."""
-        about, patience = f"share {next(self._shared)}", max(self._timeout, _CONNECTING)  # one of them may think first
-        return meet(self._store, about, self._ranks, self._rank, text, patience)
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device, whose number may differ between the ranks."""
@@ -94,13 +93,17 @@ class Connections:
         return _ops.Level.over_backend(self._gloo(store, ranks, rank), device, ranks)
 
     def _gloo(self, store: dist.Store, ranks: list[int], rank: int) -> Any:
+        began, connected = time.monotonic(), "connected"
+        make = functools.partial(dist.ProcessGroupGloo, store, rank, len(ranks), self._timeout)
         try:
-            backend: Any = dist.ProcessGroupGloo(store, rank, len(ranks), self._timeout)
+            backend, said = _interruptibly(make), connected
         except RuntimeError as error:
-            raise dist.DistBackendError(
-                f"communicator of ranks {ranks}: could not connect in {self._timeout}: {error}"
-            ) from error
-        meet(store, "connected", ranks, rank, "", self._timeout)  # who is done first may leave, and break the last ones
+            backend, said = None, str(error)
+        # Who is done first may leave, and break the last ones; who has failed waits for no longer than they do.
+        timeout = self._timeout + self._answer_timeout
+        for member, outcome in zip(ranks, meet(store, connected, ranks, rank, said, timeout, began=began), strict=True):
+            if outcome != connected:
+                raise dist.DistBackendError(f"communicator of ranks {ranks}: rank {member} could not connect: {outcome}")
         return backend
 
     def _over_torch(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
@@ -112,10 +115,8 @@ class Connections:
     def _over_nccl(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
         if rank == 0:
             store.set("id", _ops.nccl_unique_id().hex())
-        try:
-            store.wait(["id"], self._patience)
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {ranks[0]} has given no id of a communicator in {self._patience}") from error
+        if not comes(store, "id", self._patience, time.monotonic()):
+            raise RuntimeError(f"rank {ranks[0]} has given no id of a communicator in {self._patience}")
         unique_id = bytes.fromhex(store.get("id").decode())
         return _ops.Level.over_nccl(unique_id, rank, device, ranks, self._patience.total_seconds())
 
@@ -150,22 +151,6 @@ class Connections:
             raise dist.DistBackendError(f"transport: nccl cannot be had: {reasons}")
         tell_once(f"messages of CUDA tensors go by torch.distributed, not by NCCL itself: {reasons}")
         return False
-
-
-def meet(store: dist.Store, about: str, ranks: list[int], index: int, answer: str, timeout: timedelta) -> list[str]:
-    """Tells all ranks one's answer and returns those of all, in their order. A rank that does not come is named."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    keys = [f"{about}/{member}" for member in range(len(ranks))]
-    store.set(keys[index], answer)
-    for rank, key in zip(ranks, keys, strict=True):
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            store.wait([key], timedelta(seconds=left))
-        except RuntimeError as error:
-            raise dist.DistBackendError(
-                f"communicator of ranks {ranks}: rank {rank} did not come in {timeout}"
-            ) from error
-    return [said.decode() for said in store.multi_get(keys)]
 
 
 def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> tuple[list[int], list[int]] | None:
@@ -203,6 +188,20 @@ def _read(source: Callable[[], str]) -> str:
         return source()
     except OSError:
         return ""
+
+
+def _interruptibly(make: Callable[[], Any]) -> Any:
+    """What it makes; a signal is heard while it waits, and leaves it behind."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return made.result()
 
 
 @functools.cache
