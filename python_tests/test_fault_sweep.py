@@ -251,7 +251,7 @@ def test_a_link_that_goes_down_and_up(tmp_path, seconds):
         time.sleep(seconds)
         hosts.call("ip", "-n", switch, "link", "set", "host1", "up")
         Path(tmp_path, "stop").touch()
-        assert [rank.wait(20) for rank in ranks] == [0, 0, 0]
+        assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
     finally:
         for rank in ranks:
             rank.kill()
