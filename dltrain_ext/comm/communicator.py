@@ -29,13 +29,17 @@ from dltrain_ext.comm.tuning import Tuning
 class Work:
     """An all-reduce or a reduce-scatter under way, to be waited for like ``torch.distributed.Work``."""
 
-    def __init__(self, future: torch.futures.Future[torch.Tensor], communicator: "Communicator"):
-        self._future = future
+    def __init__(
+        self, future: torch.futures.Future[torch.Tensor], by: "_ops.Communicator", communicator: "Communicator"
+    ):
+        self._future, self._by = future, by
         self._communicator = communicator  # which fails its work when it is dropped
 
     def wait(self) -> bool:
-        """Returns True when the tensor holds the result; raises ``DistBackendError`` when it cannot come."""
+        """Returns True when the tensor holds the result; raises ``DistBackendError`` when it cannot come. On Ctrl-C,
+        which the future's own wait would not hear, the communicator is closed."""
         self._communicator.check_process()
+        self._by.wait(self._future)
         self._future.wait()
         return True
 
@@ -227,15 +231,16 @@ class Communicator:
         options.update(average=is_average(op), stochastic=is_stochastic(rounding), segments=segments or 0)
         communicator = self._on(place)
         if async_op:
-            return Work(communicator.submit(tensor, **options), self)
+            return self._submit(communicator, tensor, **options)
         communicator.all_reduce(tensor, **options)
         return None
 
-    def reduce_bucket(
-        self, tensor: torch.Tensor, bucket: _ops.Bucket, **options: Any
-    ) -> torch.futures.Future[torch.Tensor]:
-        """What the hooks call: hands the tensor to the worker, or enqueues; the future's value is what it becomes."""
-        return self._on(place_of(tensor)).submit(tensor, bucket=bucket, **options)
+    def reduce_bucket(self, tensor: torch.Tensor, bucket: _ops.Bucket, **options: Any) -> Work:
+        """What the hooks call: hands the tensor to the worker, or enqueues."""
+        return self._submit(self._on(place_of(tensor)), tensor, bucket=bucket, **options)
+
+    def _submit(self, by: "_ops.Communicator", tensor: torch.Tensor, **options: Any) -> Work:
+        return Work(by.submit(tensor, **options), by, self)
 
     def tune(self, *, seconds: float = 10.0, codecs: Sequence[str] | None = None) -> Tuning:
         """Measures the group, and from then on lets ``algorithm="auto"`` and ``codec="auto"`` go by it. Collective.

@@ -101,9 +101,12 @@ class Connections:
             backend, said = None, str(error)
         # Who is done first may leave, and break the last ones; who has failed waits for no longer than they do.
         timeout = self._timeout + self._answer_timeout
-        for member, outcome in zip(ranks, meet(store, connected, ranks, rank, said, timeout, began=began), strict=True):
+        outcomes = meet(store, connected, ranks, rank, said, timeout, began=began)
+        for member, outcome in zip(ranks, outcomes, strict=True):
             if outcome != connected:
-                raise dist.DistBackendError(f"communicator of ranks {ranks}: rank {member} could not connect: {outcome}")
+                raise dist.DistBackendError(
+                    f"communicator of ranks {ranks}: rank {member} could not connect: {outcome}"
+                )
         return backend
 
     def _over_torch(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import _ops
@@ -188,7 +189,7 @@ class AllReduceState:
         # put in units that will fit later.
         feeds = laid.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
         buffer = bucket.buffer()
-        future = self.communicator.reduce_bucket(
+        work = self.communicator.reduce_bucket(
             buffer,
             laid.handle,
             average=True,
@@ -201,8 +202,11 @@ class AllReduceState:
             seed=self.seed,
             step=self.steps % 2**32,
         )
-        self._buckets.submitted(future, feeds)
-        return future
+        self._buckets.submitted(work.get_future(), feeds)
+        if bucket.is_last() and buffer.device.type == "cpu" and torch._C._current_graph_task_id() != -1:
+            # Before DDP waits itself, where Ctrl-C is not heard.
+            Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
+        return work.get_future()
 
     def _loss_scale(self, device: torch.device) -> Tensor | None:
         if self.scaler is None or not self._is_scaled:

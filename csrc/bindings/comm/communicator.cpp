@@ -11,6 +11,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/comm/channel.h"
+#include "bindings/interrupt.h"
 
 namespace dltrain::bindings {
 
@@ -183,10 +184,7 @@ void Communicator::Work::close() {
   }
 }
 
-void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) {
-  check(tensor, options);
-  options.changed(tensor);
-  py::gil_scoped_release no_gil;
+void Communicator::all_reduce_without_gil(const at::Tensor& tensor, const AllReduceOptions& options) {
   const Place caller = caller_place(device_);
   if constexpr (built_with_cuda) {
     if (stream_queue_) {
@@ -197,6 +195,28 @@ void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& 
     }
   }
   queue_->run([&] { work_->all_reduce(caller, tensor, options); });
+}
+
+void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) {
+  check(tensor, options);
+  options.changed(tensor);
+  interruptibly([&] { all_reduce_without_gil(tensor, options); });
+}
+
+void Communicator::wait(const torch::jit::PythonFutureWrapper& future) {
+  interruptibly([&] { future.fut->wait(); });
+}
+
+void Communicator::interruptibly(const std::function<void()>& wait) {
+  const Interruptible interruptible([this] { close(); });
+  try {
+    py::gil_scoped_release no_gil;
+    wait();
+  } catch (const c10::Error&) {
+    Interruptible::check();
+    throw;
+  }
+  Interruptible::check();
 }
 
 std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const AllReduceOptions& options) {

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,6 +35,9 @@ class Communicator {
 
   // The same by the worker or, on a CUDA device, on a stream of its own. The future's value is what has been written.
   std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const AllReduceOptions& options);
+
+  // Returns when what was submitted is done, or has failed.
+  void wait(const torch::jit::PythonFutureWrapper& future);
 
   // Aborts what is under way and fails what waits. Does not block on any peer.
   void close();
@@ -73,6 +77,10 @@ class Communicator {
   };
 
   void check(const at::Tensor& tensor, const AllReduceOptions& options) const;
+  void all_reduce_without_gil(const at::Tensor& tensor, const AllReduceOptions& options);
+
+  // Without the GIL, and until Ctrl-C, which closes this.
+  void interruptibly(const std::function<void()>& wait);
 
   const c10::Device device_;
   const pid_t process_ = getpid();

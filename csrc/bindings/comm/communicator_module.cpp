@@ -66,6 +66,7 @@ void bind_communicator(py::module_& module) {
            }),
            py::arg("across"), py::arg("inside"), py::arg("control"), py::arg("ranks"), py::arg("device"), py::arg("timeout"),
            py::arg("answer_timeout"))
+      .def("wait", &Communicator::wait, py::arg("future"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
       .def("stats", [](const Communicator& self) {

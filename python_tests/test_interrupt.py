@@ -1,0 +1,108 @@
+"""Ctrl-C in Python's main thread while it waits for peers, which are there and do not come."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext import comm, ddp
+
+FAR = timedelta(minutes=30)
+SLACK = 20.0  # seconds that a loaded machine may add
+SOON = 0.3  # seconds, by which a wait has begun
+
+
+def press(signum=signal.SIGINT, after=SOON):
+    """Sends this process a signal while its main thread waits; returns what tells when."""
+    pressed = []
+
+    def send():
+        time.sleep(after)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signum)
+
+    threading.Thread(target=send).start()
+    return pressed
+
+
+def reduce(communicator):
+    communicator.all_reduce(torch.ones(1000), algorithm="ring")
+
+
+def wait(communicator):
+    communicator.all_reduce(torch.ones(1000), algorithm="ring", async_op=True).wait()
+
+
+def reduce_behind_another(communicator):
+    communicator.all_reduce(torch.ones(10), async_op=True)
+    communicator.all_reduce(torch.ones(10))
+
+
+def reduce_natively(communicator):
+    communicator.all_reduce(torch.ones(1000), algorithm="native")
+
+
+def make(communicator):
+    comm.Communicator(timeout=FAR)
+
+
+def tune(communicator):
+    communicator.tune(codecs=())
+
+
+class Hooked:
+    """A model, which both ranks have to make."""
+
+    def __init__(self):
+        self.model = DistributedDataParallel(nn.Linear(10, 10))
+        ddp.register(self.model, timeout=FAR)
+
+    def __call__(self, communicator):
+        self.model(torch.ones(1, 10)).sum().backward()
+
+
+def interrupt(rank, world_size, wait):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    communicator, store = comm.Communicator(timeout=FAR), dist.group.WORLD.get_group_store()
+    if wait is Hooked:
+        wait = Hooked()
+    if rank == 1:
+        store.wait(["over"])
+        return
+    pressed = press()
+    with pytest.raises(KeyboardInterrupt):
+        wait(communicator)
+    assert time.monotonic() - pressed[0] < SLACK
+    store.set("over", "")
+
+
+@pytest.mark.parametrize("wait", [reduce, wait, reduce_behind_another, reduce_natively, make, tune, Hooked])
+def test_ctrl_c_is_heard(wait):
+    run_ranks(2, interrupt, wait, fresh=True)
+
+
+def go_on(rank, world_size):
+    heard = []
+    signal.signal(signal.SIGINT, lambda *_: heard.append(None))
+    communicator = comm.Communicator(timeout=FAR)
+    tensor = torch.ones(10)
+    if rank == 0:
+        pressed = press()
+        communicator.all_reduce(tensor)
+        assert pressed and heard
+    else:
+        time.sleep(3 * SOON)
+        communicator.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((10,), 2.0))
+
+
+def test_a_handler_of_ones_own_runs_behind_the_call():
+    run_ranks(2, go_on, fresh=True)
