@@ -69,10 +69,10 @@ class Listener {
   std::function<void()> end_;
 };
 
-// Which raises KeyboardInterrupt.
+// Which raises KeyboardInterrupt. Of the module beneath signal, whose functions look for enumerations first.
 bool is_default_handler() {
-  static const py::handle get = py::object(py::module_::import("signal").attr("getsignal")).release();
-  static const py::handle raises = py::object(py::module_::import("signal").attr("default_int_handler")).release();
+  static const py::handle get = py::object(py::module_::import("_signal").attr("getsignal")).release();
+  static const py::handle raises = py::object(py::module_::import("_signal").attr("default_int_handler")).release();
   return get(SIGINT).is(raises);
 }
 
