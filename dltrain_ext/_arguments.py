@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 # torch orders numbers of these, and of few others
-_ORDERED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_ORDERED += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_ORDERED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
 
 
 def check_number(number: int, name: str, bound: int) -> None:
