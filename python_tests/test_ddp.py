@@ -198,8 +198,16 @@ def test_gradients_travel_as_any_codec():
     assert all(torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True))
 
 
+def test_one_process_is_told_how_to_be_several():
+    expected = "model: expected a DistributedDataParallel, got Linear; one process .*, or start the script by torchrun"
+    with pytest.raises(TypeError, match=expected):
+        ddp.register(nn.Linear(2, 2))
+
+
 def check_errors(rank, world_size):
-    with pytest.raises(TypeError, match="model: expected a DistributedDataParallel, got Linear"):
+    with pytest.raises(
+        TypeError, match=r"got Linear; wrap it in one first; in a Trainer .* trainer.model_wrapped, and"
+    ):
         ddp.register(nn.Linear(2, 2))
     double = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
     with pytest.raises(TypeError, match=r"model: expected parameters of .*, got 1.weight of torch.float64 on cpu"):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,14 @@ _INSTEAD = {
     "FullyShardedDataParallel": "use fully_shard and dltrain_ext.fsdp.register",
     "DataParallel": "use a process for each device, and DistributedDataParallel",
 }
+_IN_A_GROUP = (
+    "wrap it in one first; in a Trainer of Transformers that is trainer.model_wrapped, and with Accelerate what "
+    "accelerator.prepare returns"
+)
+_IN_ONE_PROCESS = (
+    "one process has nothing to average: leave the hook out, or start the script by torchrun, where Trainer and "
+    "Accelerate wrap the model by themselves"
+)
 
 
 class Parameters:
@@ -74,8 +83,9 @@ def check_model(model: object) -> None:
     """Raises TypeError naming what to do instead."""
     if not isinstance(model, DistributedDataParallel):
         instead = [_INSTEAD[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSTEAD]
+        if not instead:
+            instead = [_IN_A_GROUP if dist.is_initialized() else _IN_ONE_PROCESS]
         got = type(model).__name__
-        instead = instead or ["wrap it in one first"]
         raise TypeError("; ".join([f"model: expected a DistributedDataParallel, got {got}", *instead]))
 
 
