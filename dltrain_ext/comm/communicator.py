@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,16 +30,19 @@ class Work:
     """An all-reduce or a reduce-scatter under way, to be waited for like ``torch.distributed.Work``."""
 
     def __init__(
-        self, future: torch.futures.Future[torch.Tensor], by: "_ops.Communicator", communicator: "Communicator"
+        self,
+        future: torch.futures.Future[torch.Tensor],
+        wait: Callable[[torch.futures.Future[torch.Tensor]], None],
+        communicator: "Communicator",
     ):
-        self._future, self._by = future, by
+        self._future, self._wait = future, wait
         self._communicator = communicator  # which fails its work when it is dropped
 
     def wait(self) -> bool:
         """Returns True when the tensor holds the result; raises ``DistBackendError`` when it cannot come. On Ctrl-C,
         which the future's own wait would not hear, the communicator is closed."""
         self._communicator.check_process()
-        self._by.wait(self._future)
+        self._wait(self._future)
         self._future.wait()
         return True
 
@@ -240,7 +243,7 @@ class Communicator:
         return self._submit(self._on(place_of(tensor)), tensor, bucket=bucket, **options)
 
     def _submit(self, by: "_ops.Communicator", tensor: torch.Tensor, **options: Any) -> Work:
-        return Work(by.submit(tensor, **options), by, self)
+        return Work(by.submit(tensor, **options), by.wait, self)
 
     def tune(self, *, seconds: float = 10.0, codecs: Sequence[str] | None = None) -> Tuning:
         """Measures the group, and from then on lets ``algorithm="auto"`` and ``codec="auto"`` go by it. Collective.
