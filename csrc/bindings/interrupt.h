@@ -5,7 +5,7 @@
 namespace dltrain::bindings {
 
 // While there is one in Python's main thread, Ctrl-C ends what that thread waits for: a handler of Python's would run only after it. Where
-// the user has a handler of his own for it, that is left to run then, since it need not want an end.
+// users have a handler of their own for it, that is left to run then, since it need not want an end.
 class Interruptible {
  public:
   // Under the GIL. end: has the wait fail; called from another thread. Throws what a signal that has come already raises.
