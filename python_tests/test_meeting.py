@@ -49,16 +49,19 @@ def test_who_is_at_work_is_waited_for():
     assert together(think, wait) == [["thought", "waited"]] * 2
 
 
-def test_who_fails_at_work_is_heard_of_at_once():
+@pytest.mark.parametrize(
+    ("error", "said"), [(ValueError("no memory"), "no memory"), (KeyboardInterrupt(), "KeyboardInterrupt")]
+)
+def test_who_fails_at_work_is_heard_of_at_once(error, said):
     def fail(meetings):
-        with pytest.raises(ValueError, match="no memory"), meetings.at_work():
-            raise ValueError("no memory")
+        with pytest.raises(type(error)), meetings.at_work():
+            raise error
         return meetings.share("after")
 
     def wait(meetings):
-        with pytest.raises(dist.DistBackendError) as error, meetings.at_work():
+        with pytest.raises(dist.DistBackendError) as raised, meetings.at_work():
             meetings.share("")
-        assert str(error.value) == "communicator of ranks [5, 6]: rank 6 failed: no memory"
+        assert str(raised.value) == f"communicator of ranks [5, 6]: rank 6 failed: {said}"
         return meetings.share("after")
 
     assert together(wait, fail, timeout=timedelta(hours=1)) == [["after", "after"]] * 2

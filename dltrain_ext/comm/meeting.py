@@ -55,8 +55,9 @@ class Meetings:
         try:
             yield
         except BaseException as error:
+            said = str(error) or type(error).__name__
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._work}/failed", f"rank {self._ranks[self._index]} failed: {error}")
+                self._store.set(f"{self._work}/failed", f"rank {self._ranks[self._index]} failed: {said}")
             raise
         finally:
             over.set()
