@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
-from dltrain_ext.comm.meeting import Meetings, comes, meet
+from dltrain_ext.comm.meeting import Meetings, comes
 
 TRANSPORTS = ("auto", "nccl", "c10d")
 _CONNECTING = timedelta(minutes=5)  # is enough for NCCL
-Make = Callable[[dist.Store, torch.device, list[int], int], "_ops.Level"]
+Make = Callable[[str, torch.device, list[int], int], "_ops.Level"]  # the first is its own place at the store
 
 
 class Connections:
@@ -60,27 +60,24 @@ class Connections:
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device, whose number may differ between the ranks."""
-        store = dist.PrefixStore(f"{device.type} {next(self._number)}", self._store)
-        levels = None
-        if device.type == "cpu":
-            levels = self._levels(store, device, self._over_gloo)
-        elif self._all_have_nccl(store):
-            levels = self._over_nccl_if_all_can(store, device)
-        if levels is None:
-            levels = self._levels(store, device, self._over_torch)
-        control = self._control(dist.PrefixStore("control", store)) if len(self._ranks) > 1 else None
+        place, levels, control = f"{device.type} {next(self._number)}", None, None
+        with self.meetings.at_work():
+            if device.type == "cpu":
+                levels = self._levels(place, device, self._over_gloo)
+            elif self._all_have_nccl():
+                levels = self._over_nccl_if_all_can(place, device)
+            if levels is None:
+                levels = self._levels(place, device, self._over_torch)
+            if len(self._ranks) > 1:  # of all, on any device: where they ask each other why a call has failed
+                control = self._gloo(f"{place}/control", self._ranks, self._rank)
         timeouts = self._timeout.total_seconds(), self._answer_timeout.total_seconds()
         return _ops.Communicator(*levels, control, self._ranks, device, *timeouts)
 
-    def _control(self, store: dist.Store) -> Any:
-        """Of all ranks, on any device: where they ask each other why a call has failed."""
-        return self._gloo(store, self._ranks, self._rank)
-
-    def _levels(self, store: dist.Store, device: torch.device, make: Make) -> tuple["_ops.Level", "_ops.Level | None"]:
+    def _levels(self, place: str, device: torch.device, make: Make) -> tuple["_ops.Level", "_ops.Level | None"]:
         """Across the hosts and inside this one; of all ranks, and none, where there is one level."""
 
         def level(name: str, members: Sequence[int]) -> "_ops.Level":
-            own = dist.PrefixStore(f"{make.__name__}/{name}", store)
+            own = f"{place}/{make.__name__}/{name}"
             return make(own, device, [self._ranks[member] for member in members], members.index(self._rank))
 
         if self._layout is None:
@@ -89,19 +86,20 @@ class Connections:
         inside = level(f"inside/{neighbours[0]}", neighbours)
         return level(f"across/{counterparts[0]}", counterparts), inside
 
-    def _over_gloo(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
-        return _ops.Level.over_backend(self._gloo(store, ranks, rank), device, ranks)
+    def _over_gloo(self, place: str, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
+        return _ops.Level.over_backend(self._gloo(place, ranks, rank), device, ranks)
 
-    def _gloo(self, store: dist.Store, ranks: list[int], rank: int) -> Any:
-        began, connected = time.monotonic(), "connected"
+    def _gloo(self, place: str, ranks: list[int], rank: int) -> Any:
+        connected, store = "connected", self._store_at(place)
         make = functools.partial(dist.ProcessGroupGloo, store, rank, len(ranks), self._timeout)
         try:
-            backend, said = _interruptibly(make), connected
+            backend, said = _in_time(make, self._timeout), connected
+        except TimeoutError:
+            backend, said = None, f"not connected in {self._timeout}"
         except RuntimeError as error:
             backend, said = None, str(error)
-        # Who is done first may leave, and break the last ones; who has failed waits for no longer than they do.
-        timeout = self._timeout + self._answer_timeout
-        outcomes = meet(store, connected, ranks, rank, said, timeout, began=began)
+        # Who is done first may leave, and break the last ones.
+        outcomes = self.meetings.agree(place, ranks, rank, said)
         for member, outcome in zip(ranks, outcomes, strict=True):
             if outcome != connected:
                 raise dist.DistBackendError(
@@ -109,13 +107,14 @@ class Connections:
                 )
         return backend
 
-    def _over_torch(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
+    def _over_torch(self, place: str, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
         # The backend's watchdog ends the process, so that comes last.
         timeout: Any = self._timeout + timedelta(minutes=5)
-        backend: Any = dist.ProcessGroupNCCL(store, rank, len(ranks), timeout)
+        backend: Any = dist.ProcessGroupNCCL(self._store_at(place), rank, len(ranks), timeout)
         return _ops.Level.over_backend(backend, device, ranks)
 
-    def _over_nccl(self, store: dist.Store, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
+    def _over_nccl(self, place: str, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
+        store = self._store_at(place)
         if rank == 0:
             store.set("id", _ops.nccl_unique_id().hex())
         if not comes(store, "id", self._patience, time.monotonic()):
@@ -123,29 +122,31 @@ class Connections:
         unique_id = bytes.fromhex(store.get("id").decode())
         return _ops.Level.over_nccl(unique_id, rank, device, ranks, self._patience.total_seconds())
 
-    def _all_have_nccl(self, store: dist.Store) -> bool:
+    def _store_at(self, place: str) -> dist.Store:
+        return dist.PrefixStore(place, self._store)
+
+    def _all_have_nccl(self) -> bool:
         if self._transport == "c10d":
             return False
         try:
             answer = f"version {_ops.nccl_version()}"
         except RuntimeError as error:
             answer = str(error)
-        return self._all_say(lambda said: said.startswith("version "), "nccl", answer, store)
+        return self._all_say(lambda said: said.startswith("version "), "nccl", answer)
 
     def _over_nccl_if_all_can(
-        self, store: dist.Store, device: torch.device
+        self, place: str, device: torch.device
     ) -> tuple["_ops.Level", "_ops.Level | None"] | None:
         levels, answer = None, "connected"
         try:
-            levels = self._levels(store, device, self._over_nccl)
+            levels = self._levels(place, device, self._over_nccl)
         except RuntimeError as error:
             answer = str(error)
-        return levels if self._all_say(lambda said: said == "connected", "connected", answer, store) else None
+        return levels if self._all_say(lambda said: said == "connected", "connected over nccl", answer) else None
 
-    def _all_say(self, yes: Callable[[str], bool], about: str, answer: str, store: dist.Store) -> bool:
+    def _all_say(self, yes: Callable[[str], bool], about: str, answer: str) -> bool:
         """Whether all ranks say yes; where not, whoever does not is why NCCL itself is done without."""
-        patience = self._timeout + 2 * self._patience  # at either level
-        answers = meet(store, about, self._ranks, self._rank, answer, patience)
+        answers = self.meetings.agree(about, self._ranks, self._rank, answer)
         no = [f"rank {rank}: {said}" for rank, said in zip(self._ranks, answers, strict=True) if not yes(said)]
         if not no:
             return True
@@ -193,8 +194,8 @@ def _read(source: Callable[[], str]) -> str:
         return ""
 
 
-def _interruptibly(make: Callable[[], Any]) -> Any:
-    """What it makes; a signal is heard while it waits, and leaves it behind."""
+def _in_time(make: Callable[[], Any], timeout: timedelta) -> Any:
+    """What it makes. A signal, or the end of the time, leaves it behind: Gloo has the same timeout for each step."""
     made: Future[Any] = Future()
 
     def run() -> None:
@@ -204,7 +205,7 @@ def _interruptibly(make: Callable[[], Any]) -> Any:
             made.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return made.result()
+    return made.result(timeout.total_seconds())
 
 
 @functools.cache

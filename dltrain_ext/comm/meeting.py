@@ -12,7 +12,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _LOOKS = 0.001, 0.05  # seconds between two looks at the store: at first, and at most
-_BEATS = 4  # signs of life in the time that a rank is waited for
+_LONG = timedelta(seconds=20)  # for a rank that lives to give no sign of it
+_BEATS = 4  # such signs in that time
 
 
 class Meetings:
@@ -27,6 +28,7 @@ class Meetings:
 
     def __init__(self, store: dist.Store, ranks: list[int], index: int, timeout: timedelta):
         self._store, self._ranks, self._index, self._timeout = store, ranks, index, timeout
+        self._silence = min(timeout, _LONG)
         self._work, self._works = "", itertools.count()
         self._meetings: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # of each work
 
@@ -39,14 +41,20 @@ class Meetings:
         about = f"{self._work}/meetings/{next(self._meetings[self._work])}"
         return meet(self._store, about, self._ranks, self._index, text, self._timeout, life=self._life)
 
+    def agree(self, about: str, ranks: list[int], index: int, answer: str) -> list[str]:
+        """At work, of those ranks that do the same part of it: the answers of all, who are waited for while at it."""
+        return meet(self._store, f"{self._work}/{about}", ranks, index, answer, self._silence, life=self._life)
+
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         """While all are in it, a rank is waited for as long as it lives, and the others hear at once if it fails."""
         self._work = f"work {next(self._works)}"
-        over, own, pause = threading.Event(), f"{self._work}/beats/{self._index}", self._timeout / _BEATS
+        groups, self._store = self._store, self._store.clone()  # which a thread that waits there has for itself
+        own, over, pause = self._beats(self._ranks[self._index]), threading.Event(), self._silence / _BEATS
 
         def beat() -> None:
             with contextlib.suppress(RuntimeError):  # without a store the work fails, too
+                self._store.add(own, 1)
                 while not over.wait(pause.total_seconds()):
                     self._store.add(own, 1)
 
@@ -62,15 +70,18 @@ class Meetings:
         finally:
             over.set()
             thread.join()
-            self._work = ""
+            self._work, self._store = "", groups
 
-    def _life(self, member: int) -> int:
-        """What changes while it is at work."""
+    def _life(self, rank: int) -> int:
+        """What changes while it is at work. Raises DistBackendError where one of them has failed at it."""
         if not self._work:
             return 0
         if self._store.check([failed := f"{self._work}/failed"]):
             raise dist.DistBackendError(f"communicator of ranks {self._ranks}: {self._store.get(failed).decode()}")
-        return self._store.add(f"{self._work}/beats/{member}", 0)
+        return self._store.add(self._beats(rank), 0)
+
+    def _beats(self, rank: int) -> str:
+        return f"{self._work}/beats/{rank}"
 
 
 def meet(
@@ -81,19 +92,18 @@ def meet(
     answer: str,
     timeout: timedelta,
     *,
-    life: Callable[[int], int] = lambda member: 0,
-    began: float | None = None,
+    life: Callable[[int], int] = lambda rank: 0,
 ) -> list[str]:
     """Tells all ranks one's answer and returns those of all, in their order. A rank that does not come is named.
 
-    Each is waited for since that time of the monotonic clock, which is now where None, or since its life last changed.
+    Each is waited for since now, or since the rank's life last changed.
     """
     keys = [f"{about}/{member}" for member in range(len(ranks))]
-    began = time.monotonic() if began is None else began
+    began = time.monotonic()
     try:
         store.set(keys[index], answer)
         for member, key in enumerate(keys):
-            if not comes(store, key, timeout, began, functools.partial(life, member)):
+            if not comes(store, key, timeout, began, functools.partial(life, ranks[member])):
                 raise dist.DistBackendError(
                     f"communicator of ranks {ranks}: rank {ranks[member]} did not come in {timeout}"
                 )
