@@ -22,7 +22,7 @@ from ranks import ROOT, join_group, ready, run_ranks, store_of_first
 from benchmarks import hosts
 from dltrain_ext import comm
 
-DEADLINE = timedelta(seconds=2)  # where it has to pass
+DEADLINE = timedelta(seconds=6)  # where it has to pass; making has to be done by then on a loaded machine, too
 FAR = timedelta(seconds=60)  # where it has not
 SILENCE = timedelta(seconds=3)  # a rank that lives answers by then, on a loaded machine too
 SLACK = 20.0  # seconds that a loaded machine may add
@@ -143,19 +143,19 @@ def begin_again(rank, world_size, tunes, deadline):
 
 
 def strike_at_the_beginning(how, tunes, victim, after):
-    deadline, struck = timedelta(seconds=5), []
+    struck = []
 
     def hit(processes):
         time.sleep(after)
         struck.append(time.monotonic())
         os.kill(processes[victim], how)
 
-    results = run_ranks(3, begin_again, tunes, deadline, dying=(victim,), when_ready=hit)
+    results = run_ranks(3, begin_again, tunes, DEADLINE, dying=(victim,), when_ready=hit)
     del results[victim]
     for text, failed in results:
         named = re.search(r"the culprit is rank (\d+): |: rank (\d+) did not come in ", text)
         assert named and int(named[1] or named[2]) == victim, text
-        assert failed - struck[0] < 2 * deadline.total_seconds() + SLACK
+        assert failed - struck[0] < 2 * DEADLINE.total_seconds() + SLACK
 
 
 @pytest.mark.parametrize("moments", [1, pytest.param(16, marks=pytest.mark.exhaustive)])

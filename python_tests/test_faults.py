@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import comm, ddp
 
-DEADLINE = timedelta(seconds=2)  # where it has to pass
+DEADLINE = timedelta(seconds=6)  # where it has to pass; making has to be done by then on a loaded machine, too
 FAR = timedelta(seconds=60)  # where it has not
 SLACK = 20.0  # seconds that a loaded machine may add
 SILENCE = timedelta(seconds=3)  # who lives answers by then, on a loaded machine too
@@ -94,6 +94,7 @@ def test_a_late_rank_is_told_from_a_dead_one(algorithm):
 def see_one_close(rank, world_size):
     communicator = comm.Communicator(timeout=timedelta(seconds=20))
     communicator.all_reduce(torch.ones(100))
+    dist.barrier()  # a rank may be still in that call, and hear that the next one has failed
     if rank == 1:
         communicator.close()
         return
