@@ -90,12 +90,12 @@ class Connections:
         return _ops.Level.over_backend(self._gloo(place, ranks, rank), device, ranks)
 
     def _gloo(self, place: str, ranks: list[int], rank: int) -> Any:
-        connected, store = "connected", self._store_at(place)
+        connected, store, patience = "connected", self._store_at(place), 2 * self._timeout
         make = functools.partial(dist.ProcessGroupGloo, store, rank, len(ranks), self._timeout)
         try:
-            backend, said = _in_time(make, self._timeout), connected
+            backend, said = _in_time(make, patience), connected
         except TimeoutError:
-            backend, said = None, f"not connected in {self._timeout}"
+            backend, said = None, f"not connected in {patience}"
         except RuntimeError as error:
             backend, said = None, str(error)
         # Who is done first may leave, and break the last ones.
@@ -195,7 +195,7 @@ def _read(source: Callable[[], str]) -> str:
 
 
 def _in_time(make: Callable[[], Any], timeout: timedelta) -> Any:
-    """What it makes. A signal, or the end of the time, leaves it behind: Gloo has the same timeout for each step."""
+    """What it makes. A signal, or the end of the time, leaves it behind: Gloo has a timeout for each step alone."""
     made: Future[Any] = Future()
 
     def run() -> None:
