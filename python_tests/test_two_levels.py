@@ -157,6 +157,7 @@ def test_the_hook_goes_in_two_levels():
 
 
 DEADLINE = timedelta(seconds=6)  # making has to be done by then on a loaded machine, too
+SILENCE = timedelta(seconds=3)  # who lives answers by then, on a loaded machine too
 SLACK = 20.0  # seconds that a loaded machine may add
 SAID = {signal.SIGKILL: "it has left", signal.SIGSTOP: "it does not answer"}
 
@@ -164,7 +165,7 @@ SAID = {signal.SIGKILL: "it has left", signal.SIGSTOP: "it does not answer"}
 def lose(rank, world_size, how, when):
     """Rank 2 dies: between two calls, or with its own messages under way."""
     deadline = DEADLINE if how == signal.SIGSTOP else timedelta(seconds=60)
-    communicator = comm.Communicator(timeout=deadline, ranks_per_host=2)
+    communicator = comm.Communicator(timeout=deadline, ranks_per_host=2, answer_timeout=SILENCE)
     tensor = torch.ones(3_000_000)  # goes in pieces
     communicator.all_reduce(tensor, "avg", codec="int8")
     if rank == 2:
