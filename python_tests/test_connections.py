@@ -47,11 +47,11 @@ def made(monkey, rank, name, *, version=lambda rank: "2.28.9", connects=lambda r
     monkey.setattr(_ops, "nccl_version", nccl_version)
     monkey.setattr(_ops, "nccl_unique_id", lambda: bytes(range(128)))
     monkey.setattr(_ops, "Level", Level)
-    monkey.setattr(_ops, "Communicator", lambda across, inside, control, ranks, device, *timeouts: (across, inside))
+    monkey.setattr(_ops, "Communicator", lambda across, inside, control, members, device, *timeouts: (across, inside))
     monkey.setattr(dist, "ProcessGroupNCCL", lambda store, rank, size, timeout: "a backend", raising=False)
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
-    ranks = list(range(dist.get_world_size()))
-    made = Connections(store, ranks, timedelta(seconds=20), transport, 2, timedelta(seconds=5))
+    members = _ops.Ranks("group", "", list(range(dist.get_world_size())), dist.get_rank())
+    made = Connections(store, members, timedelta(seconds=20), transport, 2, timedelta(seconds=5))
     return made.connect(torch.device("cuda", rank))
 
 

@@ -1,7 +1,9 @@
 """Whatever the options of DDP and of its hook: nothing is lost, and buckets do not matter."""
 
+import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dltrain_ext import codecs, ddp
+from dltrain_ext import codecs, comm, ddp
 
 SMALL = 1024  # elements; below, a parameter travels as fp32
 
@@ -508,6 +510,29 @@ def ranges_in_profile(rank, world_size):
 def test_profiler_shows_the_phases():
     for names in run_ranks(2, ranges_in_profile):
         assert {f"dltrain_ext::{phase}" for phase in ("encode", "send", "wait", "decode")} <= names
+
+
+def collectives_in_profile(rank, world_size, where):
+    group = dist.new_group([0, 1], group_desc="of two")
+    communicator, tensor = comm.Communicator(group), torch.ones(300)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        communicator.all_reduce(tensor, codec="int8")
+        communicator.all_reduce(tensor, async_op=True).wait()
+        communicator.reduce_scatter(torch.empty(150), tensor)
+    profile.export_chrome_trace(f"{where}/{rank}")
+    events = json.loads(Path(where, str(rank)).read_text())["traceEvents"]
+    calls = sorted((e for e in events if e.get("name") == "record_param_comms"), key=lambda event: event["ts"])
+    return [call["args"] for call in calls], group.group_name
+
+
+def test_profiler_shows_collectives_as_torchs_own(tmp_path):
+    for calls, group in run_ranks(2, collectives_in_profile, str(tmp_path)):
+        found = [(call["Collective name"], call["In msg nelems"], call["Out msg nelems"]) for call in calls]
+        assert found == [("allreduce", 300, 300), ("allreduce", 300, 300), ("reduce_scatter", 300, 150)]
+        for call in calls:
+            assert (call["dtype"], call["Group size"]) == ("Float", 2)
+            assert (call["Process Group Name"], call["Process Group Description"]) == (group, "of two")
+            assert call["Process Group Ranks"] == "[0, 1]"
 
 
 def check_without_feedback(rank, world_size):

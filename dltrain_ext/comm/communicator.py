@@ -64,6 +64,9 @@ class Communicator:
     a host add up their parts, and each takes one share of the sum across the hosts, by the algorithm and the codec of
     the call. So a host's link carries what one rank would send.
 
+    ``torch.profiler`` shows each call as it shows torch's own collectives: a range ``record_param_comms`` with the
+    collective's name, its elements, their dtype, and the group.
+
     Making one is a collective call: every rank of the group makes its communicators in the same order.
 
     Args:
@@ -114,7 +117,8 @@ class Communicator:
         self._rank, self._world_size = ranks.index(dist.get_rank()), len(ranks)
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
-        self._connections = Connections(store, ranks, timeout, transport, ranks_per_host, answer_timeout)
+        members = _ops.Ranks(group.group_name, group.group_desc, ranks, self._rank)
+        self._connections = Connections(store, members, timeout, transport, ranks_per_host, answer_timeout)
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._lock = threading.Lock()
         self._process = os.getpid()

@@ -29,7 +29,7 @@ class Connections:
 
     Args:
         store: the group's, under a prefix that belongs to the communicator.
-        ranks: the group's members, as the world knows them.
+        members: of the group.
         timeout: how long the peers may take to come.
         transport: one of ``TRANSPORTS``; what carries the messages of CUDA tensors.
         ranks_per_host: that many neighbours of the group form a host; where None, hosts are looked up.
@@ -39,17 +39,17 @@ class Connections:
     def __init__(
         self,
         store: dist.Store,
-        ranks: list[int],
+        members: _ops.Ranks,
         timeout: timedelta,
         transport: str,
         ranks_per_host: int | None,
         answer_timeout: timedelta,
     ):
-        self._store, self._ranks, self._timeout, self._transport = store, ranks, timeout, transport
+        self._store, self._members, self._timeout, self._transport = store, members, timeout, transport
+        self._ranks, self._rank = members.ranks, members.rank
         self._answer_timeout = answer_timeout
         self._patience = min(timeout, _CONNECTING)
-        self._rank = ranks.index(dist.get_rank())
-        self.meetings = Meetings(dist.PrefixStore("meetings", store), ranks, self._rank, timeout)
+        self.meetings = Meetings(dist.PrefixStore("meetings", store), members.ranks, members.rank, timeout)
         self._layout = layout(self.meetings.share(host_id()), self._rank, ranks_per_host)
         self._number = itertools.count()
 
@@ -71,7 +71,7 @@ class Connections:
             if len(self._ranks) > 1:  # of all, on any device: where they ask each other why a call has failed
                 control = self._gloo(f"{place}/control", self._ranks, self._rank)
         timeouts = self._timeout.total_seconds(), self._answer_timeout.total_seconds()
-        return _ops.Communicator(*levels, control, self._ranks, device, *timeouts)
+        return _ops.Communicator(*levels, control, self._members, device, *timeouts)
 
     def _levels(self, place: str, device: torch.device, make: Make) -> tuple["_ops.Level", "_ops.Level | None"]:
         """Across the hosts and inside this one; of all ranks, and none, where there is one level."""

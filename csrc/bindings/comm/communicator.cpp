@@ -4,8 +4,10 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
 
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -38,25 +40,47 @@ class TensorHolder final : public c10::ivalue::PyObjectHolder {
   py::object tensor_;
 };
 
+// The task as one of the calling thread's, for the profiler, say, also where the worker does it; mostly nobody looks.
+template <class Task>
+auto as_caller(Task task) {
+  std::optional<at::ThreadLocalState> observed;
+  if (at::hasThreadLocalCallbacks()) observed.emplace();
+  return [observed = std::move(observed), task = std::move(task)](const auto&... arguments) {
+    std::optional<at::ThreadLocalStateGuard> guard;
+    if (observed) guard.emplace(*observed);
+    task(arguments...);
+  };
+}
+
+// As torch has it: -1 where they are not evenly spaced.
+int stride_of(const std::vector<int>& ranks) {
+  if (ranks.size() < 2) return 0;
+  const int stride = ranks[1] - ranks[0];
+  for (size_t i = 2; i < ranks.size(); ++i) {
+    if (ranks[i] - ranks[i - 1] != stride) return -1;
+  }
+  return stride;
+}
+
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-                           std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout,
+                           Ranks members, const c10::Device& device, std::chrono::milliseconds timeout,
                            std::chrono::milliseconds answer_timeout)
     : device_(device),
-      work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(ranks), timeout, answer_timeout)) {
+      work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(members), timeout, answer_timeout)) {
   if constexpr (built_with_cuda) {
     if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
   }
 }
 
 Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-                         std::vector<int> ranks, std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout)
-    : across(std::move(across)), inside(std::move(inside)), timeout(timeout) {
+                         Ranks members, std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout)
+    : members(std::move(members)), across(std::move(across)), inside(std::move(inside)), timeout(timeout) {
   if (this->inside) two_levels.emplace(this->inside->executor(), this->across->executor());
   if (!control) return;
   lookout = std::make_shared<comm::Lookout>(
-      std::make_unique<GlooChannel>(std::move(control)), std::move(ranks),
+      std::make_unique<GlooChannel>(std::move(control)), this->members.ranks,
       comm::Lookout::Calls{[this] { return waiting(); }, [this](const std::string& finding) { give_up(finding); }}, answer_timeout);
   for (const auto& level : {this->across, this->inside}) {
     if (level) level->executor().set_lookout(lookout);
@@ -90,6 +114,18 @@ void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& optio
   TORCH_CHECK_VALUE(!options.share || !work_->inside,
                     "reduce_scatter: expected a communicator with ranks_per_host=1, got one of two levels");
   options.check(tensor, device_, work_->across->executor().world_size());
+}
+
+// In a range of the profiler that torch's own collectives have, too, so that its viewers know what it is.
+void Communicator::Work::run(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options) {
+  if (!at::hasCallbacks()) return all_reduce(place, tensor, options);
+  const at::Tensor& out = options.share ? *options.share : tensor;
+  const int world_size = static_cast<int>(members.ranks.size());
+  const std::vector<at::Tensor> inputs = {tensor}, outputs = {out};
+  RECORD_PARAM_COMMS_DATA(std::make_tuple(calls.load(), false), std::make_tuple(members.name, members.description), inputs, outputs,
+                          members.rank, options.share ? "reduce_scatter" : "allreduce", tensor.numel(), out.numel(), tensor.scalar_type(),
+                          std::vector<int64_t>(), std::vector<int64_t>(), members.ranks[0], stride_of(members.ranks), world_size);
+  all_reduce(place, tensor, options);
 }
 
 // Errors of the peers reach Python as torch.distributed.DistBackendError. They end all levels: peers of one may wait in the other.
@@ -190,11 +226,11 @@ void Communicator::all_reduce_without_gil(const at::Tensor& tensor, const AllRed
     if (stream_queue_) {
       return stream_queue_->run(caller, [&](const Place& side) {
         const OnStream current(side);
-        work_->all_reduce(side, tensor, options);
+        work_->run(side, tensor, options);
       });
     }
   }
-  queue_->run([&] { work_->all_reduce(caller, tensor, options); });
+  queue_->run(as_caller([&] { work_->run(caller, tensor, options); }));
 }
 
 void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) {
@@ -227,28 +263,23 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get(), devices);
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
       c10::make_intrusive<TensorHolder>(options.share ? py::cast(*options.share) : std::move(object))));
-  // The profiler, say; mostly there is none.
-  std::optional<at::ThreadLocalState> observed;
-  if (options.bucket && at::hasThreadLocalCallbacks()) observed.emplace();
-  const auto task = [work = work_, tensor, options, future, value = std::move(value), observed = std::move(observed),
-                     submitted = Bucket::Clock::now()](const Place& place) {
-    std::optional<at::ThreadLocalStateGuard> as_caller;
-    if (observed) as_caller.emplace(*observed);
-    try {
-      const int64_t sent = work->across->executor().wire_bytes();
-      if (options.bucket) options.bucket->started(submitted);
-      work->all_reduce(place, tensor, options);
-      if (options.bucket) options.bucket->ended(submitted, work->across->executor().wire_bytes() - sent);
-    } catch (...) {
-      future->setErrorIfNeeded(std::current_exception());
-      return;
-    }
-    try {
-      future->markCompleted(value);
-    } catch (const c10::Error&) {
-      // The user has completed it.
-    }
-  };
+  const auto task =
+      as_caller([work = work_, tensor, options, future, value = std::move(value), submitted = Bucket::Clock::now()](const Place& place) {
+        try {
+          const int64_t sent = work->across->executor().wire_bytes();
+          if (options.bucket) options.bucket->started(submitted);
+          work->run(place, tensor, options);
+          if (options.bucket) options.bucket->ended(submitted, work->across->executor().wire_bytes() - sent);
+        } catch (...) {
+          future->setErrorIfNeeded(std::current_exception());
+          return;
+        }
+        try {
+          future->markCompleted(value);
+        } catch (const c10::Error&) {
+          // The user has completed it.
+        }
+      });
   auto out = std::make_shared<torch::jit::PythonFutureWrapper>(future);
   py::gil_scoped_release no_gil;
   if constexpr (built_with_cuda) {

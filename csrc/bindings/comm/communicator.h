@@ -19,14 +19,20 @@
 
 namespace dltrain::bindings {
 
+// The ranks of a communicator, as the profiler is told of them.
+struct Ranks {
+  std::string name, description;
+  std::vector<int> ranks;  // as the world knows them
+  int rank;                // this one's place among them
+};
+
 // All-reduces of tensors on one device, one after another in the order of the calls: over all ranks at once or, with levels inside and
 // across the hosts, in two.
 class Communicator {
  public:
-  // control: of all ranks, which are those of the world; null where there is one rank.
-  Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-               std::vector<int> ranks, const c10::Device& device, std::chrono::milliseconds timeout,
-               std::chrono::milliseconds answer_timeout);
+  // control: of all ranks; null where there is one.
+  Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control, Ranks members,
+               const c10::Device& device, std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout);
   ~Communicator();
 
   // In place, or into the share: on the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current
@@ -55,9 +61,10 @@ class Communicator {
 
  private:
   struct Work {
-    Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control, std::vector<int> ranks,
+    Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control, Ranks members,
          std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout);
     ~Work();
+    void run(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
     void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
     void reduce_scatter(const Place& place, const at::Tensor& tensor, const at::Tensor& share, const comm::AllReduce& call);
     void all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average);
@@ -69,6 +76,7 @@ class Communicator {
     comm::Waiting waiting() const;
     void close();
 
+    const Ranks members;
     std::shared_ptr<Level> across, inside;  // inside: null where there is one level
     std::optional<comm::TwoLevels> two_levels;
     std::chrono::milliseconds timeout;

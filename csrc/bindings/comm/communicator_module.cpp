@@ -54,17 +54,22 @@ void bind_communicator(py::module_& module) {
         return std::chrono::duration<double>(group->getDefaultBackend()->getBackendOptions()->timeout).count();
       },
       "The seconds that a group's own collectives wait.");
+  py::class_<Ranks>(module, "Ranks")
+      .def(py::init<std::string, std::string, std::vector<int>, int>(), py::arg("name"), py::arg("description"), py::arg("ranks"),
+           py::arg("rank"))
+      .def_readonly("ranks", &Ranks::ranks)
+      .def_readonly("rank", &Ranks::rank);
   py::class_<Communicator> communicator(module, "Communicator");
   communicator
       .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside,
-                       const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, std::vector<int> ranks, const c10::Device& device,
+                       const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, Ranks members, const c10::Device& device,
                        double timeout, double answer_timeout) {
              const auto milliseconds = [](double seconds) { return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)); };
              return std::make_unique<Communicator>(std::move(across), std::move(inside),
-                                                   control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(ranks), device,
+                                                   control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(members), device,
                                                    milliseconds(timeout), milliseconds(answer_timeout));
            }),
-           py::arg("across"), py::arg("inside"), py::arg("control"), py::arg("ranks"), py::arg("device"), py::arg("timeout"),
+           py::arg("across"), py::arg("inside"), py::arg("control"), py::arg("members"), py::arg("device"), py::arg("timeout"),
            py::arg("answer_timeout"))
       .def("wait", &Communicator::wait, py::arg("future"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
