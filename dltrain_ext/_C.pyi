@@ -204,13 +204,22 @@ class Bucket:
     ) -> None: ...
     def stats(self) -> dict[str, float]: ...
 
+class Ranks:
+    """Of a communicator, as the world knows them, and this one's place among them."""
+
+    def __init__(self, name: str, description: str, ranks: Sequence[int], rank: int) -> None: ...
+    @property
+    def ranks(self) -> list[int]: ...
+    @property
+    def rank(self) -> int: ...
+
 class Communicator:
     def __init__(
         self,
         across: Level,
         inside: Level | None,
         control: Backend | None,
-        ranks: Sequence[int],
+        members: Ranks,
         device: torch.device,
         timeout: float,
         answer_timeout: float,

@@ -49,7 +49,8 @@ class Meetings:
     def at_work(self) -> Iterator[None]:
         """While all are in it, a rank is waited for as long as it lives, and the others hear at once if it fails."""
         self._work = f"work {next(self._works)}"
-        groups, self._store = self._store, self._store.clone()  # which a thread that waits there has for itself
+        # Who waits at a store, as Gloo does, has it for himself.
+        groups, self._store = self._store, self._store.clone()  # type: ignore[attr-defined]
         own, over, pause = self._beats(self._ranks[self._index]), threading.Event(), self._silence / _BEATS
 
         def beat() -> None:
