@@ -24,6 +24,12 @@ from dltrain_ext import _C  # noqa: E402
 
 processes.preload("pytest")
 
+# Timeouts of communicators in the tests of faults, for machines under load as well.
+DEADLINE = timedelta(seconds=6)  # where it has to pass; time enough to make a communicator
+FAR = timedelta(seconds=60)  # where it has not to pass
+SILENCE = timedelta(seconds=3)  # of a rank that lives
+SLACK = 20.0  # seconds that the load may add
+
 
 def _rank(body: Callable, rank: int, world_size: int, port: int, hosted: bool, args: tuple) -> Any:
     _count_at_end()

@@ -17,15 +17,11 @@ import torch
 import torch.distributed as dist
 from commands import skip_without_hosts
 from contributions import LOSSY, fitting
-from ranks import ROOT, join_group, ready, run_ranks, store_of_first
+from ranks import DEADLINE, FAR, ROOT, SILENCE, SLACK, join_group, ready, run_ranks, store_of_first
 
 from benchmarks import hosts
 from dltrain_ext import comm
 
-DEADLINE = timedelta(seconds=6)  # where it has to pass; making has to be done by then on a loaded machine, too
-FAR = timedelta(seconds=60)  # where it has not
-SILENCE = timedelta(seconds=3)  # a rank that lives answers by then, on a loaded machine too
-SLACK = 20.0  # seconds that a loaded machine may add
 AT_ONCE = 4  # groups
 CULPRIT = re.compile(
     r"the culprit is rank (\d+): (it has left|it does not answer) \(found by rank \d+ in round \d+ of call \d+\)"

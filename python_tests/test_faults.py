@@ -10,16 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import DEADLINE, FAR, SILENCE, SLACK, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import comm, ddp
 
-DEADLINE = timedelta(seconds=6)  # where it has to pass; making has to be done by then on a loaded machine, too
-FAR = timedelta(seconds=60)  # where it has not
-SLACK = 20.0  # seconds that a loaded machine may add
-SILENCE = timedelta(seconds=3)  # who lives answers by then, on a loaded machine too
 LIVING = {"answer_timeout": timedelta(seconds=30)}  # at last, whatever the load
 # Where the call had begun when the verdict came; who hears of it before is told at the next call.
 IN_A_CALL = (

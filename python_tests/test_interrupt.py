@@ -9,14 +9,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import SLACK, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import comm, ddp
 
 FAR = timedelta(minutes=30)
-SLACK = 20.0  # seconds that a loaded machine may add
 SOON = 0.3  # seconds, by which a wait has begun
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from commands import skip_without_hosts
 from contributions import fitting, normal, same_everywhere, whole, whole_total
-from ranks import run_ranks
+from ranks import DEADLINE, FAR, SILENCE, SLACK, run_ranks
 from test_benchmark_hosts import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -156,15 +156,12 @@ def test_the_hook_goes_in_two_levels():
     run_ranks(4, check_ddp)
 
 
-DEADLINE = timedelta(seconds=6)  # making has to be done by then on a loaded machine, too
-SILENCE = timedelta(seconds=3)  # who lives answers by then, on a loaded machine too
-SLACK = 20.0  # seconds that a loaded machine may add
 SAID = {signal.SIGKILL: "it has left", signal.SIGSTOP: "it does not answer"}
 
 
 def lose(rank, world_size, how, when):
     """Rank 2 dies: between two calls, or with its own messages under way."""
-    deadline = DEADLINE if how == signal.SIGSTOP else timedelta(seconds=60)
+    deadline = DEADLINE if how == signal.SIGSTOP else FAR
     communicator = comm.Communicator(timeout=deadline, ranks_per_host=2, answer_timeout=SILENCE)
     tensor = torch.ones(3_000_000)  # goes in pieces
     communicator.all_reduce(tensor, "avg", codec="int8")

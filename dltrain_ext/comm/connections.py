@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,6 @@ class Connections:
         make = functools.partial(dist.ProcessGroupGloo, store, rank, len(ranks), self._timeout)
         try:
             backend, said = _in_time(make, patience), connected
-        except TimeoutError:
-            backend, said = None, f"not connected in {patience}"
         except RuntimeError as error:
             backend, said = None, str(error)
         # Who is done first may leave, and break the last ones.
@@ -205,7 +203,9 @@ def _in_time(make: Callable[[], Any], timeout: timedelta) -> Any:
             made.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return made.result(timeout.total_seconds())
+    if wait([made], timeout.total_seconds()).not_done:
+        raise RuntimeError(f"not connected in {timeout}")
+    return made.result()
 
 
 @functools.cache
