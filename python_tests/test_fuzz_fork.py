@@ -130,6 +130,24 @@ print("parent")
     assert lines == ["parent"]
 
 
+def test_a_child_does_not_wait_for_the_thread_of_gloo():
+    """Nor where no connection is left that has it."""
+    lines = run_as_script(
+        """
+from dltrain_ext.comm import connections
+dist.destroy_process_group()
+communicator.close()
+devices = connections.gloo_devices()
+def body():
+    global devices
+    del devices
+in_child(body)
+print("parent")
+"""
+    )
+    assert lines == ["parent"]
+
+
 def test_a_child_encodes_and_steps():
     """By itself: torch's own threads would wait there for ever."""
     lines = run(

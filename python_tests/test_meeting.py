@@ -50,16 +50,16 @@ def test_who_is_at_work_is_waited_for():
 
 
 def test_who_is_gone_is_named_and_not_who_is_slow():
-    def agree(meetings, index, seconds):
-        with meetings.at_work():
+    def agree(meetings, seconds):
+        with meetings.at_work() as work:
             time.sleep(seconds)
-            return meetings.agree("done", [5, 6, 7], index, "yes")
+            return work.part("done").agree("yes")
 
     def slow(meetings):
-        return agree(meetings, 0, 1.5 * SHORT.total_seconds())
+        return agree(meetings, 1.5 * SHORT.total_seconds())
 
     def waiting(meetings):
-        return agree(meetings, 1, 0)
+        return agree(meetings, 0)
 
     for said in together(slow, waiting, lambda meetings: None)[:2]:
         assert str(said).endswith("communicator of ranks [5, 6, 7]: rank 7 did not come in 0:00:02")

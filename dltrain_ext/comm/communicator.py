@@ -122,7 +122,7 @@ class Communicator:
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._close = weakref.finalize(self, _close, self._by_device)
+        self._close = weakref.finalize(self, _close, self._by_device, self._connections)
         if len(set(self._connections.meetings.share(self._chooser.digest))) > 1:
             raise ValueError(
                 "tuning, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks"
@@ -322,6 +322,7 @@ def _is_timeout(value: object) -> bool:
     return isinstance(value, timedelta) and timedelta(milliseconds=1) <= value <= timedelta(days=365)
 
 
-def _close(communicators: "dict[torch.device, _ops.Communicator]") -> None:
+def _close(communicators: "dict[torch.device, _ops.Communicator]", connections: Connections) -> None:
     for communicator in communicators.values():
         communicator.close()
+    connections.close()

@@ -1,5 +1,6 @@
 """The connections of a communicator's own: who stands where, and what carries the messages."""
 
+import ctypes
 import functools
 import itertools
 import os
@@ -7,6 +8,7 @@ import socket
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -17,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
-from dltrain_ext.comm.meeting import Meetings, comes
+from dltrain_ext.comm.meeting import Meetings, Part, Work, comes
 
 TRANSPORTS = ("auto", "nccl", "c10d")
 _CONNECTING = timedelta(minutes=5)  # is enough for NCCL
-Make = Callable[[str, torch.device, list[int], int], "_ops.Level"]  # the first is its own place at the store
+Make = Callable[[Part, torch.device], "_ops.Level"]
 
 
 class Connections:
@@ -52,6 +54,7 @@ class Connections:
         self.meetings = Meetings(dist.PrefixStore("meetings", store), members.ranks, members.rank, timeout)
         self._layout = layout(self.meetings.share(host_id()), self._rank, ranks_per_host)
         self._number = itertools.count()
+        self._gloo_devices: list[Any] = []
 
     @property
     def ranks_per_host(self) -> int:
@@ -60,92 +63,97 @@ class Connections:
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device, whose number may differ between the ranks."""
-        place, levels, control = f"{device.type} {next(self._number)}", None, None
-        with self.meetings.at_work():
+        levels, control = None, None
+        with self.meetings.at_work() as work:
             if device.type == "cpu":
-                levels = self._levels(place, device, self._over_gloo)
-            elif self._all_have_nccl():
-                levels = self._over_nccl_if_all_can(place, device)
+                levels = self._levels(work, device, self._over_gloo)
+            elif self._all_have_nccl(work):
+                levels = self._over_nccl_if_all_can(work, device)
             if levels is None:
-                levels = self._levels(place, device, self._over_torch)
+                levels = self._levels(work, device, self._over_torch)
             if len(self._ranks) > 1:  # of all, on any device: where they ask each other why a call has failed
-                control = self._gloo(f"{place}/control", self._ranks, self._rank)
+                control = self._gloo(work.part("control"), threads=0)
         timeouts = self._timeout.total_seconds(), self._answer_timeout.total_seconds()
         return _ops.Communicator(*levels, control, self._members, device, *timeouts)
 
-    def _levels(self, place: str, device: torch.device, make: Make) -> tuple["_ops.Level", "_ops.Level | None"]:
+    def close(self) -> None:
+        """Makes no more; what was made belongs to the communicators."""
+        self._gloo_devices = []
+
+    def _levels(self, work: Work, device: torch.device, make: Make) -> tuple["_ops.Level", "_ops.Level | None"]:
         """Across the hosts and inside this one; of all ranks, and none, where there is one level."""
-
-        def level(name: str, members: Sequence[int]) -> "_ops.Level":
-            own = f"{place}/{make.__name__}/{name}"
-            return make(own, device, [self._ranks[member] for member in members], members.index(self._rank))
-
         if self._layout is None:
-            return level("all", range(len(self._ranks))), None
+            return make(work.part(f"{make.__name__}/all"), device), None
         neighbours, counterparts = self._layout
-        inside = level(f"inside/{neighbours[0]}", neighbours)
-        return level(f"across/{counterparts[0]}", counterparts), inside
+        inside = make(work.part(f"{make.__name__}/inside/{neighbours[0]}", neighbours), device)
+        across = make(work.part(f"{make.__name__}/across/{counterparts[0]}", counterparts), device)
+        return across, inside
 
-    def _over_gloo(self, place: str, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
-        return _ops.Level.over_backend(self._gloo(place, ranks, rank), device, ranks)
+    def _over_gloo(self, part: Part, device: torch.device) -> "_ops.Level":
+        return _ops.Level.over_backend(self._gloo(part, threads=1), device, part.ranks)
 
-    def _gloo(self, place: str, ranks: list[int], rank: int) -> Any:
-        connected, store, patience = "connected", self._store_at(place), 2 * self._timeout
-        make = functools.partial(dist.ProcessGroupGloo, store, rank, len(ranks), self._timeout)
+    def _gloo(self, part: Part, threads: int) -> Any:
+        """Its all-reduces, but not its messages, need a thread."""
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._threads, options._timeout = threads, self._timeout
+
+        def make() -> Any:
+            options._devices = self._gloo_devices = gloo_devices()
+            return gloo(part.store, part.rank, len(part.ranks), options)
+
+        connected = "connected"
         try:
-            backend, said = _in_time(make, patience), connected
+            backend, said = _in_time(make, 2 * self._timeout), connected
         except RuntimeError as error:
             backend, said = None, str(error)
         # Who is done first may leave, and break the last ones.
-        outcomes = self.meetings.agree(place, ranks, rank, said)
-        for member, outcome in zip(ranks, outcomes, strict=True):
+        for rank, outcome in zip(part.ranks, part.agree(said), strict=True):
             if outcome != connected:
                 raise dist.DistBackendError(
-                    f"communicator of ranks {ranks}: rank {member} could not connect: {outcome}"
+                    f"communicator of ranks {part.ranks}: rank {rank} could not connect: {outcome}"
                 )
         return backend
 
-    def _over_torch(self, place: str, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
+    def _over_torch(self, part: Part, device: torch.device) -> "_ops.Level":
         # The backend's watchdog ends the process, so that comes last.
         timeout: Any = self._timeout + timedelta(minutes=5)
-        backend: Any = dist.ProcessGroupNCCL(self._store_at(place), rank, len(ranks), timeout)
-        return _ops.Level.over_backend(backend, device, ranks)
+        store = dist.PrefixStore(f"{part.name} {next(self._number)}", self._store)  # which it uses in its calls, too
+        backend: Any = dist.ProcessGroupNCCL(store, part.rank, len(part.ranks), timeout)
+        return _ops.Level.over_backend(backend, device, part.ranks)
 
-    def _over_nccl(self, place: str, device: torch.device, ranks: list[int], rank: int) -> "_ops.Level":
-        store = self._store_at(place)
-        if rank == 0:
-            store.set("id", _ops.nccl_unique_id().hex())
-        if not comes(store, "id", self._patience, time.monotonic()):
-            raise RuntimeError(f"rank {ranks[0]} has given no id of a communicator in {self._patience}")
-        unique_id = bytes.fromhex(store.get("id").decode())
-        return _ops.Level.over_nccl(unique_id, rank, device, ranks, self._patience.total_seconds())
+    def _over_nccl(self, part: Part, device: torch.device) -> "_ops.Level":
+        if part.rank == 0:
+            part.store.set("id", _ops.nccl_unique_id().hex())
+        if not comes(part.store, "id", self._patience, time.monotonic()):
+            raise RuntimeError(f"rank {part.ranks[0]} has given no id of a communicator in {self._patience}")
+        unique_id = bytes.fromhex(part.store.get("id").decode())
+        return _ops.Level.over_nccl(unique_id, part.rank, device, part.ranks, self._patience.total_seconds())
 
-    def _store_at(self, place: str) -> dist.Store:
-        return dist.PrefixStore(place, self._store)
-
-    def _all_have_nccl(self) -> bool:
+    def _all_have_nccl(self, work: Work) -> bool:
         if self._transport == "c10d":
             return False
         try:
             answer = f"version {_ops.nccl_version()}"
         except RuntimeError as error:
             answer = str(error)
-        return self._all_say(lambda said: said.startswith("version "), "nccl", answer)
+        return self._all_say(lambda said: said.startswith("version "), work.part("nccl"), answer)
 
     def _over_nccl_if_all_can(
-        self, place: str, device: torch.device
+        self, work: Work, device: torch.device
     ) -> tuple["_ops.Level", "_ops.Level | None"] | None:
         levels, answer = None, "connected"
         try:
-            levels = self._levels(place, device, self._over_nccl)
+            levels = self._levels(work, device, self._over_nccl)
         except RuntimeError as error:
             answer = str(error)
-        return levels if self._all_say(lambda said: said == "connected", "connected over nccl", answer) else None
+        can = self._all_say(lambda said: said == "connected", work.part("connected over nccl"), answer)
+        return levels if can else None
 
-    def _all_say(self, yes: Callable[[str], bool], about: str, answer: str) -> bool:
+    def _all_say(self, yes: Callable[[str], bool], part: Part, answer: str) -> bool:
         """Whether all ranks say yes; where not, whoever does not is why NCCL itself is done without."""
-        answers = self.meetings.agree(about, self._ranks, self._rank, answer)
-        no = [f"rank {rank}: {said}" for rank, said in zip(self._ranks, answers, strict=True) if not yes(said)]
+        answers = zip(part.ranks, part.agree(answer), strict=True)
+        no = [f"rank {rank}: {said}" for rank, said in answers if not yes(said)]
         if not no:
             return True
         reasons = "; ".join(no[:4])  # some are but consequences of others
@@ -190,6 +198,34 @@ def _read(source: Callable[[], str]) -> str:
         return source()
     except OSError:
         return ""
+
+
+_devices: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
+
+
+def gloo_devices() -> list[Any]:
+    """What listens on each interface that was chosen, or at the address of the host's name: one for all connections of
+    a process, with one thread."""
+    return [_gloo_device(interface) for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")]
+
+
+def _gloo_device(interface: str) -> Any:
+    device = _devices.get(interface)
+    if device is None:
+        gloo = dist.ProcessGroupGloo
+        device = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+        device = _devices.setdefault(interface, device)
+    return device
+
+
+def _keep_devices() -> None:
+    """In a forked process for ever: whoever destroys one waits for its thread, which is not there."""
+    for device in _devices.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
+    _devices.clear()
+
+
+os.register_at_fork(after_in_child=_keep_devices)
 
 
 def _in_time(make: Callable[[], Any], timeout: timedelta) -> Any:

@@ -5,8 +5,7 @@ import functools
 import itertools
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ class Meetings:
     """Of some ranks, in the order of the calls. No rank is waited for longer than the timeout.
 
     Args:
-        store: of these meetings alone.
+        store: of these meetings alone; nothing stays there of those that all have come to.
         ranks: the members, as the world knows them.
         index: this one's place among them.
         timeout: how long the others are waited for: since the meeting began, or since their last sign of life.
@@ -28,9 +27,8 @@ class Meetings:
 
     def __init__(self, store: dist.Store, ranks: list[int], index: int, timeout: timedelta):
         self._store, self._ranks, self._index, self._timeout = store, ranks, index, timeout
-        self._silence = min(timeout, _LONG)
-        self._work, self._works = "", itertools.count()
-        self._meetings: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # of each work
+        self._numbers = itertools.count()
+        self._work: Work | None = None
 
     def share(self, text: str) -> list[str]:
         """The texts of all, in their order.
@@ -38,26 +36,51 @@ class Meetings:
         Raises:
             torch.distributed.DistBackendError: a rank did not come, or failed at its work; names it.
         """
-        about = f"{self._work}/meetings/{next(self._meetings[self._work])}"
-        return meet(self._store, about, self._ranks, self._index, text, self._timeout, life=self._life)
-
-    def agree(self, about: str, ranks: list[int], index: int, answer: str) -> list[str]:
-        """At work, of those ranks that do the same part of it: the answers of all, who are waited for while at it."""
-        return meet(self._store, f"{self._work}/{about}", ranks, index, answer, self._silence, life=self._life)
+        store, numbers, life = self._store, self._numbers, _no_life
+        if self._work is not None:
+            store, numbers, life = self._work.own_store, self._work.numbers, self._work.life
+        with _place(f"meeting {next(numbers)}", store, len(self._ranks)) as place:
+            return meet(place, "texts", self._ranks, self._index, text, self._timeout, life=life)
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def at_work(self) -> Iterator["Work"]:
         """While all are in it, a rank is waited for as long as it lives, and the others hear at once if it fails."""
-        self._work = f"work {next(self._works)}"
         # Who waits at a store, as Gloo does, has it for himself.
-        groups, self._store = self._store, self._store.clone()  # type: ignore[attr-defined]
-        own, over, pause = self._beats(self._ranks[self._index]), threading.Event(), self._silence / _BEATS
+        own: dist.Store = self._store.clone()  # type: ignore[attr-defined]
+        name, silence = f"work {next(self._numbers)}", min(self._timeout, _LONG)
+        with _place(name, self._store, len(self._ranks)) as place:
+            self._work = Work(place, dist.PrefixStore(name, own), self._ranks, self._index, silence)
+            try:
+                with self._work.under_way():
+                    yield self._work
+            finally:
+                self._work = None
+
+
+class Work:
+    """What some ranks do together, each seeing that the others live. Made by :meth:`Meetings.at_work`."""
+
+    def __init__(self, store: dist.Store, own_store: dist.Store, ranks: list[int], index: int, silence: timedelta):
+        self._store, self.own_store = store, own_store  # the same, over two connections
+        self._ranks, self._index, self.silence = ranks, index, silence
+        self.numbers = itertools.count()  # of its meetings
+
+    def part(self, name: str, members: Sequence[int] | None = None) -> "Part":
+        """Done by those members alone, of which this rank is one; by all where None."""
+        members = range(len(self._ranks)) if members is None else members
+        ranks = [self._ranks[member] for member in members]
+        return Part(self, dist.PrefixStore(name, self._store), name, ranks, members.index(self._index))
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Gives the signs of life, and says so if the work fails."""
+        rank, over = self._ranks[self._index], threading.Event()
 
         def beat() -> None:
             with contextlib.suppress(RuntimeError):  # without a store the work fails, too
-                self._store.add(own, 1)
-                while not over.wait(pause.total_seconds()):
-                    self._store.add(own, 1)
+                self.own_store.add(f"beats/{rank}", 1)
+                while not over.wait(self.silence.total_seconds() / _BEATS):
+                    self.own_store.add(f"beats/{rank}", 1)
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -66,23 +89,45 @@ class Meetings:
         except BaseException as error:
             said = str(error) or type(error).__name__
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._work}/failed", f"rank {self._ranks[self._index]} failed: {said}")
+                self.own_store.set("failed", f"communicator of ranks {self._ranks}: rank {rank} failed: {said}")
             raise
         finally:
             over.set()
             thread.join()
-            self._work, self._store = "", groups
 
-    def _life(self, rank: int) -> int:
+    def life(self, rank: int) -> int:
         """What changes while it is at work. Raises DistBackendError where one of them has failed at it."""
-        if not self._work:
-            return 0
-        if self._store.check([failed := f"{self._work}/failed"]):
-            raise dist.DistBackendError(f"communicator of ranks {self._ranks}: {self._store.get(failed).decode()}")
-        return self._store.add(self._beats(rank), 0)
+        if self.own_store.check(["failed"]):
+            raise dist.DistBackendError(self.own_store.get("failed").decode())
+        return self.own_store.add(f"beats/{rank}", 0)
 
-    def _beats(self, rank: int) -> str:
-        return f"{self._work}/beats/{rank}"
+
+class Part:
+    """A part of the work: its ``ranks``, this one's place among them, ``rank``, and a ``store`` for what they make."""
+
+    def __init__(self, work: Work, store: dist.Store, name: str, ranks: list[int], rank: int):
+        self._work, self.name = work, name
+        self.store, self.ranks, self.rank = store, ranks, rank
+
+    def agree(self, answer: str) -> list[str]:
+        """The answers of all of them, who are waited for while at work. Once for each part."""
+        work, about = self._work, f"{self.name}/answers"
+        return meet(work.own_store, about, self.ranks, self.rank, answer, work.silence, life=work.life)
+
+
+@contextlib.contextmanager
+def _place(name: str, store: dist.Store, users: int) -> Iterator[dist.Store]:
+    """A part of the store, cleared by the last to leave; not if one of them fails, since the others may not know."""
+    place = dist.PrefixStore(name, store)
+    yield place
+    with contextlib.suppress(dist.DistNetworkError):  # the store is gone, and its keys with it
+        if place.add("left", 1) == users:
+            for key in place.list_keys():
+                place.delete_key(key)
+
+
+def _no_life(rank: int) -> int:
+    return 0
 
 
 def meet(
@@ -93,7 +138,7 @@ def meet(
     answer: str,
     timeout: timedelta,
     *,
-    life: Callable[[int], int] = lambda rank: 0,
+    life: Callable[[int], int] = _no_life,
 ) -> list[str]:
     """Tells all ranks one's answer and returns those of all, in their order. A rank that does not come is named.
 

@@ -1,0 +1,49 @@
+"""What communicators take of a process and of the group's store, beside what Gloo takes for a group of its own."""
+
+import gc
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from dltrain_ext import comm
+
+
+def taken(store):
+    """Descriptors, threads, and the keys of the store, when nobody is at making or dropping something."""
+    gc.collect()
+    own = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    dist.barrier()
+    keys = len(store.list_keys())
+    dist.barrier()
+    return (*own, keys)
+
+
+def take(rank, world_size, ranks_per_host):
+    store = dist.group.WORLD.get_group_store()
+    dist.barrier()
+    before = taken(store)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timedelta(seconds=60))
+    of_gloo = taken(store)
+    del gloo
+    counts, communicators = [], []
+    for _ in range(5):
+        communicators.append(comm.Communicator(ranks_per_host=ranks_per_host))
+        communicators[-1].all_reduce(torch.ones(10))
+        counts.append(taken(store))
+    for communicator in communicators:
+        communicator.close()
+    return before, of_gloo, counts, taken(store)
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_communicators_share_what_they_can_and_leave_nothing(ranks_per_host):
+    for before, of_gloo, counts, after in run_ranks(4, take, ranks_per_host, fresh=True):
+        for many, (descriptors, threads, keys) in enumerate(counts, 1):
+            assert descriptors - before[0] <= 1.5 * many * (of_gloo[0] - before[0])
+            assert threads - before[1] <= 1 + (2 if ranks_per_host == 1 else 3) * many
+            assert keys == of_gloo[2]
+        assert after == (*before[:2], of_gloo[2])
