@@ -32,13 +32,19 @@ def start() -> None:
     torch.manual_seed(0)  # the same weights on every rank
 
 
+def place() -> tuple[int, int]:
+    """Which rank this is, and of how many. Frameworks make no group for one process."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def batches(steps: int, batch_size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's share of so many batches, which are the same whatever the number of ranks."""
     inputs, targets = TASK.train
     generator = torch.Generator().manual_seed(0)
+    rank, world_size = place()
     for _ in range(steps):
         batch = torch.randint(len(inputs), (batch_size,), generator=generator)
-        mine = batch[dist.get_rank() :: dist.get_world_size()]
+        mine = batch[rank::world_size]
         yield inputs[mine], targets[mine]
 
 
@@ -52,6 +58,7 @@ def accuracy(model: nn.Module) -> float:
 
 def finish(*lines: str) -> None:
     """Rank 0 prints; all leave."""
-    if dist.get_rank() == 0:
+    if place()[0] == 0:
         print(*lines, sep="\n")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -121,9 +121,11 @@ def _call(
 def run_example(name: str, folder: Path, *arguments: object, ranks: int = 2, fresh: bool = False) -> str:
     """What an example prints on so many ranks that find torchrun's variables, in a folder where it is to leave nothing.
 
-    An example of a framework that keeps its own state in the process asks for a fresh one.
+    On none it is one process that does not find them. An example of a framework that keeps its own state in the process
+    asks for a fresh one.
     """
-    printed = as_torchrun(ranks, _example, name, folder, [*map(str, arguments)], fresh=fresh)
+    call = partial(_example, name, folder, [*map(str, arguments)])
+    printed = as_torchrun(ranks, call, fresh=fresh) if ranks else _call([call], (), 600, None, True)
     assert not any(folder.iterdir())
     return "".join(printed)
 

@@ -182,3 +182,5 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
 )
 def test_the_examples(tmp_path, name, answer):
     assert re.fullmatch(answer, run_example(name, tmp_path, "--steps", "4", fresh=True))
+    alone = re.sub(r" 3\.\d+ times", " 1.00 times", answer)
+    assert re.fullmatch(alone, run_example(name, tmp_path, "--steps", "4", ranks=0))

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dltrain_ext import codecs, comm, ddp, optim
+from dltrain_ext import amp, codecs, comm, ddp, optim
 
 
 class Net(nn.Module):
@@ -198,10 +198,48 @@ def test_gradients_travel_as_any_codec():
     assert all(torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True))
 
 
-def test_one_process_is_told_how_to_be_several():
-    expected = "model: expected a DistributedDataParallel, got Linear; one process .*, or start the script by torchrun"
+def test_a_process_of_several_is_told_to_begin_a_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expected = "model: expected a DistributedDataParallel, got Linear; call torch.distributed.init_process_group and"
     with pytest.raises(TypeError, match=expected):
         ddp.register(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("codec", ["int8", "auto"])
+def test_without_peers_there_are_grad_stats_alone(codec):
+    model, scaler = nn.Linear(3, 2), amp.LossScaler("cpu", init_scale=4.0)
+    state = ddp.register(model, codec=codec, scaler=scaler)
+    with pytest.raises(RuntimeError, match="grad_stats: expected a backward pass first"):
+        _ = state.grad_stats
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    scaler.scale(model(torch.ones(5, 3)).sum()).backward()
+    assert state.grad_stats.sum_squares.item() == 20**2 * 8  # of weight and bias, 4 times too large
+    scaler.step(optimizer, max_norm=1.0, grad_stats=state.grad_stats)
+    assert scaler.total_norm.item() == pytest.approx(5 * 8**0.5)
+    model.bias.grad.fill_(torch.inf)
+    assert state.grad_stats.sum_squares.isinf()
+    assert state.stats()["wire_bytes"] == 0
+    with pytest.raises(ValueError, match="codec: expected one of raw, fp16"):
+        ddp.register(model, codec="int3")
+
+
+def go_on(rank, world_size, saved):
+    state = ddp.register(make(rank))
+    state.load_state_dict(saved)
+    return state.state_dict()
+
+
+def test_checkpoints_go_from_several_processes_to_one_and_back():
+    residuals = {name: torch.ones_like(p) for name, p in Net().named_parameters()}
+    several = [
+        {"version": 1, "steps": 3, "world_size": 2, "feedback": {f"rank {rank} of 2": residuals}} for rank in range(2)
+    ]
+    alone = ddp.register(Net())
+    alone.load_state_dict(several)
+    for rank, state in enumerate(run_ranks(2, go_on, alone.state_dict())):
+        assert state["steps"] == 3
+        for lost in state["feedback"][f"rank {rank} of 2"].values():
+            assert torch.equal(lost, torch.full_like(lost, 2.0 * (rank == 0)))  # what both had lost
 
 
 def check_errors(rank, world_size):

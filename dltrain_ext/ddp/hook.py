@@ -106,7 +106,7 @@ class AllReduceState:
         self._communicator_of = partial(
             Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
-        self._use(group_of(process_group))
+        self._use(process_group)
         if codec == "auto":
             algorithm, codec = self.communicator.codec_for(_BUCKET, algorithm)
         self.codec, self.algorithm, self.scaler = codec, algorithm, scaler
@@ -119,9 +119,9 @@ class AllReduceState:
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._forget()
 
-    def _use(self, group: dist.ProcessGroup) -> None:
+    def _use(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group = group_of(group)
         self.communicator = self._communicator_of(group)
-        self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def _watch(self, model: DistributedDataParallel) -> None:
@@ -216,6 +216,10 @@ class AllReduceState:
             raise RuntimeError("scaler: expected one whose scale(loss) has been called before backward")
         return scale.to(device, non_blocking=True)
 
+    def _check_scaler(self) -> None:
+        if self.scaler is None:
+            raise RuntimeError("grad_stats: expected a state that was given the scaler, whose step these are for")
+
     @property
     def grad_stats(self) -> GradStats:
         """The sum of squares of all averaged gradients of the latest backward pass, found while they were reduced:
@@ -229,8 +233,7 @@ class AllReduceState:
         Raises:
             RuntimeError: there is no scaler, has been no backward pass yet, or a parameter is in no bucket.
         """
-        if self.scaler is None:
-            raise RuntimeError("grad_stats: expected a state that was given the scaler, whose step these are for")
+        self._check_scaler()
         if not self._buckets.reduced:
             raise RuntimeError("grad_stats: expected a backward pass first")
         if absent := self._buckets.absent():

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from dltrain_ext import _ops
 
@@ -19,10 +18,7 @@ _IN_A_GROUP = (
     "wrap it in one first; in a Trainer of Transformers that is trainer.model_wrapped, and with Accelerate what "
     "accelerator.prepare returns"
 )
-_IN_ONE_PROCESS = (
-    "one process has nothing to average: leave the hook out, or start the script by torchrun, where Trainer and "
-    "Accelerate wrap the model by themselves"
-)
+_WITHOUT_A_GROUP = "call torch.distributed.init_process_group and wrap it in one first, since WORLD_SIZE is not 1"
 
 
 class Parameters:
@@ -79,14 +75,20 @@ class Parameters:
         return self.names
 
 
-def check_model(model: object) -> None:
-    """Raises TypeError naming what to do instead."""
-    if not isinstance(model, DistributedDataParallel):
-        instead = [_INSTEAD[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSTEAD]
-        if not instead:
-            instead = [_IN_A_GROUP if dist.is_initialized() else _IN_ONE_PROCESS]
-        got = type(model).__name__
-        raise TypeError("; ".join([f"model: expected a DistributedDataParallel, got {got}", *instead]))
+def check_plain(model: object, has_peers: bool) -> None:
+    """Raises TypeError naming what to do instead, unless it is a model that needs no DDP without peers."""
+    instead = [_INSTEAD[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSTEAD]
+    if isinstance(model, nn.Module) and not instead and not has_peers:
+        return
+    if not instead:
+        instead = [_IN_A_GROUP if dist.is_initialized() else _WITHOUT_A_GROUP] if has_peers else []
+    got = type(model).__name__
+    raise TypeError("; ".join([f"model: expected a DistributedDataParallel, got {got}", *instead]))
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """By their names."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:

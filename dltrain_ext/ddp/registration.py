@@ -3,14 +3,16 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext.ddp.hook import AllReduceState, allreduce_hook
-from dltrain_ext.ddp.parameters import check_model, check_parameters
+from dltrain_ext.ddp.local import LocalState, has_peers
+from dltrain_ext.ddp.parameters import check_parameters, check_plain, trained_parameters
 
 
 def register(
-    model: DistributedDataParallel,
+    model: nn.Module,
     codec: str = "int8",
     algorithm: str = "auto",
     error_feedback: bool = True,
@@ -20,23 +22,23 @@ def register(
     """Registers :func:`allreduce_hook` on a DDP model and returns its state, an :class:`AllReduceState`, whose
     arguments these and ``options`` are; group and names are the model's.
 
+    In a process without peers any model will do, so that a script for several processes, of Trainer or Accelerate, say,
+    runs in one: nothing is registered then, nothing is sent or lost, and the state has the ``grad_stats`` of the
+    gradients as they are. Its checkpoints are read by runs of several processes, and the other way round.
+
     Raises:
-        TypeError: ``model`` is no DDP model, or a parameter is not float32, float16 or bfloat16 on the CPU or, in a
-            build for CUDA, on a CUDA device; the parameter is named.
+        TypeError: ``model`` is no DDP model, and there are peers; or a parameter is not float32, float16 or bfloat16 on
+            the CPU or, in a build for CUDA, on a CUDA device; the parameter is named.
         RuntimeError: ``model`` has a hook already.
     """
-    check_model(model)
-    named = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    options.update(codec=codec, algorithm=algorithm, error_feedback=error_feedback, scaler=scaler)
+    if not isinstance(model, DistributedDataParallel):
+        check_plain(model, has_peers())
+        check_parameters(trained_parameters(model).items())
+        return LocalState(model, **options)
+    named = trained_parameters(model.module)
     check_parameters((name, p) for name, p in named.items() if name not in model.parameters_to_ignore)
-    state = AllReduceState(
-        model.process_group,
-        codec=codec,
-        algorithm=algorithm,
-        error_feedback=error_feedback,
-        scaler=scaler,
-        named_parameters=named.items(),
-        **options,
-    )
+    state = AllReduceState(model.process_group, named_parameters=named.items(), **options)
     try:
         model.register_comm_hook(state, allreduce_hook)
     except RuntimeError as error:

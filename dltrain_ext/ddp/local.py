@@ -1,0 +1,50 @@
+"""The state where there is nothing to reduce."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dltrain_ext.amp import GradStats
+from dltrain_ext.ddp.hook import AllReduceState
+from dltrain_ext.ddp.parameters import trained_parameters
+
+
+def has_peers() -> bool:
+    """Whether this process is one of several, as its group has it or, before there is one, who started it."""
+    return dist.get_world_size() > 1 if dist.is_initialized() else os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+class LocalState(AllReduceState):
+    """Of a model in a process without peers; ``steps`` are those of a checkpoint that was loaded."""
+
+    def __init__(self, model: nn.Module, codec: str = "int8", **options: Any):
+        self._trained = trained_parameters(model)
+        super().__init__(codec="raw" if codec == "auto" else codec, named_parameters=self._trained.items(), **options)
+
+    def _use(self, group: dist.ProcessGroup | None) -> None:
+        self._rank, self._world_size = 0, 1
+
+    @property
+    def grad_stats(self) -> GradStats:
+        """The sum of squares of the gradients, which are read for it now.
+
+        Raises:
+            RuntimeError: there is no scaler, or no gradient yet.
+        """
+        self._check_scaler()
+        norms = [
+            torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+            for parameter in self._trained.values()
+            if parameter.grad is not None
+        ]
+        if not norms:
+            raise RuntimeError("grad_stats: expected a backward pass first")
+        return GradStats(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]).square().sum())
+
+    def stats(self) -> dict[str, Any]:
+        """As of :class:`AllReduceState`, with nothing sent."""
+        sent = {"buckets": 0, "wire_bytes": 0, "inside_bytes": 0}
+        return {**sent, "steps": self.steps, "ratio": 1.0, "hidden": None, "per_bucket": []}
