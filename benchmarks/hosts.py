@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ipaddress
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from typing import IO
 from benchmarks.harness import Failure, at_least
 from benchmarks.signals import listening
 
+ROOT = Path(__file__).parents[1]
 LINK = "eth0"
 PORT = 29500
 NETWORK = ipaddress.ip_network("10.0.0.0/16")
@@ -34,6 +36,23 @@ def rate(text: str) -> str:
     return text
 
 
+def seconds(text: str) -> float:
+    """An argparse type: milliseconds, as seconds."""
+    return _bounded(text, 10_000, "milliseconds") / 1e3
+
+
+def share(text: str) -> float:
+    """An argparse type: a percentage, as a share."""
+    return _bounded(text, 100, "percent") / 1e2
+
+
+def _bounded(text: str, most: float, unit: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) <= most:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} from 0 to {most:g}")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] -- COMMAND ..."
     parser.epilog = (
@@ -41,12 +60,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"rank if it fails (the last {TAIL} lines). The exit status is that of the first rank to fail. The ranks share "
         "this machine's cores: OMP_NUM_THREADS is 1 unless it is set. Whatever ends a run, its ranks, what they have "
         "started and the network end with it; what a run leaves that was killed outright (SIGKILL), the next one "
-        "removes, or --clean. Needs root and iproute2."
+        "removes, or --clean. With --delay or --loss a process passes the packets on, and has time for some thousand a "
+        "second: for links of up to about 20 Mbit/s. Needs root and iproute2."
     )
     parser.add_argument("--hosts", type=at_least(1), default=4, help="network namespaces (default %(default)s)")
     parser.add_argument("--per-host", type=at_least(1), default=1, help="ranks on each (default %(default)s)")
     parser.add_argument(
         "--rate", type=rate, default="1gbit", help="of each host's link, each way, or none (default %(default)s)"
+    )
+    parser.add_argument(
+        "--delay", type=seconds, default=0.0, metavar="MS", help="of each packet from host to host (default none)"
+    )
+    parser.add_argument(
+        "--loss", type=share, default=0.0, metavar="PERCENT", help="of the packets, at random (default none)"
     )
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="keep what each rank writes, in a file named by its host and rank"
@@ -64,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         if options.clean:
             return clean()
         show = show_output if options.logs else None
-        with cluster(options.hosts, options.rate) as hosts:
+        with cluster(options.hosts, options.rate, options.delay, options.loss) as hosts:
             return launch(options.command, hosts, options.per_host, heard, logs=options.logs, show=show)
 
 
@@ -87,18 +113,23 @@ def clean() -> int:
 
 
 @contextlib.contextmanager
-def cluster(hosts: int, rate: str) -> Iterator[list[str]]:
+def cluster(hosts: int, rate: str, delay: float = 0.0, loss: float = 0.0) -> Iterator[list[str]]:
     """The namespaces of so many hosts, behind links of that rate: gone afterwards, and all that lives in them."""
     if hosts + 2 > NETWORK.num_addresses:
         raise Failure(f"--hosts {hosts}: {NETWORK} has no room for so many")
     remove(spaces_of_the_dead())
     owner = f"dltrain-{os.getpid()}-{started(os.getpid())}"
     spaces = [f"{owner}-{name}" for name in ("switch", *range(hosts))]
-    try:
-        connect(spaces[0], spaces[1:], rate)
+    with contextlib.ExitStack() as network:
+        network.callback(remove, spaces)
+        for space in spaces:
+            call("ip", "netns", "add", space)
+            call("ip", "-n", space, "link", "set", "lo", "up")
+        if delay or loss:
+            network.enter_context(wired(spaces[1:], rate, delay, loss))
+        else:
+            connect(spaces[0], spaces[1:], rate)
         yield spaces[1:]
-    finally:
-        remove(spaces)
 
 
 def show_output(output: bytes) -> None:
@@ -107,23 +138,47 @@ def show_output(output: bytes) -> None:
 
 
 def connect(switch: str, hosts: list[str], rate: str) -> None:
-    """Hosts as namespaces; the bridge lies in one of its own, where the machine's addresses and firewall are not."""
-    for space in (switch, *hosts):
-        call("ip", "netns", "add", space)
-        call("ip", "-n", space, "link", "set", "lo", "up")
+    """By the kernel; the bridge lies in a namespace of its own, where the machine's addresses and firewall are not."""
     call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
     call("ip", "-n", switch, "link", "set", "bridge", "up")
     for number, host in enumerate(hosts):
         port = f"host{number}"
         call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", host)
-        call("ip", "-n", host, "address", "add", f"{address(number)}/{NETWORK.prefixlen}", "dev", LINK)
         if rate != "none":
             for space, end in ((switch, port), (host, LINK)):  # what a host receives, and what it sends
                 call("ip", "-n", space, "link", "set", end, "gso_max_size", OFFLOAD)
                 limit = ("tbf", "rate", rate, "burst", BURST, "latency", "400ms")
                 call("tc", "-n", space, "qdisc", "add", "dev", end, "root", *limit)
         call("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-        call("ip", "-n", host, "link", "set", LINK, "up")
+        bring_up(host, number)
+
+
+@contextlib.contextmanager
+def wired(hosts: list[str], rate: str, delay: float, loss: float) -> Iterator[None]:
+    """By a process, which ends with this one."""
+    command = [sys.executable, "-m", "benchmarks.wire", str(bits(rate)), str(delay), str(loss), *hosts]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as wire:
+        assert wire.stdin and wire.stdout
+        if wire.stdout.readline() != b"ready\n":
+            raise Failure("hosts: --delay and --loss need /dev/net/tun")
+        for number, host in enumerate(hosts):
+            bring_up(host, number)
+        yield
+
+
+def bring_up(host: str, number: int) -> None:
+    call("ip", "-n", host, "address", "add", f"{address(number)}/{NETWORK.prefixlen}", "dev", LINK)
+    call("ip", "-n", host, "link", "set", LINK, "up")
+
+
+def bits(rate: str) -> float:
+    """A second, of a rate as tc reads it."""
+    if rate == "none":
+        return math.inf
+    number, unit = re.fullmatch(r"([\d.]+)([kmgt]?)bit", rate).groups()  # type: ignore[union-attr]
+    return float(number) * 1000 ** " kmgt".index(unit or " ")
 
 
 def address(host: int) -> str:

@@ -313,6 +313,45 @@ def test_what_a_host_receives_from_several_is_limited(capfd: pytest.CaptureFixtu
     assert float(capfd.readouterr().out) >= 0.5
 
 
+BACK_AND_FORTH = """
+import contextlib, os, socket, time
+address = os.environ["MASTER_ADDR"], 5000
+if os.environ["RANK"] == "0":
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
+        mine.bind(address)
+        mine.settimeout(0.1)
+        while not os.path.exists(os.environ["TIMES"]):
+            with contextlib.suppress(TimeoutError):
+                mine.sendto(*mine.recvfrom(100))
+else:
+    time.sleep(0.5)  # for the other to be there
+    times = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
+        mine.settimeout(float(os.environ["PATIENCE"]))
+        for number in range(20):
+            began = time.monotonic()
+            mine.sendto(bytes([number]), address)
+            try:
+                while mine.recv(100)[0] != number: pass
+                times.append(time.monotonic() - began)
+            except TimeoutError:
+                pass
+    open(os.environ["TIMES"], "w").write(repr(times))
+"""
+
+
+@pytest.mark.parametrize(("delay", "loss", "patience"), [(50, 0, 60), (5, 40, 0.2)])
+def test_packets_are_delayed_and_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: int, loss: int, patience: float
+) -> None:
+    monkeypatch.setenv("TIMES", str(tmp_path / "times"))
+    monkeypatch.setenv("PATIENCE", str(patience))
+    assert run("--hosts", 2, "--rate", "10mbit", "--delay", delay, "--loss", loss, script=BACK_AND_FORTH) == 0
+    times = eval((tmp_path / "times").read_text())
+    assert min(times) >= 2 * delay / 1e3
+    assert 0 < len(times) < 18 if loss else len(times) == 20  # at 40 %, all but a third of the ways there and back
+
+
 def test_two_at_the_same_time_do_not_meet() -> None:
     script = """
 import os, socket, sys, time
