@@ -223,6 +223,7 @@ class Communicator:
         device: torch.device,
         timeout: float,
         answer_timeout: float,
+        round_trip: float,
     ) -> None: ...
     def all_reduce(
         self,

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,8 +15,10 @@ from dltrain_ext import comm
 
 
 def taken(store):
-    """Descriptors, threads, and the keys of the store, when nobody is at making or dropping something."""
+    """Descriptors, threads, and the keys of the store, when nobody clears that any more."""
     gc.collect()
+    while any(thread.name == "dltrain_ext: at work" for thread in threading.enumerate()):
+        time.sleep(0.01)
     own = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     dist.barrier()
     keys = len(store.list_keys())

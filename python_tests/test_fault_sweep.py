@@ -229,15 +229,13 @@ def endure_over_links(folder):
 def test_a_link_that_goes_down_and_up(tmp_path, seconds):
     """Ranks recover or fail, whichever it is, and never hold a wrong sum."""
     skip_without_hosts()
-    spaces = [f"dltrain-{os.getpid()}-{name}" for name in ("switch", 0, 1, 2)]
-    switch, *names = spaces
+    code = f"import test_fault_sweep as test; test.endure_over_links({str(tmp_path)!r})"
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])}
     ranks = []
-    try:
-        hosts.connect(switch, names, "none")
-        code = f"import test_fault_sweep as test; test.endure_over_links({str(tmp_path)!r})"
-        for rank, space in enumerate(names):
-            path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])}
-            environment = os.environ | hosts.variables(rank, len(names), 1) | path
+    with hosts.cluster(3, "none") as spaces:
+        switch = spaces[0].removesuffix("0") + "switch"
+        for rank, space in enumerate(spaces):
+            environment = os.environ | hosts.variables(rank, len(spaces), 1) | path
             ranks.append(subprocess.Popen(["ip", "netns", "exec", space, sys.executable, "-c", code], env=environment))
         until = time.monotonic() + 120
         while not all(Path(tmp_path, f"began {rank}").exists() for rank in range(3)):
@@ -248,11 +246,6 @@ def test_a_link_that_goes_down_and_up(tmp_path, seconds):
         hosts.call("ip", "-n", switch, "link", "set", "host1", "up")
         Path(tmp_path, "stop").touch()
         assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        hosts.remove(spaces)
     errors = [Path(tmp_path, f"error {rank}").read_text() for rank in range(3)]
     if seconds > DEADLINE.total_seconds():
         assert all("the culprit is rank 1: it does not answer" in errors[rank] for rank in (0, 2)), errors

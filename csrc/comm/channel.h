@@ -10,8 +10,9 @@ namespace dltrain::comm {
 struct Notice {
   enum class Kind : int32_t { question, answer, verdict };
   Kind kind = Kind::question;
-  State state;      // of an answer
-  Verdict verdict;  // of a verdict
+  State state;        // of an answer
+  Verdict verdict;    // of a verdict
+  int64_t asked = 0;  // of a question and its answer: when, by the asker's clock
 };
 
 // Carries notices between the ranks of one group, beside the connections that their data goes over. From any thread.

@@ -12,8 +12,8 @@ namespace dltrain::comm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto settling = std::chrono::seconds(1);        // who has not heard by then is not waited for
-constexpr auto interval = std::chrono::milliseconds(50);  // between two attempts, which show whether a peer has left
+constexpr auto settling = std::chrono::seconds(1);        // who has not heard by then, or by when answers come, is not waited for
+constexpr auto interval = std::chrono::milliseconds(50);  // between two attempts, at least; they show whether a peer has left
 
 }  // namespace
 
@@ -32,12 +32,12 @@ class Lookout::Busy {
   Lookout& lookout_;
 };
 
-Lookout::Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls, std::chrono::milliseconds answer_timeout)
+Lookout::Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls, const Patience& patience)
     : channel_(std::move(channel)),
       global_ranks_(std::move(global_ranks)),
       calls_(std::move(calls)),
-      answer_timeout_(answer_timeout),
-      peers_(channel_->world_size()) {
+      peers_(channel_->world_size()),
+      patience_(patience) {
   thread_ = std::thread([this] { run(); });
 }
 
@@ -59,14 +59,17 @@ void Lookout::run() {
 
 void Lookout::hear(int peer, const Notice& notice) {
   Notice answer;
-  if (notice.kind == Notice::Kind::question) answer = {Notice::Kind::answer, State::of(begun_, calls_.waiting()), {}};
+  if (notice.kind == Notice::Kind::question) answer = {Notice::Kind::answer, State::of(begun_, calls_.waiting()), {}, notice.asked};
   Lock lock(mutex_);
   switch (notice.kind) {
     case Notice::Kind::question: tell(peer, verdict_ ? Notice{Notice::Kind::verdict, {}, *verdict_} : answer); break;
-    case Notice::Kind::answer:
-      peers_[peer].known.state = notice.state;
+    case Notice::Kind::answer: {
+      const Clock::time_point asked{Clock::duration(notice.asked)};
+      patience_.measure(Clock::now() - asked);
+      if (asked >= inquiring_since_) peers_[peer].known.state = notice.state;
       changed_.notify_all();
       break;
+    }
     case Notice::Kind::verdict:
       peers_[peer].knows = true;
       changed_.notify_all();
@@ -94,12 +97,13 @@ std::string Lookout::declare(Verdict::Manner manner, const Waiting& waiting) {
 }
 
 void Lookout::inquire(Lock& lock, const Waiting& waiting) {
-  const auto end = Clock::now() + answer_timeout_;
-  while (!verdict_ && !closed_ && !all_have_answered() && Clock::now() < end) {
+  inquiring_since_ = Clock::now();
+  const auto is_over = [this] { return verdict_ || closed_ || all_have_answered(); };
+  while (!is_over() && Clock::now() - inquiring_since_ < patience_.get()) {
     for (int peer = 0; peer < std::ssize(peers_); ++peer) {
-      if (peer != channel_->rank() && !peers_[peer].known.state) tell(peer, {});
+      if (peer != channel_->rank() && !peers_[peer].known.state) ask(peer);
     }
-    changed_.wait_until(lock, std::min(end, Clock::now() + interval), [this] { return verdict_ || closed_ || all_have_answered(); });
+    changed_.wait_for(lock, std::min<Patience::Seconds>(pause(), patience_.get() - (Clock::now() - inquiring_since_)), is_over);
   }
   if (verdict_ || closed_) return;
   inquired_ = true;
@@ -129,16 +133,20 @@ std::string Lookout::settle(Lock& lock) {
   changed_.wait(lock, [this] { return verdict_ || closed_; });
   if (!verdict_) return {};
   const Verdict verdict = *verdict_;
-  const auto end = Clock::now() + settling;
+  const auto end = Clock::now() + std::max<Patience::Seconds>(settling, patience_.get());
   const auto settled = [&] { return closed_ || all_know(verdict); };
   while (!settled() && Clock::now() < end) {
-    changed_.wait_until(lock, std::min(end, Clock::now() + interval), settled);
+    changed_.wait_for(lock, std::min<Patience::Seconds>(pause(), end - Clock::now()), settled);
     for (int peer = 0; peer < std::ssize(peers_); ++peer) {
       if (peer != channel_->rank() && !peers_[peer].knows) tell(peer, {Notice::Kind::verdict, {}, verdict});
     }
   }
   return describe(verdict);
 }
+
+Patience::Seconds Lookout::pause() const { return std::max<Patience::Seconds>(interval, patience_.estimate()); }
+
+void Lookout::ask(int peer) { tell(peer, {Notice::Kind::question, {}, {}, Clock::now().time_since_epoch().count()}); }
 
 void Lookout::tell(int peer, const Notice& notice) {
   if (!channel_->send(peer, notice)) peers_[peer].known.left = true;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/channel.h"
+#include "comm/patience.h"
 
 namespace dltrain::comm {
 
@@ -31,9 +32,8 @@ class Lookout {
     std::function<void(const std::string& finding)> give_up;  // all of them, now and later
   };
 
-  // global_ranks: what the ranks of the channel are called; by their place in it where empty. Who has not answered in answer_timeout is
-  // silent.
-  Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls, std::chrono::milliseconds answer_timeout);
+  // global_ranks: what the ranks of the channel are called; by their place in it where empty.
+  Lookout(std::unique_ptr<Channel> channel, std::vector<int> global_ranks, Calls calls, const Patience& patience);
   ~Lookout() { close(); }
 
   // A call of the group begins.
@@ -62,6 +62,8 @@ class Lookout {
   void inquire(Lock& lock, const Waiting& waiting);
   void learn(Lock& lock, const Verdict& verdict);
   std::string settle(Lock& lock);
+  void ask(int peer);
+  Patience::Seconds pause() const;
   void tell(int peer, const Notice& notice);
   bool all_have_answered() const;
   bool all_know(const Verdict& verdict) const;
@@ -70,12 +72,13 @@ class Lookout {
   const std::unique_ptr<Channel> channel_;
   const std::vector<int> global_ranks_;
   const Calls calls_;
-  const std::chrono::milliseconds answer_timeout_;
   std::atomic<int64_t> begun_ = 0;
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::vector<Peer> peers_;
+  Patience patience_;
+  std::chrono::steady_clock::time_point inquiring_since_ = std::chrono::steady_clock::time_point::max();
   std::optional<Verdict> verdict_;
   bool inquiring_ = false, inquired_ = false, closed_ = false;
   int busy_ = 0;  // calls that are being explained

@@ -13,7 +13,7 @@ namespace {
 
 using Manner = Verdict::Manner;
 using Ms = std::chrono::milliseconds;
-constexpr Ms answer_timeout(500);
+const Patience patience(Ms(500));
 
 Known waits(int64_t begun, const std::vector<int>& peers) { return {false, State::of(begun, {peers, 0})}; }
 Known is_idle(int64_t begun) { return waits(begun, {}); }
@@ -82,8 +82,7 @@ class Chain {
       const Waiting waiting{{names[rank + 1]}, rank};
       lookouts_.push_back(std::make_unique<Lookout>(
           std::move(channels_[rank]), names,
-          Lookout::Calls{[waiting] { return waiting; }, [this, rank](const std::string& finding) { give_up(rank, finding); }},
-          answer_timeout));
+          Lookout::Calls{[waiting] { return waiting; }, [this, rank](const std::string& finding) { give_up(rank, finding); }}, patience));
       lookouts_.back()->begin();
     }
     last_ = std::move(channels_.back());
@@ -137,8 +136,7 @@ TEST(Lookout, SeesAtOnceWhoHasLeft) {
 TEST(Lookout, NamesALateRankAndTellsIt) {
   Chain ranks(3);
   std::string told;
-  Lookout late(ranks.take_last(), {0, 10, 20}, {[] { return Waiting(); }, [&](const std::string& finding) { told = finding; }},
-               answer_timeout);
+  Lookout late(ranks.take_last(), {0, 10, 20}, {[] { return Waiting(); }, [&](const std::string& finding) { told = finding; }}, patience);
   const std::string finding = ranks.explain(0);
   late.close();
   EXPECT_EQ(finding, "the culprit is rank 20: it is alive, but has not made call 1 (found by rank 0 in round 0 of call 1)");
@@ -147,7 +145,7 @@ TEST(Lookout, NamesALateRankAndTellsIt) {
 
 TEST(Lookout, BlamesNobodyWhereAllAreWell) {
   Chain ranks(3);
-  Lookout last(ranks.take_last(), {0, 10, 20}, {[] { return Waiting{{0}, 0}; }, [](const std::string&) {}}, answer_timeout);
+  Lookout last(ranks.take_last(), {0, 10, 20}, {[] { return Waiting{{0}, 0}; }, [](const std::string&) {}}, patience);
   last.begin();
   EXPECT_EQ(ranks.explain(0),
             "all ranks answer and have made the call, so the connection of the ranks 0 and 10 is broken or too slow "
@@ -185,6 +183,37 @@ TEST(Lookout, WhoEndsAfterAVerdictIsNotBlamed) {
     }
     for (auto& thread : threads) thread.join();
     for (const std::string& finding : findings) EXPECT_EQ(finding.find("the culprit is rank 40: it has left"), 0u) << finding;
+  }
+}
+
+TEST(Patience, GrowsWithWhatAnswersTake) {
+  Patience near(Ms(500), Ms(1)), far(Ms(500), Ms(100));
+  EXPECT_NEAR(near.get().count(), 0.5, 1e-6);
+  EXPECT_NEAR(far.get().count(), 8 * 0.3, 1e-6);
+  near.measure(Ms(403));  // 50 ms more of the mean, 100 ms of deviation
+  EXPECT_NEAR(near.get().count(), 8 * (0.053 + 0.4), 1e-6);
+  for (int i = 0; i < 100; ++i) far.measure(Ms(100));
+  EXPECT_NEAR(far.get().count(), 8 * 0.1, 1e-3);
+}
+
+// A rank that is slow to say that it has made no call.
+TEST(Lookout, WhoIsKnownToBeSlowIsWaitedFor) {
+  for (const bool known : {false, true}) {
+    auto channels = in_process_channels(2);
+    Channel& other = *channels[1];
+    std::thread slow([&] {
+      while (const auto received = other.receive()) {
+        std::this_thread::sleep_for(Ms(200));
+        if (received->notice.kind == Notice::Kind::question) other.send(0, {Notice::Kind::answer, {}, {}, received->notice.asked});
+      }
+    });
+    const Lookout::Calls calls{[] { return Waiting(); }, [](const std::string&) {}};
+    Lookout lookout(std::move(channels[0]), {}, calls, Patience(Ms(100), known ? Ms(70) : Ms(0)));
+    lookout.begin();
+    const std::string finding = lookout.explain({{1}, 0});
+    EXPECT_NE(finding.find(known ? "it is alive, but has not made call 1" : "it does not answer"), std::string::npos) << finding;
+    other.close();
+    slow.join();
   }
 }
 
@@ -229,8 +258,7 @@ std::vector<std::string> errors_without_the_last(int world_size, const std::stri
     if (rank + 1 < world_size || answers) {
       lookout = std::make_shared<Lookout>(
           std::move(channels[rank]), std::vector<int>(),
-          Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }},
-          answer_timeout);
+          Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }}, patience);
       executor.set_lookout(lookout);
     }
     if (rank + 1 < world_size) {

@@ -231,7 +231,7 @@ TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
     auto lookout = std::make_shared<Lookout>(
         std::move(channels[executor.rank()]), std::vector<int>(),
         Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }},
-        std::chrono::milliseconds(500));
+        Patience(std::chrono::milliseconds(500)));
     executor.set_lookout(lookout);
     begun.arrive_and_wait();
     return lookout;

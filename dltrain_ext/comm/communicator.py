@@ -80,8 +80,9 @@ class Communicator:
         tuning: what ``algorithm="auto"`` and ``codec="auto"`` go by: a :class:`Tuning`, or the path of a saved one, of
             this many ranks and the same on all of them. The environment variables ``DLTRAIN_TUNING``, a path,
             ``DLTRAIN_ALGORITHM`` and ``DLTRAIN_SEGMENTS`` stand above it, for ``"auto"`` alone.
-        answer_timeout: how long a rank may take, when a call has failed, to answer what it is waiting for, which a
-            thread of its own does: one that has not is taken for stopped. More for machines under extreme load.
+        answer_timeout: how long a rank may at least take, when a call has failed, to answer what it is waiting for,
+            which a thread of its own does: one that has not is taken for stopped. Where the way to the group's store
+            and back, or other ranks' answers, take long it is more: eight times what TCP would estimate (RFC 6298).
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

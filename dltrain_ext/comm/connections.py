@@ -35,7 +35,7 @@ class Connections:
         timeout: how long the peers may take to come.
         transport: one of ``TRANSPORTS``; what carries the messages of CUDA tensors.
         ranks_per_host: that many neighbours of the group form a host; where None, hosts are looked up.
-        answer_timeout: how long a rank may take to say what it waits for, when a call has failed.
+        answer_timeout: how long a rank may at least take to say what it waits for, when a call has failed.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class Connections:
         self._answer_timeout = answer_timeout
         self._patience = min(timeout, _CONNECTING)
         self.meetings = Meetings(dist.PrefixStore("meetings", store), members.ranks, members.rank, timeout)
-        self._layout = layout(self.meetings.share(host_id()), self._rank, ranks_per_host)
+        said = [each.split(" ", 1) for each in self.meetings.share(f"{_trip_to(store)} {host_id()}")]
+        self._round_trip = max(float(trip) for trip, _ in said)
+        self._layout = layout([host for _, host in said], self._rank, ranks_per_host)
         self._number = itertools.count()
         self._gloo_devices: list[Any] = []
 
@@ -63,18 +65,26 @@ class Connections:
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device, whose number may differ between the ranks."""
-        levels, control = None, None
+        communicator, said = None, "connected"
         with self.meetings.at_work() as work:
-            if device.type == "cpu":
-                levels = self._levels(work, device, self._over_gloo)
-            elif self._all_have_nccl(work):
-                levels = self._over_nccl_if_all_can(work, device)
-            if levels is None:
-                levels = self._levels(work, device, self._over_torch)
-            if len(self._ranks) > 1:  # of all, on any device: where they ask each other why a call has failed
-                control = self._gloo(work.part("control"), threads=0)
-        timeouts = self._timeout.total_seconds(), self._answer_timeout.total_seconds()
-        return _ops.Communicator(*levels, control, self._members, device, *timeouts)
+            levels = None if device.type == "cpu" else self._over_nccl_if_all_can(work, device)
+            try:
+                if levels is None:
+                    levels = self._levels(work, device, self._over_gloo if device.type == "cpu" else self._over_torch)
+                # Of all, on any device: where they ask each other why a call has failed.
+                control = self._gloo(work.part("control"), threads=0) if len(self._ranks) > 1 else None
+                times = self._timeout.total_seconds(), self._answer_timeout.total_seconds(), self._round_trip
+                communicator = _ops.Communicator(*levels, control, self._members, device, *times)
+            except RuntimeError as error:
+                said = str(error)
+            # Nobody leaves, and makes a call, before all are there to take part and to answer.
+            for rank, outcome in zip(self._ranks, work.part("made").agree(said), strict=True):
+                if outcome != "connected":
+                    raise dist.DistBackendError(
+                        f"communicator of ranks {self._ranks}: rank {rank} could not connect: {outcome}"
+                    )
+        assert communicator is not None
+        return communicator
 
     def close(self) -> None:
         """Makes no more; what was made belongs to the communicators."""
@@ -102,18 +112,7 @@ class Connections:
             options._devices = self._gloo_devices = gloo_devices()
             return gloo(part.store, part.rank, len(part.ranks), options)
 
-        connected = "connected"
-        try:
-            backend, said = _in_time(make, 2 * self._timeout), connected
-        except RuntimeError as error:
-            backend, said = None, str(error)
-        # Who is done first may leave, and break the last ones.
-        for rank, outcome in zip(part.ranks, part.agree(said), strict=True):
-            if outcome != connected:
-                raise dist.DistBackendError(
-                    f"communicator of ranks {part.ranks}: rank {rank} could not connect: {outcome}"
-                )
-        return backend
+        return _in_time(make, 2 * self._timeout)
 
     def _over_torch(self, part: Part, device: torch.device) -> "_ops.Level":
         # The backend's watchdog ends the process, so that comes last.
@@ -142,6 +141,8 @@ class Connections:
     def _over_nccl_if_all_can(
         self, work: Work, device: torch.device
     ) -> tuple["_ops.Level", "_ops.Level | None"] | None:
+        if not self._all_have_nccl(work):
+            return None
         levels, answer = None, "connected"
         try:
             levels = self._levels(work, device, self._over_nccl)
@@ -181,6 +182,13 @@ def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> tuple
     neighbours = members[hosts[rank]]
     place = neighbours.index(rank)
     return neighbours, [some[place] for some in members.values()]
+
+
+def _trip_to(store: dist.Store) -> float:
+    """Seconds there and back."""
+    began = time.monotonic()
+    store.check(["round trip"])
+    return time.monotonic() - began
 
 
 def host_id() -> str:

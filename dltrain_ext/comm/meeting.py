@@ -19,7 +19,7 @@ class Meetings:
     """Of some ranks, in the order of the calls. No rank is waited for longer than the timeout.
 
     Args:
-        store: of these meetings alone; nothing stays there of those that all have come to.
+        store: of these meetings alone; when all have done their work, nothing is left there.
         ranks: the members, as the world knows them.
         index: this one's place among them.
         timeout: how long the others are waited for: since the meeting began, or since their last sign of life.
@@ -36,34 +36,37 @@ class Meetings:
         Raises:
             torch.distributed.DistBackendError: a rank did not come, or failed at its work; names it.
         """
-        store, numbers, life = self._store, self._numbers, _no_life
         if self._work is not None:
-            store, numbers, life = self._work.own_store, self._work.numbers, self._work.life
-        with _place(f"meeting {next(numbers)}", store, len(self._ranks)) as place:
-            return meet(place, "texts", self._ranks, self._index, text, self._timeout, life=life)
+            return self._work.share(text, self._timeout)
+        return meet(self._store, f"{next(self._numbers)}/texts", self._ranks, self._index, text, self._timeout)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator["Work"]:
         """While all are in it, a rank is waited for as long as it lives, and the others hear at once if it fails."""
-        # Who waits at a store, as Gloo does, has it for himself.
-        own: dist.Store = self._store.clone()  # type: ignore[attr-defined]
-        name, silence = f"work {next(self._numbers)}", min(self._timeout, _LONG)
-        with _place(name, self._store, len(self._ranks)) as place:
-            self._work = Work(place, dist.PrefixStore(name, own), self._ranks, self._index, silence)
-            try:
-                with self._work.under_way():
-                    yield self._work
-            finally:
-                self._work = None
+        silence = min(self._timeout, _LONG)
+        self._work = Work(self._store, next(self._numbers), self._ranks, self._index, silence)
+        try:
+            with self._work.under_way():
+                yield self._work
+        finally:
+            self._work = None
 
 
 class Work:
     """What some ranks do together, each seeing that the others live. Made by :meth:`Meetings.at_work`."""
 
-    def __init__(self, store: dist.Store, own_store: dist.Store, ranks: list[int], index: int, silence: timedelta):
-        self._store, self.own_store = store, own_store  # the same, over two connections
-        self._ranks, self._index, self.silence = ranks, index, silence
-        self.numbers = itertools.count()  # of its meetings
+    def __init__(self, store: dist.Store, number: int, ranks: list[int], index: int, silence: timedelta):
+        self._number, self._ranks, self._index, self.silence = number, ranks, index, silence
+        self._own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(str(number), store)
+        # The same, and not held by who waits at the store, as Gloo does.
+        self.own_store = dist.PrefixStore(str(number), self._own)
+        self._meetings = itertools.count()
+
+    def share(self, text: str, timeout: timedelta) -> list[str]:
+        """The texts of all."""
+        about = f"texts {next(self._meetings)}"
+        return meet(self.own_store, about, self._ranks, self._index, text, timeout, life=self.life)
 
     def part(self, name: str, members: Sequence[int] | None = None) -> "Part":
         """Done by those members alone, of which this rank is one; by all where None."""
@@ -73,19 +76,21 @@ class Work:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Gives the signs of life, and says so if the work fails."""
-        rank, over = self._ranks[self._index], threading.Event()
+        """A thread gives the signs of life. In the end it clears the store: the work need not wait for that."""
+        rank, over, well = self._ranks[self._index], threading.Event(), False
 
-        def beat() -> None:
+        def live() -> None:
             with contextlib.suppress(RuntimeError):  # without a store the work fails, too
-                self.own_store.add(f"beats/{rank}", 1)
+                self._beat()
                 while not over.wait(self.silence.total_seconds() / _BEATS):
-                    self.own_store.add(f"beats/{rank}", 1)
+                    self._beat()
+                if well:
+                    self._leave()
 
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
+        threading.Thread(target=live, name="dltrain_ext: at work", daemon=True).start()
         try:
             yield
+            well = True
         except BaseException as error:
             said = str(error) or type(error).__name__
             with contextlib.suppress(RuntimeError):
@@ -93,7 +98,16 @@ class Work:
             raise
         finally:
             over.set()
-            thread.join()
+
+    def _beat(self) -> None:
+        self.own_store.add(f"beats/{self._ranks[self._index]}", 1)
+
+    def _leave(self) -> None:
+        """The last one clears the store of this work, and of the meetings before it."""
+        if self.own_store.add("left", 1) == len(self._ranks):
+            for key in self._own.list_keys():
+                if int(key.partition("/")[0]) <= self._number:
+                    self._own.delete_key(key)
 
     def life(self, rank: int) -> int:
         """What changes while it is at work. Raises DistBackendError where one of them has failed at it."""
@@ -113,17 +127,6 @@ class Part:
         """The answers of all of them, who are waited for while at work. Once for each part."""
         work, about = self._work, f"{self.name}/answers"
         return meet(work.own_store, about, self.ranks, self.rank, answer, work.silence, life=work.life)
-
-
-@contextlib.contextmanager
-def _place(name: str, store: dist.Store, users: int) -> Iterator[dist.Store]:
-    """A part of the store, cleared by the last to leave; not if one of them fails, since the others may not know."""
-    place = dist.PrefixStore(name, store)
-    yield place
-    with contextlib.suppress(dist.DistNetworkError):  # the store is gone, and its keys with it
-        if place.add("left", 1) == users:
-            for key in place.list_keys():
-                place.delete_key(key)
 
 
 def _no_life(rank: int) -> int:
@@ -149,6 +152,8 @@ def meet(
     try:
         store.set(keys[index], answer)
         for member, key in enumerate(keys):
+            if store.check(keys[member:]):  # at one go, since the store may be far away
+                break
             if not comes(store, key, timeout, began, functools.partial(life, ranks[member])):
                 raise dist.DistBackendError(
                     f"communicator of ranks {ranks}: rank {ranks[member]} did not come in {timeout}"
@@ -160,12 +165,14 @@ def meet(
 
 def comes(store: dist.Store, key: str, timeout: timedelta, began: float, life: Callable[[], int] = lambda: 0) -> bool:
     """Whether it is there in time; the store's own wait() could not be interrupted, and warns of a timeout."""
-    (pause, longest), seen = _LOOKS, life()
+    (pause, longest), seen = _LOOKS, None
     while not store.check([key]):
-        if (sign := life()) != seen:
-            seen, began = sign, time.monotonic()
+        sign = life()
+        if seen is not None and sign != seen:
+            began = time.monotonic()
         elif time.monotonic() - began > timeout.total_seconds():
             return False
+        seen = sign
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return True

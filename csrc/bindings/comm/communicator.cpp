@@ -65,23 +65,22 @@ int stride_of(const std::vector<int>& ranks) {
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-                           Ranks members, const c10::Device& device, std::chrono::milliseconds timeout,
-                           std::chrono::milliseconds answer_timeout)
+                           Ranks members, const c10::Device& device, std::chrono::milliseconds timeout, const comm::Patience& patience)
     : device_(device),
-      work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(members), timeout, answer_timeout)) {
+      work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(members), timeout, patience)) {
   if constexpr (built_with_cuda) {
     if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
   }
 }
 
 Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-                         Ranks members, std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout)
+                         Ranks members, std::chrono::milliseconds timeout, const comm::Patience& patience)
     : members(std::move(members)), across(std::move(across)), inside(std::move(inside)), timeout(timeout) {
   if (this->inside) two_levels.emplace(this->inside->executor(), this->across->executor());
   if (!control) return;
   lookout = std::make_shared<comm::Lookout>(
       std::make_unique<GlooChannel>(std::move(control)), this->members.ranks,
-      comm::Lookout::Calls{[this] { return waiting(); }, [this](const std::string& finding) { give_up(finding); }}, answer_timeout);
+      comm::Lookout::Calls{[this] { return waiting(); }, [this](const std::string& finding) { give_up(finding); }}, patience);
   for (const auto& level : {this->across, this->inside}) {
     if (level) level->executor().set_lookout(lookout);
   }

@@ -32,7 +32,7 @@ class Communicator {
  public:
   // control: of all ranks; null where there is one.
   Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control, Ranks members,
-               const c10::Device& device, std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout);
+               const c10::Device& device, std::chrono::milliseconds timeout, const comm::Patience& patience);
   ~Communicator();
 
   // In place, or into the share: on the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current
@@ -62,7 +62,7 @@ class Communicator {
  private:
   struct Work {
     Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control, Ranks members,
-         std::chrono::milliseconds timeout, std::chrono::milliseconds answer_timeout);
+         std::chrono::milliseconds timeout, const comm::Patience& patience);
     ~Work();
     void run(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
     void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);

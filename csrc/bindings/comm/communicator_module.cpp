@@ -63,14 +63,15 @@ void bind_communicator(py::module_& module) {
   communicator
       .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside,
                        const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, Ranks members, const c10::Device& device,
-                       double timeout, double answer_timeout) {
-             const auto milliseconds = [](double seconds) { return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)); };
+                       double timeout, double answer_timeout, double round_trip) {
+             using Seconds = comm::Patience::Seconds;
              return std::make_unique<Communicator>(std::move(across), std::move(inside),
                                                    control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(members), device,
-                                                   milliseconds(timeout), milliseconds(answer_timeout));
+                                                   std::chrono::floor<std::chrono::milliseconds>(Seconds(timeout)),
+                                                   comm::Patience(Seconds(answer_timeout), Seconds(round_trip)));
            }),
            py::arg("across"), py::arg("inside"), py::arg("control"), py::arg("members"), py::arg("device"), py::arg("timeout"),
-           py::arg("answer_timeout"))
+           py::arg("answer_timeout"), py::arg("round_trip"))
       .def("wait", &Communicator::wait, py::arg("future"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())

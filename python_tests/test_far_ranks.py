@@ -1,0 +1,70 @@
+"""Ranks behind links that delay and lose packets: one that lives is never taken for dead.
+
+By hand, an hour: python -m benchmarks hosts --rate 10mbit --delay 150 --loss 0.5 -- python THIS_FILE 3600
+"""
+
+import json
+import sys
+import time
+from collections import Counter
+from datetime import timedelta
+
+import commands
+import pytest
+import torch
+import torch.distributed as dist
+
+from dltrain_ext import comm
+
+MANNERS = ("it is alive, but has not made call", "it does not answer", "it has left", "all ranks answer")
+
+
+def late_in_turn(rank, world_size, seconds, timeout):
+    """What was said of ranks, each of which has once been too late for the others. All of them live."""
+    said = Counter()
+    end, go_on, late = time.monotonic() + seconds, torch.ones(1), 0
+    while go_on:
+        communicator = comm.Communicator(timeout=timeout, ranks_per_host=1)
+        for _ in range(4):
+            communicator.all_reduce(torch.ones(10_000))
+        if rank == late:
+            time.sleep(1.5 * timeout.total_seconds())
+        with pytest.raises(dist.DistBackendError) as raised:
+            communicator.all_reduce(torch.ones(10_000))
+        said[next(manner for manner in MANNERS if manner in str(raised.value))] += 1
+        late = (late + 1) % world_size
+        go_on = torch.tensor([float(time.monotonic() < end)])
+        dist.broadcast(go_on, 0)
+    return said
+
+
+def main():
+    """On torchrun's ranks; rank 0 prints what all have said."""
+    seconds, timeout = float(sys.argv[1]), timedelta(seconds=float(sys.argv[2]) if len(sys.argv) > 2 else 10)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    everyones = [Counter()] * world_size
+    dist.all_gather_object(everyones, late_in_turn(rank, world_size, seconds, timeout))
+    if rank == 0:
+        print(json.dumps(sum(everyones, Counter())))
+    dist.destroy_process_group()
+
+
+@pytest.mark.xdist_group("machine")
+@pytest.mark.needs("matplotlib", "rich")
+@pytest.mark.parametrize(
+    ("hosts", "delay", "arguments"),
+    [(3, 40, (1, 4)), pytest.param(4, 150, (3600,), marks=pytest.mark.exhaustive)],
+)
+def test_who_is_far_is_not_taken_for_dead(capfd, hosts, delay, arguments):
+    commands.skip_without_hosts()
+    from test_benchmark_hosts import call
+
+    link = ("--hosts", hosts, "--rate", "10mbit", "--delay", delay, "--loss", 0.5)
+    assert call(*link, "--", sys.executable, __file__, *arguments) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert said == {MANNERS[0]: sum(said.values())} and sum(said.values()) % hosts == 0
+
+
+if __name__ == "__main__":
+    main()
