@@ -1,0 +1,45 @@
+"""torch's own tests of DistributedDataParallel, of those that its package holds, with our hook in every model.
+
+Most need GPUs. Not collected by itself: pytest python_tests/torchs_own.py -k "ddp or DistributedDataParallel"
+"""
+
+import os
+import tempfile
+from typing import Any
+
+import pytest
+
+pytest.importorskip("expecttest")
+if "TEMP_DIR" not in os.environ:  # which the processes of the ranks have
+    folder = tempfile.mkdtemp()
+    os.environ.update(BACKEND="gloo", WORLD_SIZE="3", TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/init")
+
+from torch import nn
+from torch.testing._internal.distributed import distributed_test as theirs
+
+from dltrain_ext import ddp
+
+PICKLED = "they save the DDP model itself, which a model with our hook refuses: its connections are this process's"
+DIFFERENT = {
+    "test_DistributedDataParallelCPU": PICKLED,
+    "test_DistributedDataParallelCPU_grad_is_view": PICKLED,
+    "test_ddp_logging_data_cpu": "has parameters of float64, which the hook refuses",
+}
+
+
+class Hooked(nn.parallel.DistributedDataParallel):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        ddp.register(self, codec="raw", algorithm="direct")
+
+
+nn.parallel.DistributedDataParallel = Hooked
+theirs.DistributedDataParallel = Hooked
+
+
+class TestWithTheHook(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):
+    def setUp(self) -> None:
+        super().setUp()
+        if reason := DIFFERENT.get(self._testMethodName):
+            self.skipTest(reason)
+        self._spawn_processes()
