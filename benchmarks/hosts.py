@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 LINK = "eth0"
 PORT = 29500
 NETWORK = ipaddress.ip_network("10.0.0.0/16")
+RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)bit")
 NAME = re.compile(r"dltrain-(\d+)-(\d+)-(switch|\d+)")  # the run's process id, and when it started: ids come again
 BURST = "64kb"
 OFFLOAD = "60000"  # bytes of a packet of segmentation offload: one beyond the burst would be cut up, at half the rate
@@ -31,7 +32,7 @@ TAIL = 20
 
 def rate(text: str) -> str:
     """An argparse type: a rate as tc reads it, or none."""
-    if text != "none" and not re.fullmatch(r"\d+(\.\d+)?[kmgt]?bit", text):
+    if text != "none" and not RATE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate: 1gbit, 100mbit, 2.5gbit, or none")
     return text
 
@@ -177,8 +178,9 @@ def bits(rate: str) -> float:
     """A second, of a rate as tc reads it."""
     if rate == "none":
         return math.inf
-    number, unit = re.fullmatch(r"([\d.]+)([kmgt]?)bit", rate).groups()  # type: ignore[union-attr]
-    return float(number) * 1000 ** " kmgt".index(unit or " ")
+    read = RATE.fullmatch(rate)
+    assert read
+    return float(read[1]) * 1000.0 ** " kmgt".index(read[2] or " ")
 
 
 def address(host: int) -> str:

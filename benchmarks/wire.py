@@ -43,14 +43,41 @@ class Link:
         return self._free
 
 
-def device_in(namespace: str) -> int:
-    """A TUN device there; this process is left in that namespace."""
-    with open(f"/var/run/netns/{namespace}") as space:
-        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
-    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", LINK.encode(), _IFF_TUN | _IFF_NO_PI))
-    return device
+class Wire:
+    """Carries packets between devices, each of which is a host's."""
+
+    def __init__(self, devices: list[int], rate: float, delay: float, loss: float):
+        self._devices, self._delay, self._loss = devices, delay, loss
+        self._out, self._into = ({device: Link(rate) for device in devices} for _ in range(2))
+        self._under_way: list[tuple[float, int, int, bytes]] = []  # when it arrives, its number, where, and the packet
+        self._numbers, self._chance = itertools.count(), random.Random(0)
+
+    def take(self, source: int) -> None:
+        """What a host sends: all that is there."""
+        with contextlib.suppress(BlockingIOError):
+            while packet := os.read(source, _PACKET):
+                host = host_of(packet)
+                if 0 <= host < len(self._devices):
+                    self._send(source, self._devices[host], packet)
+
+    def _send(self, source: int, target: int, packet: bytes) -> None:
+        left = self._out[source].passes(time.monotonic(), len(packet))
+        if left is None or self._chance.random() < self._loss:
+            return
+        arrived = self._into[target].passes(left + self._delay, len(packet))
+        if arrived is not None:
+            heapq.heappush(self._under_way, (arrived, next(self._numbers), target, packet))
+
+    def deliver(self) -> float:
+        """What has arrived by now. Returns the seconds until more does; -1 where nothing is under way."""
+        while self._under_way:
+            wait = self._under_way[0][0] - time.monotonic()
+            if wait > 0:
+                return wait
+            _, _, target, packet = heapq.heappop(self._under_way)
+            with contextlib.suppress(OSError):  # its namespace is about to go
+                os.write(target, packet)
+        return -1
 
 
 def host_of(packet: bytes) -> int:
@@ -60,42 +87,33 @@ def host_of(packet: bytes) -> int:
     return int(ipaddress.IPv4Address(packet[16:20])) - int(NETWORK[1])
 
 
-def relay(devices: list[int], rate: float, delay: float, loss: float) -> None:
-    """Until standard input ends."""
-    sources = {device: (Link(rate), Link(rate)) for device in devices}  # out of the host, and into it
-    under_way: list[tuple[float, int, int, bytes]] = []  # when it arrives, its number, where, and the packet
-    numbers, chance = itertools.count(), random.Random(0)
-    poll = select.epoll()
-    for descriptor in (0, *devices):
-        poll.register(descriptor, select.EPOLLIN)
-    while True:
-        while under_way and under_way[0][0] <= time.monotonic():
-            _, _, device, packet = heapq.heappop(under_way)
-            with contextlib.suppress(OSError):  # its namespace is about to go
-                os.write(device, packet)
-        wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else -1
-        for source, _ in poll.poll(wait):
-            if source == 0:
-                return
-            with contextlib.suppress(OSError):  # there is no more
-                while packet := os.read(source, _PACKET):
-                    if not 0 <= (host := host_of(packet)) < len(devices):
-                        continue
-                    left = sources[source][0].passes(time.monotonic(), len(packet))
-                    if left is None or chance.random() < loss:
-                        continue
-                    arrived = sources[devices[host]][1].passes(left + delay, len(packet))
-                    if arrived is not None:
-                        heapq.heappush(under_way, (arrived, next(numbers), devices[host], packet))
+def device_in(namespace: str) -> int:
+    """A TUN device there."""
+    enter(f"/var/run/netns/{namespace}")
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", LINK.encode(), _IFF_TUN | _IFF_NO_PI))
+    return device
+
+
+def enter(namespace: str) -> None:
+    with open(namespace) as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
 def main() -> None:
     rate, delay, loss = map(float, sys.argv[1:4])
-    with open("/proc/self/ns/net") as own:
-        devices = [device_in(namespace) for namespace in sys.argv[4:]]
-        ctypes.CDLL(None).setns(own.fileno(), _CLONE_NEWNET)
+    devices = [device_in(namespace) for namespace in sys.argv[4:]]
+    enter(f"/proc/{os.getppid()}/ns/net")  # or this process would be one of a host's
     print("ready", flush=True)
-    relay(devices, rate, delay, loss)
+    wire, poll, standard_input = Wire(devices, rate, delay, loss), select.epoll(), sys.stdin.fileno()
+    for descriptor in (standard_input, *devices):
+        poll.register(descriptor, select.EPOLLIN)
+    while True:
+        for source, _ in poll.poll(wire.deliver()):
+            if source == standard_input:
+                return
+            wire.take(source)
 
 
 if __name__ == "__main__":

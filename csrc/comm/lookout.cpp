@@ -63,13 +63,11 @@ void Lookout::hear(int peer, const Notice& notice) {
   Lock lock(mutex_);
   switch (notice.kind) {
     case Notice::Kind::question: tell(peer, verdict_ ? Notice{Notice::Kind::verdict, {}, *verdict_} : answer); break;
-    case Notice::Kind::answer: {
-      const Clock::time_point asked{Clock::duration(notice.asked)};
-      patience_.measure(Clock::now() - asked);
-      if (asked >= inquiring_since_) peers_[peer].known.state = notice.state;
+    case Notice::Kind::answer:
+      patience_.measure(Clock::now().time_since_epoch() - Clock::duration(notice.asked));
+      peers_[peer].known.state = notice.state;
       changed_.notify_all();
       break;
-    }
     case Notice::Kind::verdict:
       peers_[peer].knows = true;
       changed_.notify_all();
@@ -97,13 +95,13 @@ std::string Lookout::declare(Verdict::Manner manner, const Waiting& waiting) {
 }
 
 void Lookout::inquire(Lock& lock, const Waiting& waiting) {
-  inquiring_since_ = Clock::now();
+  const auto began = Clock::now();
   const auto is_over = [this] { return verdict_ || closed_ || all_have_answered(); };
-  while (!is_over() && Clock::now() - inquiring_since_ < patience_.get()) {
+  while (!is_over() && Clock::now() - began < patience_.get()) {
     for (int peer = 0; peer < std::ssize(peers_); ++peer) {
       if (peer != channel_->rank() && !peers_[peer].known.state) ask(peer);
     }
-    changed_.wait_for(lock, std::min<Patience::Seconds>(pause(), patience_.get() - (Clock::now() - inquiring_since_)), is_over);
+    changed_.wait_for(lock, std::min<Patience::Seconds>(pause(), patience_.get() - (Clock::now() - began)), is_over);
   }
   if (verdict_ || closed_) return;
   inquired_ = true;

@@ -78,7 +78,6 @@ class Lookout {
   std::condition_variable changed_;
   std::vector<Peer> peers_;
   Patience patience_;
-  std::chrono::steady_clock::time_point inquiring_since_ = std::chrono::steady_clock::time_point::max();
   std::optional<Verdict> verdict_;
   bool inquiring_ = false, inquired_ = false, closed_ = false;
   int busy_ = 0;  // calls that are being explained
