@@ -224,6 +224,7 @@ class Communicator:
         timeout: float,
         answer_timeout: float,
         round_trip: float,
+        measures: bool,
     ) -> None: ...
     def all_reduce(
         self,

@@ -237,7 +237,7 @@ def check_disagreement(rank, world_size):
     ]
     for others, mine, _ in cases:
         communicator = comm.Communicator()
-        communicator.all_reduce(torch.ones(4))
+        communicator.all_reduce(torch.ones(4), algorithm="direct")
         call = {"tensor": torch.ones(3000), "algorithm": "direct", **(mine if rank == 1 else others)}
         with pytest.raises(dist.DistBackendError) as error:
             communicator.all_reduce(**call)

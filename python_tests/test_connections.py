@@ -51,7 +51,7 @@ def made(monkey, rank, name, *, version=lambda rank: "2.28.9", connects=lambda r
     monkey.setattr(dist, "ProcessGroupNCCL", lambda store, rank, size, timeout: "a backend", raising=False)
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
     members = _ops.Ranks("group", "", list(range(dist.get_world_size())), dist.get_rank())
-    made = Connections(store, members, timedelta(seconds=20), transport, 2, timedelta(seconds=5))
+    made = Connections(store, members, timedelta(seconds=20), transport, 2, timedelta(seconds=5), False)
     return made.connect(torch.device("cuda", rank))
 
 

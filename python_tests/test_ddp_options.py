@@ -422,6 +422,7 @@ def test_all_that_is_lost_is_fed_back():
 
 
 STATS = {"buckets", "wire_bytes", "inside_bytes", "steps", "ratio", "hidden", "per_bucket"}
+STATS |= {"codec", "algorithm", "segments"}
 TIMES = {"queued", "busy", "encoding", "sending", "waiting", "late"}
 
 

@@ -264,7 +264,9 @@ def test_communicators(data):
     assert communicator.tuning is None or communicator.tuning.world_size == 1
     attempt(communicator.plan_for, data.draw(spoiled({"codec": codec_names, "nbytes": sizes})))
     if communicator.tuning is not None:
-        attempt(communicator.codec_for, data.draw(spoiled({"nbytes": sizes, "algorithm": algorithms})))
+        dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+        fits = {"nbytes": sizes, "algorithm": algorithms, "dtype": dtypes}
+        attempt(communicator.codec_for, data.draw(spoiled(fits)))
     communicator.close()
     communicator.close()
     with pytest.raises(RuntimeError, match="the communicator was closed"):

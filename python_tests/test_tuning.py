@@ -237,7 +237,7 @@ def train(rank, world_size):
 
 def test_the_hook_takes_the_codec_or_none():
     first, second = run_ranks(2, train)
-    assert first == [("int8", "auto", "ring", True, 0), ("raw", "native", "ring", False, 1)]
+    assert first == [("int8", "ring", "ring", True, 0), ("raw", "native", "ring", False, 1)]
     assert second == [*first[:1], (*first[1][:-1], 0)]  # rank 0 says it, once
 
 

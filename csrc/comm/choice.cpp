@@ -34,9 +34,12 @@ int segments_for(int64_t wire_bytes, bool lossy, bool pipelined) {
 
 }  // namespace
 
-Choice choose(const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec, int64_t wire_bytes) {
+Choice choose(const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec, int64_t wire_bytes,
+              const Crossover* crossover) {
   const int64_t nbytes = numel * static_cast<int64_t>(sizeof(float));
-  const int index = index_of(plan_for(algorithm, world_size, nbytes, codec.is_lossy()));
+  const bool measured = algorithm == "auto" && crossover;
+  const int index =
+      index_of(measured ? crossover->plan_for(wire_bytes, codec.is_lossy()) : plan_for(algorithm, world_size, nbytes, codec.is_lossy()));
   return {index, segments ? segments : segments_for(wire_bytes, codec.is_lossy(), is_pipelined(index))};
 }
 

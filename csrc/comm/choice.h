@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 
+#include "comm/crossover.h"
 #include "kernels/codec.h"
 
 namespace dltrain::comm {
@@ -13,7 +14,9 @@ struct Choice {
   int segments;
 };
 
-// algorithm: a plan's name, or "auto" or "butterfly". segments: 0 for as many as suit a rank's message of wire_bytes.
-Choice choose(const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec, int64_t wire_bytes);
+// algorithm: a plan's name, or "auto" or "butterfly". segments: 0 for as many as suit a rank's message of wire_bytes. crossover: what auto
+// goes by; by size alone, where it is null.
+Choice choose(const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec, int64_t wire_bytes,
+              const Crossover* crossover = nullptr);
 
 }  // namespace dltrain::comm

@@ -11,6 +11,8 @@ namespace dltrain::comm {
 
 namespace {
 
+constexpr std::chrono::milliseconds measuring_time(50);
+
 double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 bool is_captured(const Place& place) {
@@ -70,6 +72,8 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
     ++calls_;
     return;
   }
+  const bool measures = call.measures && call.algorithm == "auto" && world_size() > 1 && !place.on_cuda();
+  if (measures && !crossover_) look_for_crossover(place, call.timeout);
   const Codec& codec = find_codec(call.codec);
   const bool in_place = !call.layout && !call.share.data && call.codec == "raw" && values.dtype == Dtype::fp32;
   const Program& program = this->program(call, codec, numel, in_place);
@@ -94,6 +98,19 @@ void Executor::reduce_scatter(const Place& place, const Elements& share, const E
   call.algorithm = "reduce_scatter";
   call.share = share;
   all_reduce(place, values, numel, call);
+}
+
+void Executor::look_for_crossover(const Place& place, std::chrono::milliseconds timeout) {
+  const int64_t sent = wire_bytes_;
+  const auto sum = [&](const std::string& algorithm, float* values, int64_t numel) {
+    AllReduce call;
+    call.algorithm = algorithm;
+    call.segments = 1;
+    call.timeout = timeout;
+    all_reduce(place, {values}, numel, call);
+  };
+  crossover_ = comm::look_for_crossover(world_size(), measuring_time, sum, [] { return Seconds(Clock::now().time_since_epoch()); });
+  wire_bytes_ = sent;
 }
 
 void Executor::meet(Call call, std::chrono::milliseconds timeout) {
@@ -177,7 +194,8 @@ std::vector<Span> Executor::shares(int64_t numel) const {
 const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place) {
   constexpr size_t most = 256;
   const int64_t wire_bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
-  const auto [algorithm, segments] = choose(call.algorithm, call.segments, world_size(), numel, codec, wire_bytes);
+  const auto [algorithm, segments] =
+      choose(call.algorithm, call.segments, world_size(), numel, codec, wire_bytes, call.measures && crossover_ ? &*crossover_ : nullptr);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
   const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, in_place);

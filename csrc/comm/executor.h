@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/collectives.h"
+#include "comm/crossover.h"
 #include "comm/failure.h"
 #include "comm/lookout.h"
 #include "comm/traffic.h"
@@ -91,6 +92,7 @@ class Executor {
   const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place);
   Work work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place, const Elements& values,
                int64_t numel);
+  void look_for_crossover(const Place& place, std::chrono::milliseconds timeout);
   void check_open() const;
   void run(const Work& work);
   void enqueue(const std::string& name, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
@@ -112,6 +114,7 @@ class Executor {
   std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
   std::atomic<bool> under_way_ = false;
+  std::optional<Crossover> crossover_;
   std::shared_ptr<Lookout> lookout_;
   std::mutex closing_;
   Failure failure_;

@@ -17,7 +17,8 @@ struct AllReduce {
   std::string algorithm = "auto";
   std::string codec = "raw";
   bool average = false;
-  int segments = 0;  // 0: chosen by size
+  int segments = 0;       // 0: chosen by size
+  bool measures = false;  // on the CPU "auto" goes by times, for which its first call makes some more; else by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 
   Elements share;  // where given, this rank's share of the sum goes there, and the values stay as they are: a reduce-scatter

@@ -1,13 +1,22 @@
-"""What "auto" stands for on a communicator: by its tuning, and by the environment, which stands above it."""
+"""What "auto" stands for on a communicator: by its tuning, by measuring, or by the environment, which stands above."""
 
 import hashlib
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+import torch
 
 from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.connections import tell_once
 from dltrain_ext.comm.plans import ALGORITHMS, algorithms_for
+from dltrain_ext.comm.settling import settle
+from dltrain_ext.comm.timing import Group
 from dltrain_ext.comm.tuning import Tuning
+
+_SECONDS = 1.0  # that measuring for a codec may take
+Measured = Callable[[], AbstractContextManager[Group]]  # the group, while it is measured, which is collective
 
 
 class Chooser:
@@ -17,15 +26,19 @@ class Chooser:
         given = _as_tuning(tuning, world_size)
         self._overrides = Overrides.of_environment(world_size)
         self.tuning = self._overrides.tuning or given
+        self._world_size = world_size
+        # In torch's deterministic mode noise may not decide about bits.
+        self.may_measure = world_size > 1 and not torch.are_deterministic_algorithms_enabled()
+        self._settled: dict[object, tuple[str, str]] = {}
 
     @property
     def digest(self) -> str:
         """The same for all that choose alike."""
-        return hashlib.sha256(repr((self.tuning, self._overrides)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.tuning, self._overrides, self.may_measure)).encode()).hexdigest()
 
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
         """For the algorithm ``"auto"`` and tensors of so many bytes in fp32: a plan, and the number of segments where
-        that is decided; ``"auto"`` before tuning."""
+        that is decided; ``"auto"`` without a tuning."""
         overrides, choice = self._overrides, None
         if overrides.algorithm is not None:
             _check_override(overrides.algorithm, codec)
@@ -34,16 +47,32 @@ class Chooser:
         algorithm = overrides.algorithm or (choice.algorithm if choice else "auto")
         return algorithm, overrides.segments or (choice.segments if choice else None)
 
+    def codec_for(
+        self, nbytes: int, algorithm: str, dtype: torch.dtype, measured: Measured, *, tells: bool
+    ) -> tuple[str, str]:
+        """For the codec ``"auto"``: the algorithm to go with it, ``"native"`` where compressing would lose, and one."""
+        if algorithm == "auto" and self._overrides.algorithm is not None:
+            algorithm = self._overrides.algorithm
+        if is_raw_alone(algorithm) or self._world_size == 1:
+            return algorithm, "raw"
+        plan = algorithm
+        if self.tuning is not None:
+            codec = self.tuning.codec_for(nbytes, dtype)
+        else:
+            codec, plan = self._settle(nbytes, dtype, algorithm, measured)
+        if tells and codec in ("raw", "native"):
+            tell_once("codec 'auto': compression would lose here, so there is none")
+        if codec == "native":
+            return ("native" if algorithm == "auto" else algorithm), "raw"
+        return plan, codec
 
-def codec_for(tuning: Tuning, nbytes: int, algorithm: str, *, tells: bool) -> tuple[str, str]:
-    """For the codec ``"auto"``: the algorithm to go with it, ``"native"`` where compressing would lose, and a codec."""
-    codec = tuning.codec_for(nbytes)
-    if codec in ("raw", "native") and tells:
-        gbits = tuning.network.bandwidth * 8e-9
-        tell_once(f"codec 'auto': compression would lose at {gbits:.3g} Gbit/s, so there is none")
-    if codec == "native":
-        return ("native" if algorithm == "auto" else algorithm), "raw"
-    return algorithm, codec
+    def _settle(self, nbytes: int, dtype: torch.dtype, algorithm: str, measured: Measured) -> tuple[str, str]:
+        """Once for sizes that are alike."""
+        alike = nbytes.bit_length(), dtype, algorithm
+        if alike not in self._settled:
+            with measured() as group:
+                self._settled[alike] = settle(group, nbytes, dtype, algorithm, _SECONDS)
+        return self._settled[alike]
 
 
 def is_raw_alone(algorithm: str) -> bool:

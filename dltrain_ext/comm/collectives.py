@@ -41,13 +41,14 @@ def all_reduce(
             it is encoded.
         group: the default group where None.
         algorithm: one of ``comm.ALGORITHMS``; ``"butterfly"``, recursive doubling or, for long messages and lossy
-            codecs, halving-doubling; ``"native"``, the backend's own, which sums as that does; or ``"auto"``: by
-            size, or as :meth:`Communicator.tune` has found. ``"recursive_doubling"`` encodes more than once, so it
-            takes ``"raw"`` alone.
+            codecs, halving-doubling; ``"native"``, the backend's own, which sums as that does; or ``"auto"``: as
+            :meth:`Communicator.tune` has found; without a tuning, on the CPU, by timing some plans at the first such
+            call, which takes about 50 ms; on CUDA, and where ``torch.use_deterministic_algorithms`` is on, by size
+            alone. ``"recursive_doubling"`` encodes more than once, so it takes ``"raw"`` alone.
         codec: one of ``codecs.CODECS``: what partial sums and results are sent as. ``"auto"``: the most accurate one
             that takes at most 10 % longer than the fastest on this group (never sign), or the backend's own all-reduce
-            where compressing would lose. The first such call measures the group for some seconds, if it has no tuning:
-            :meth:`Communicator.tune`.
+            where compressing would lose. Without a tuning the first such call for tensors of about that size times
+            codecs and plans, for about a second, and waits for all ranks to make it.
         residual: error feedback, as for :func:`dltrain_ext.codecs.encode`: float32 or bfloat16 of the tensor's shape,
             this rank's own. What its encoding loses stays there, and is added to its part the next time: over the
             steps the results and all ranks' residuals sum up to what was given.

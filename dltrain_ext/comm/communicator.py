@@ -1,12 +1,13 @@
 """A torch.distributed group on connections of its own, over which it runs its all-reduces and reduce-scatters."""
 
 import collections
+import contextlib
 import itertools
 import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +18,9 @@ from dltrain_ext import _ops
 from dltrain_ext._arguments import check_number
 from dltrain_ext.codecs import CODECS
 from dltrain_ext.codecs.arguments import is_stochastic
-from dltrain_ext.comm import tuner
+from dltrain_ext.comm import timing, tuner
 from dltrain_ext.comm.arguments import IN_PLANS, check_names, check_options, check_tensors, is_average, place_of
-from dltrain_ext.comm.choosing import Chooser, codec_for, is_raw_alone
+from dltrain_ext.comm.choosing import Chooser
 from dltrain_ext.comm.connections import TRANSPORTS, Connections
 from dltrain_ext.comm.groups import device_of, group_of
 from dltrain_ext.comm.model import Network
@@ -79,7 +80,9 @@ class Communicator:
             None, hosts are told apart by the machine and its network namespace.
         tuning: what ``algorithm="auto"`` and ``codec="auto"`` go by: a :class:`Tuning`, or the path of a saved one, of
             this many ranks and the same on all of them. The environment variables ``DLTRAIN_TUNING``, a path,
-            ``DLTRAIN_ALGORITHM`` and ``DLTRAIN_SEGMENTS`` stand above it, for ``"auto"`` alone.
+            ``DLTRAIN_ALGORITHM`` and ``DLTRAIN_SEGMENTS`` stand above it, for ``"auto"`` alone. Without one, the first
+            all-reduce on the CPU by ``algorithm="auto"`` times some plans, for about 50 ms; not so where
+            ``torch.use_deterministic_algorithms`` is on, and on CUDA: there the plan goes by size alone.
         answer_timeout: how long a rank may at least take, when a call has failed, to answer what it is waiting for,
             which a thread of its own does: one that has not is taken for stopped. Where the way to the group's store
             and back, or other ranks' answers, take long it is more: eight times what TCP would estimate (RFC 6298).
@@ -119,8 +122,11 @@ class Communicator:
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
         members = _ops.Ranks(group.group_name, group.group_desc, ranks, self._rank)
-        self._connections = Connections(store, members, timeout, transport, ranks_per_host, answer_timeout)
+        measures = self._chooser.may_measure
+        self._connections = Connections(store, members, timeout, transport, ranks_per_host, answer_timeout, measures)
         self._by_device: dict[torch.device, _ops.Communicator] = {}
+        self._numbers = itertools.count(1)  # of the calls
+        self._measuring = collections.Counter[str]()  # what stats() would count of it
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._close = weakref.finalize(self, _close, self._by_device, self._connections)
@@ -171,20 +177,19 @@ class Communicator:
         check_tensors(tensor=tensor, residual=residual)
         check_options(algorithm, codec, seed, step, segments)
         place = place_of(tensor)
+        if codec == "auto" and residual is not None:
+            raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
+        nbytes, fits, chosen = 4 * tensor.numel(), tensor.dtype in IN_PLANS, None
         if codec == "auto":
-            if residual is not None:
-                raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
-            fits = tensor.dtype in IN_PLANS
-            algorithm, codec = self.codec_for(4 * tensor.numel(), algorithm) if fits else (algorithm, "raw")
-        if algorithm == "auto" and tensor.dtype in IN_PLANS:
-            algorithm, chosen = self.plan_for(codec, 4 * tensor.numel())
-            segments = segments or chosen
+            algorithm, codec = self.codec_for(nbytes, algorithm, tensor.dtype) if fits else (algorithm, "raw")
+        if algorithm == "auto" and fits:
+            algorithm, chosen = self.plan_for(codec, nbytes)
         return self._run(
             tensor,
             place,
             op=op,
             rounding=rounding,
-            segments=segments,
+            segments=segments or chosen,
             async_op=async_op,
             algorithm=algorithm,
             codec=codec,
@@ -234,8 +239,10 @@ class Communicator:
         rounding: str,
         segments: int | None,
         async_op: bool,
+        step: int | None,
         **options: Any,
     ) -> Work | None:
+        options["step"] = next(self._numbers) % 2**32 if step is None else step
         options.update(average=is_average(op), stochastic=is_stochastic(rounding), segments=segments or 0)
         communicator = self._on(place)
         if async_op:
@@ -274,16 +281,22 @@ class Communicator:
         names = [codec for codec in (CODECS if codecs is None else codecs) if codec != "raw"]
         if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"seconds: expected a number of at least 0, got {seconds!r}")
-        per_host, meetings = self._connections.ranks_per_host, self._connections.meetings
-        group = tuner.Group(self._rank, self._world_size, self._device, self._try, meetings.share)
+        per_host = self._connections.ranks_per_host
         start = Network(latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-10, ranks_per_host=per_host)
-        with meetings.at_work():
+        with self._measured() as group, self._connections.meetings.at_work():
             self._chooser.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
         return self._chooser.tuning
 
-    def _try(self, tensor: torch.Tensor, trial: tuner.Trial) -> None:
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[timing.Group]:
+        """What is sent meanwhile does not count."""
+        before = self._counted()
+        yield timing.Group(self._rank, self._world_size, self._device, self._try, self._connections.meetings.share)
+        self._measuring.update(self._counted() - before)
+
+    def _try(self, tensor: torch.Tensor, trial: timing.Trial) -> None:
         codec = "raw" if trial.codec == "native" else trial.codec
-        self.all_reduce(tensor, algorithm=trial.algorithm, codec=codec, segments=trial.segments)
+        self.all_reduce(tensor, algorithm=trial.algorithm, codec=codec, segments=trial.segments, step=0)
 
     @property
     def tuning(self) -> Tuning | None:
@@ -297,22 +310,30 @@ class Communicator:
         check_number(nbytes, "nbytes", 2**65)
         return self._chooser.plan_for(codec, nbytes)
 
-    def codec_for(self, nbytes: int, algorithm: str = "auto") -> tuple[str, str]:
-        """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32, behind the algorithm to go with it:
-        ``"native"`` where compressing would lose. Before tuning this tunes, which is collective."""
+    def codec_for(self, nbytes: int, algorithm: str = "auto", dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+        """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32 that are in that dtype, behind the
+        algorithm to go with it: ``"native"`` where compressing would lose against the backend's own all-reduce of that
+        dtype. Without a tuning the first call for tensors of about that size times the codecs, and plans, for about a
+        second: collective."""
         check_names(algorithm, "raw")
         check_number(nbytes, "nbytes", 2**65)
-        if is_raw_alone(algorithm):
-            return algorithm, "raw"
-        return codec_for(self.tuning or self.tune(), nbytes, algorithm, tells=self._rank == 0)
+        if not isinstance(dtype, torch.dtype) or dtype not in IN_PLANS:
+            raise ValueError(f"dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+        return self._chooser.codec_for(nbytes, algorithm, dtype, self._measured, tells=self._rank == 0)
 
     def stats(self) -> dict[str, int]:
         """``calls`` completed (on CUDA: enqueued) and ``wire_bytes`` sent by this rank, in two levels across the hosts;
-        ``inside_bytes`` are those inside its host. Headers, and what a backend sends by itself, are not counted."""
+        ``inside_bytes`` are those inside its host. Headers, what a backend sends by itself, and measuring are not
+        counted."""
+        total = self._counted()
+        total.subtract(self._measuring)
+        return dict(total)
+
+    def _counted(self) -> "collections.Counter[str]":
         total = collections.Counter(calls=0, wire_bytes=0, inside_bytes=0)
         for communicator in self._by_device.values():
             total.update(communicator.stats())
-        return dict(total)
+        return total
 
     def close(self) -> None:
         """Fails what is under way and every later call, at once. Leaving the process does the same."""

@@ -37,6 +37,7 @@ class Connections:
         transport: one of ``TRANSPORTS``; what carries the messages of CUDA tensors.
         ranks_per_host: that many neighbours of the group form a host; where None, hosts are looked up.
         answer_timeout: how long a rank may at least take to say what it waits for, when a call has failed.
+        measures: whether the first all-reduce by "auto" may take the time to see which plans are fast.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class Connections:
         transport: str,
         ranks_per_host: int | None,
         answer_timeout: timedelta,
+        measures: bool,
     ):
         self._store, self._members, self._timeout, self._transport = store, members, timeout, transport
         self._ranks, self._rank = members.ranks, members.rank
-        self._answer_timeout = answer_timeout
+        self._answer_timeout, self._measures = answer_timeout, measures
         self._patience = min(timeout, _CONNECTING)
         self.meetings = Meetings(dist.PrefixStore("meetings", store), members.ranks, members.rank, timeout)
         said = [each.split(" ", 1) for each in self.meetings.share(f"{_trip_to(store)} {host_id()}")]
@@ -75,7 +77,7 @@ class Connections:
                 # Of all, on any device: where they ask each other why a call has failed.
                 control = self._gloo(work.part("control"), threads=0) if len(self._ranks) > 1 else None
                 times = self._timeout.total_seconds(), self._answer_timeout.total_seconds(), self._round_trip
-                communicator = _ops.Communicator(*levels, control, self._members, device, *times)
+                communicator = _ops.Communicator(*levels, control, self._members, device, *times, self._measures)
             except RuntimeError as error:
                 said = str(error)
             # Nobody leaves, and makes a call, before all are there to take part and to answer.

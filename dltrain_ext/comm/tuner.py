@@ -7,14 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from dltrain_ext import codecs
 from dltrain_ext.comm.model import Network, Speed, simulate
 from dltrain_ext.comm.plans import algorithms_for
+from dltrain_ext.comm.timing import Group, Trial, synchronize, timer
 from dltrain_ext.comm.tuning import Choice, Tuning
 
 SIZES = tuple(4**power for power in range(5, 14))  # bytes: 1 KiB to 64 MiB
@@ -24,30 +23,6 @@ _CALIBRATING_SIZES = (4**6, 4**9, 4**11)
 _REPEATS = (5, 40)  # at least, at most
 _PER_TRIAL = 0.08  # seconds that make more than the least
 _SHORT = 4**9  # bytes up to which the model knows too little to leave a plan out
-
-
-class Trial(NamedTuple):
-    """An all-reduce to be timed."""
-
-    codec: str  # or "native"
-    nbytes: int
-    algorithm: str
-    segments: int
-
-
-@dataclass(frozen=True)
-class Group:
-    """What the tuner needs of a communicator.
-
-    all_reduce: runs a trial on a tensor, in place, and returns when it is done.
-    share: gives all ranks each other's text, by rank.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    all_reduce: Callable[[Tensor, Trial], None]
-    share: Callable[[str], list[str]]
 
 
 def tune(group: Group, start: Network, levels: int, names: Sequence[str], seconds: float) -> Tuning:
@@ -94,16 +69,11 @@ def _fastest(call: Callable[[], object], device: torch.device) -> float:
     def once() -> float:
         began = time.perf_counter()
         call()
-        _synchronize(device)
+        synchronize(device)
         return time.perf_counter() - began
 
     once()
     return min(once() for _ in range(_REPEATS[0]))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _calibrating() -> Iterator[Trial]:
@@ -128,16 +98,7 @@ def _time(group: Group, trials: Sequence[Trial]) -> dict[Trial, float]:
 
 
 def _take_turns(group: Group, nbytes: int, trials: Sequence[Trial]) -> list[list[float]]:
-    tensor, meeting = torch.zeros(nbytes // 4, device=group.device), torch.zeros(1, device=group.device)
-
-    def once(trial: Trial) -> float:
-        group.all_reduce(meeting, Trial("raw", 4, "recursive_doubling", 1))
-        _synchronize(group.device)
-        began = time.perf_counter()
-        group.all_reduce(tensor, trial)
-        _synchronize(group.device)
-        return time.perf_counter() - began
-
+    once = timer(group, nbytes)
     first = [once(trial) for trial in trials]
     said = [float(text) for text in group.share(str(min(first)))]
     turns = int(min(max(_PER_TRIAL / max(said), _REPEATS[0]), _REPEATS[1]))

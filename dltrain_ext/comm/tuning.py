@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dltrain_ext.codecs import error_bound
 from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.model import Network
@@ -57,15 +59,19 @@ class Tuning:
             return nearest
         return Choice(nbytes, nearest.algorithm, nearest.segments, nearest.seconds * nbytes / nearest.nbytes, False)
 
-    def codec_for(self, nbytes: int) -> str:
+    def codec_for(self, nbytes: int, dtype: torch.dtype = torch.float32) -> str:
         """The most accurate codec that takes at most 10 % longer than the fastest, or ``"native"`` where that is
-        the backend's own all-reduce. Never sign, whose error is as large as the signal."""
+        the backend's own all-reduce. Never sign, whose error is as large as the signal.
+
+        nbytes: of the tensor in fp32. dtype: what it is in, and the backend's own all-reduce sends, which is taken to
+            need as long as for as many bytes of fp32.
+        """
         seconds = {codec: self.choose(codec, nbytes).seconds for codec in self.table if codec != "sign"}
         if not seconds:
             raise ValueError("codec: expected one by its name where the tuning holds sign alone, got 'auto'")
-        fast = [codec for codec in seconds if seconds[codec] <= _LIKE_THE_FASTEST * min(seconds.values())]
-        exact = [codec for codec in fast if codec in ("raw", "native")]
-        return min(exact or fast, key=lambda codec: (0 if exact else error_bound(codec).rms, seconds[codec]))
+        if "native" in seconds:
+            seconds["native"] = self.choose("native", nbytes * dtype.itemsize // 4).seconds
+        return most_accurate(seconds)
 
     def __str__(self) -> str:
         network = self.network
@@ -130,6 +136,13 @@ class Tuning:
             raise ValueError(f"tuning: expected what Tuning.save() wrote, got no text in {path}: {error}") from error
         except IsADirectoryError as error:
             raise ValueError(f"tuning: expected the path of a file, got the folder {path}") from error
+
+
+def most_accurate(seconds: Mapping[str, float]) -> str:
+    """Of codecs, and ``"native"``, that take so long: of those that take at most 10 % longer than the fastest."""
+    fast = [codec for codec in seconds if seconds[codec] <= _LIKE_THE_FASTEST * min(seconds.values())]
+    exact = [codec for codec in fast if codec in ("raw", "native")]
+    return min(exact or fast, key=lambda codec: (0 if exact else error_bound(codec).rms, seconds[codec]))
 
 
 def _cell(choice: Choice | None) -> str:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext._arguments import is_dense
+from dltrain_ext.ddp.choice import Choice
 
 VERSION = 1
 MOST_RANKS = 2**16
@@ -24,8 +25,9 @@ def takes(rank: int, world_size: int, saved_by: int) -> range:
 
 def merge(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int, parameters: Mapping[str, Tensor]
-) -> tuple[int, dict[str, Tensor]]:
-    """The steps done, and this rank's residuals by name, from what one or several ranks saved.
+) -> tuple[int, Choice | None, dict[str, Tensor]]:
+    """The steps done, what was chosen, if that is of as many ranks, and this rank's residuals by name, from what one or
+    several ranks saved.
 
     Raises TypeError, ValueError: naming what was expected and what came.
     """
@@ -51,6 +53,9 @@ def merge(
     if len(sizes) != 1:
         raise ValueError(f"state_dict: expected states of one world size, got some of {sorted(sizes)}")
     (saved_by,) = sizes
+    choices = {Choice.from_dict(state["choice"]) for state in states if "choice" in state}
+    if len(choices) > 1:
+        raise ValueError(f"state_dict: expected states of one choice, got {', '.join(sorted(map(str, choices)))}")
     saved: dict[str, Mapping[str, Tensor]] = {}
     for state in states:
         saved.update(state["feedback"])
@@ -76,7 +81,7 @@ def merge(
             given = residual.detach().to(parameter.device, torch.float32)
             total[name] = total[name] + given if name in total else given
     (done,) = steps
-    return done, total
+    return done, (choices.pop() if choices and saved_by == world_size else None), total
 
 
 def gather(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

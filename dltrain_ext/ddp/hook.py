@@ -23,10 +23,10 @@ from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.ddp import checkpoint
 from dltrain_ext.ddp.buckets import Buckets
+from dltrain_ext.ddp.choice import Choice, choose
 from dltrain_ext.ddp.feedback import Feedback
 from dltrain_ext.ddp.parameters import Parameters
 
-_BUCKET = 25 << 20  # bytes, DDP's default
 _IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
 
 
@@ -43,10 +43,13 @@ class AllReduceState:
             does not with AdamW, least of all with feedback (docs/learning.md). Parameters of one dimension or
             none, and small ones, travel as fp32 in the same messages. ``"auto"``: the most accurate one that takes at
             most 10 % longer than the fastest on this group, or none and the backend's own all-reduce, where compressing
-            would lose. Without a ``tuning`` the group is measured for some seconds:
-            :meth:`dltrain_ext.comm.Communicator.tune`.
+            would lose against that in the gradients' own dtype. Without a ``tuning`` codecs and plans are timed, for
+            about a second, with buckets of 25 MiB or of the whole model where that is smaller. This is decided here,
+            once: ``choice`` has it, the logger ``dltrain_ext`` tells it on rank 0, and a run that goes on from a
+            checkpoint of as many ranks takes that of the run before.
         algorithm: as for :func:`dltrain_ext.comm.all_reduce`, but one for buckets of any size. ``"auto"``: that of the
-            tuning, for buckets of 25 MiB; without one ``"ring"`` for up to 8 ranks, else ``"direct"``.
+            tuning; without one ``"ring"`` for up to 8 ranks, else ``"direct"``, so that runs have the same bits; with
+            the codec ``"auto"`` the fastest, or the one that encodes least often where it takes at most 10 % longer.
         error_feedback: what encoding loses of a gradient is added to that of the next step (Seide et al. 2014;
             Karimireddy et al. 2019), on the rank that lost it. Costs an element of ``feedback_dtype`` for each of the
             gradients', two with a ``scaler``. Where all ranks' gradients are zero, as of unused parameters, what has
@@ -62,7 +65,7 @@ class AllReduceState:
         rounding, seed: as for :func:`dltrain_ext.codecs.encode`. Stochastic rounding draws for each element of each
             step numbers of its own.
         timeout, transport, ranks_per_host, tuning: as for :class:`dltrain_ext.comm.Communicator`; each bucket has the
-            whole timeout. To go on from a checkpoint bit by bit takes the tuning of the run before. In two levels a
+            whole timeout. In two levels a
             host's ranks share each bucket out, so there what becomes of a gradient does depend on its bucket; and of
             what is lost in the first step, before DDP lays its buckets anew, a part stays where it is.
 
@@ -106,15 +109,13 @@ class AllReduceState:
         self._communicator_of = partial(
             Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
+        self._asked, self._parameters = Choice(codec, algorithm), parameters
         self._use(process_group)
-        if codec == "auto":
-            algorithm, codec = self.communicator.codec_for(_BUCKET, algorithm)
-        self.codec, self.algorithm, self.scaler = codec, algorithm, scaler
+        self.scaler = scaler
         self.min_compress_numel, self.warmup_steps = min_compress_numel, warmup_steps
         self.seed = seed
         self.steps = 0  # backward passes so far
         self._stochastic = stochastic
-        self._parameters = parameters
         self._feedback_dtype = dtype if error_feedback else None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._forget()
@@ -123,6 +124,8 @@ class AllReduceState:
         self._group = group = group_of(group)
         self.communicator = self._communicator_of(group)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        names = self._parameters.names
+        self.choice = choose(self.communicator, group, self._asked, None if names is None else names.values())
 
     def _watch(self, model: DistributedDataParallel) -> None:
         """Goes by what DDP does not tell a hook: whether buckets are skipped, and that the model has another group."""
@@ -142,6 +145,14 @@ class AllReduceState:
             self._use(model.process_group)
 
     @property
+    def codec(self) -> str:
+        return self.choice.codec
+
+    @property
+    def algorithm(self) -> str:
+        return self.choice.algorithm
+
+    @property
     def _is_scaled(self) -> bool:
         return self.scaler is not None and self.scaler.is_enabled()
 
@@ -155,16 +166,6 @@ class AllReduceState:
             min_compress_numel=self.min_compress_numel,
             with_squares=self.scaler is not None,
         )
-
-    def _plan(self) -> tuple[str, int | None]:
-        """And its segments: one for buckets of any size, since a parameter may come to be in another one."""
-        if self.algorithm != "auto":
-            return self.algorithm, None
-        tuned, segments = self.communicator.plan_for(self.codec, _BUCKET)
-        if tuned != "auto":
-            return tuned, segments
-        # By measurement for 2 and 4; each hop of the ring encodes once more, so it is not for many.
-        return "ring" if self._world_size <= 8 else "direct", segments
 
     def _is_by_parameter(self, plan: str, codec: str) -> bool:
         in_any_order = self._world_size <= 2 or plan in _IN_RANK_ORDER
@@ -183,7 +184,7 @@ class AllReduceState:
             self.steps += 1
         is_plain = self._world_size == 1 or self.steps <= self.warmup_steps
         codec = "raw" if is_plain else self.codec
-        plan, segments = self._plan()
+        plan = self.choice.algorithm
         laid = self._buckets.find(bucket, codec, self._is_by_parameter(plan, codec))
         # A rank that has joined is called outside of backward. Its scaler stands still, so what is lost now it cannot
         # put in units that will fit later.
@@ -195,7 +196,7 @@ class AllReduceState:
             average=True,
             feeds=feeds,
             algorithm=plan,
-            segments=segments or 0,
+            segments=self.choice.segments or 0,
             codec=codec,
             loss_scale=self._loss_scale(buffer.device) if feeds else None,
             stochastic=self._stochastic,
@@ -271,6 +272,7 @@ class AllReduceState:
             "buckets": counted.pop("calls"),
             **counted,
             "steps": self.steps,
+            **self.choice.to_dict(),
             "ratio": 4 * numel / sent if sent else None,
             "hidden": hidden,
             "per_bucket": per_bucket,
@@ -284,8 +286,8 @@ class AllReduceState:
                 does: that world size. The tensors are then empty places for what this rank takes of it.
 
         Returns:
-            ``version``, ``steps``, ``world_size``, and ``feedback``, by rank (``"rank 0 of 4"``), then by parameter, in
-            its shape, in units of the unscaled, averaged gradient.
+            ``version``, ``steps``, ``world_size``, ``choice``, of codec and plan, and ``feedback``, by rank
+            (``"rank 0 of 4"``), then by parameter, in its shape, in units of the unscaled, averaged gradient.
 
         Raises:
             ValueError: the parameters' names are not known.
@@ -312,22 +314,27 @@ class AllReduceState:
             "version": checkpoint.VERSION,
             "steps": self.steps,
             "world_size": saved_by,
+            "choice": self.choice.to_dict(),
             "feedback": feedback,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Goes on from a checkpoint: of this rank, where the world size is the same; else of several ranks, as a list.
 
-        With another world size each rank adds up what it takes over, so that the sum over all ranks stays: of N saved
-        states rank r of M takes those of r, r + M, ... Without ``error_feedback`` what they hold is let go.
+        ``choice`` becomes what it was then, where ``"auto"`` was asked for, so that the bits are those of a run that
+        never stopped. With another world size it stays as it is, and each rank adds up what it takes over, so that the
+        sum over all ranks stays: of N saved states rank r of M takes those of r, r + M, ... Without ``error_feedback``
+        what they hold is let go.
 
         Raises:
             TypeError, ValueError: naming what was expected and what came; then nothing has changed.
         """
         states: Any = state_dict if isinstance(state_dict, list | tuple) else [state_dict]
         named = self._parameters.named()
-        steps, residuals = checkpoint.merge(states, self._rank, self._world_size, named)
+        steps, choice, residuals = checkpoint.merge(states, self._rank, self._world_size, named)
         self.steps = steps
+        if choice is not None:
+            self.choice = self.choice.or_saved(choice, self._asked)
         self._forget()
         if self._feedback is not None:
             for name, residual in residuals.items():

@@ -25,7 +25,7 @@ class LocalState(AllReduceState):
         super().__init__(codec="raw" if codec == "auto" else codec, named_parameters=self._trained.items(), **options)
 
     def _use(self, group: dist.ProcessGroup | None) -> None:
-        self._rank, self._world_size = 0, 1
+        self._rank, self._world_size, self.choice = 0, 1, self._asked
 
     @property
     def grad_stats(self) -> GradStats:
@@ -47,4 +47,4 @@ class LocalState(AllReduceState):
     def stats(self) -> dict[str, Any]:
         """As of :class:`AllReduceState`, with nothing sent."""
         sent = {"buckets": 0, "wire_bytes": 0, "inside_bytes": 0}
-        return {**sent, "steps": self.steps, "ratio": 1.0, "hidden": None, "per_bucket": []}
+        return {**sent, "steps": self.steps, **self.choice.to_dict(), "ratio": 1.0, "hidden": None, "per_bucket": []}

@@ -65,17 +65,19 @@ int stride_of(const std::vector<int>& ranks) {
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-                           Ranks members, const c10::Device& device, std::chrono::milliseconds timeout, const comm::Patience& patience)
+                           Ranks members, const c10::Device& device, std::chrono::milliseconds timeout, const comm::Patience& patience,
+                           bool measures)
     : device_(device),
-      work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(members), timeout, patience)) {
+      work_(std::make_shared<Work>(std::move(across), std::move(inside), std::move(control), std::move(members), timeout, patience,
+                                   measures)) {
   if constexpr (built_with_cuda) {
     if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
   }
 }
 
 Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, c10::intrusive_ptr<c10d::Backend> control,
-                         Ranks members, std::chrono::milliseconds timeout, const comm::Patience& patience)
-    : members(std::move(members)), across(std::move(across)), inside(std::move(inside)), timeout(timeout) {
+                         Ranks members, std::chrono::milliseconds timeout, const comm::Patience& patience, bool measures)
+    : members(std::move(members)), across(std::move(across)), inside(std::move(inside)), timeout(timeout), measures(measures) {
   if (this->inside) two_levels.emplace(this->inside->executor(), this->across->executor());
   if (!control) return;
   lookout = std::make_shared<comm::Lookout>(
@@ -138,6 +140,7 @@ void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor
     } else {
       comm::AllReduce call = options.call;
       call.timeout = timeout;
+      call.measures = measures && !options.bucket;  // whose bits may not depend on noise
       call.feedback = options.feedback.elements();
       if (options.bucket) {
         call.layout = options.bucket->layout();

@@ -1,0 +1,87 @@
+"""What the hook runs: decided once, since a gradient's bits depend on it."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dltrain_ext._arguments import check_number
+from dltrain_ext.comm import Communicator
+from dltrain_ext.comm.arguments import IN_PLANS, check_names
+
+_BUCKET = 25 << 20  # bytes, DDP's default
+_log = logging.getLogger("dltrain_ext")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """As for ``comm.all_reduce``; segments: None where they go by the size of the bucket."""
+
+    codec: str
+    algorithm: str
+    segments: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: object) -> "Choice":
+        """Raises ValueError where it is none."""
+        try:
+            if not isinstance(plain, Mapping):
+                raise TypeError("no mapping")
+            choice = cls(**plain)
+            check_names(choice.algorithm, choice.codec)
+            if choice.segments is not None:
+                check_number(choice.segments, "segments", 2**16)
+            return choice
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"state_dict: expected choice of codec, algorithm and segments, got {plain!r}") from error
+
+    def __str__(self) -> str:
+        segments = "" if self.segments is None else f" in {self.segments} segments"
+        return f"{self.codec} by {self.algorithm}{segments}"
+
+
+    def or_saved(self, saved: "Choice", asked: "Choice") -> "Choice":
+        """What a run before had, where that is what is asked for now."""
+        fits = asked.codec in ("auto", saved.codec) and asked.algorithm in ("auto", saved.algorithm)
+        return saved if fits else self
+
+
+def choose(
+    communicator: Communicator, group: dist.ProcessGroup, asked: Choice, parameters: Iterable[Tensor] | None
+) -> Choice:
+    """What ``"auto"`` stands for, with buckets of these parameters. Collective.
+
+    A codec is found by measuring, where there is no tuning; a plan alone goes by the number of ranks, so that runs have
+    the same bits. Where parameters are not known, for float32 and DDP's buckets of 25 MiB.
+    """
+    codec, algorithm, segments = asked.codec, asked.algorithm, None
+    numel, dtype = _typical(parameters)
+    if codec == "auto":
+        algorithm, codec = communicator.codec_for(4 * numel, algorithm, dtype)
+    if algorithm == "auto":
+        algorithm, segments = communicator.plan_for(codec, 4 * numel)
+    if algorithm == "auto":
+        # By measurement for 2 and 4; each hop of the ring encodes once more, so it is not for many.
+        algorithm = "ring" if dist.get_world_size(group) <= 8 else "direct"
+    choice = Choice(codec, algorithm, segments)
+    if asked.codec == "auto" and dist.get_rank(group) == 0:
+        _log.warning("codec 'auto': gradients travel as %s, for buckets of %d elements of %s", choice, numel, dtype)
+    return choice
+
+
+def _typical(parameters: Iterable[Tensor] | None) -> tuple[int, torch.dtype]:
+    """Elements of a bucket, and their dtype: that of most."""
+    numels = dict.fromkeys(IN_PLANS, 0)
+    for parameter in parameters or ():
+        if parameter.dtype in numels:
+            numels[parameter.dtype] += parameter.numel()
+    dtype = max(numels, key=numels.__getitem__)
+    most = _BUCKET // dtype.itemsize
+    return (min(numels[dtype], most) or most), dtype
