@@ -36,3 +36,19 @@ def same_everywhere(tensor: torch.Tensor) -> bool:
     first = tensor.clone()
     dist.broadcast(first, 0)
     return torch.equal(first.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def assert_same(one, other):
+    """Of states: nested, and bit for bit."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other

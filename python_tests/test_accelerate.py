@@ -9,6 +9,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from contributions import assert_same
 from ranks import ROOT, look_like_torchrun, run_example, run_ranks
 from torch import nn
 
@@ -121,10 +122,6 @@ def ranks(tmp_path_factory):
 @pytest.fixture(params=["accelerate", "trainer"])
 def runs(ranks, request):
     return [found[request.param] for found in ranks]
-
-
-def assert_same(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_raw_trains_as_without_the_hook(runs):

@@ -273,7 +273,10 @@ def test_communicators(data):
         communicator.all_reduce(torch.ones(1))
 
 
-@fuzz("ddp.AllReduceState", "ddp.register", "fsdp.register", "ddp.allreduce_hook", "fsdp.ShardedState")
+@fuzz(
+    *("ddp.AllReduceState", "ddp.AllReduceState.codec", "ddp.AllReduceState.algorithm", "ddp.register"),
+    *("fsdp.register", "ddp.allreduce_hook", "fsdp.ShardedState"),
+)
 @given(st.data())
 def test_hooks(data):
     fits = {
@@ -291,6 +294,7 @@ def test_hooks(data):
     arguments = data.draw(spoiled(fits).filter(lambda arguments: repr(arguments["codec"]) != "'auto'"))
     state, _ = attempt(ddp.AllReduceState, arguments)
     if state is not None:
+        assert (state.codec, state.algorithm) == (arguments["codec"], "ring")
         attempt(ddp.allreduce_hook, {"state": state, "bucket": data.draw(plain)})
         attempt(state.state_dict, {"saved_by": data.draw(sizes)}, names=["saved_by", "named_parameters"])
         state.communicator.close()

@@ -7,6 +7,7 @@ import sys
 import commands
 import pytest
 import torch
+from contributions import assert_same
 from ranks import run_example, run_ranks
 
 pytestmark = [pytest.mark.needs("lightning"), pytest.mark.xdist_group("lightning")]  # they share runs
@@ -24,10 +25,6 @@ def go_on(*arguments):
     import lightning_runs
 
     return lightning_runs.go_on(*arguments)
-
-
-def assert_same(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

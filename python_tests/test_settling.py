@@ -7,8 +7,9 @@ from dltrain_ext import _ops
 from dltrain_ext.comm import timing
 from dltrain_ext.comm.settling import settle
 
-ROUNDS = {"ring": 6, "tree": 4, "double_tree": 4, "recursive_doubling": 2, "halving_doubling": 4, "direct": 2, "oneshot": 1}
-TIMES = {"tree": 4.0, "recursive_doubling": 2.0, "oneshot": 3.0}  # a tensor's bytes that a rank sends; 1.5 by the others
+ROUNDS = {"ring": 6, "tree": 4, "double_tree": 4, "recursive_doubling": 2, "halving_doubling": 4, "direct": 2}
+ROUNDS |= {"oneshot": 1}
+TIMES = {"tree": 4.0, "recursive_doubling": 2.0, "oneshot": 3.0}  # a tensor's bytes that a rank sends; others 1.5
 BUCKET = 25 << 20
 
 

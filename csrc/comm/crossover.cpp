@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t smallest = 4 << 10, middle = 64 << 10, largest = 4 << 20;
 constexpr int most_turns = 6;
-constexpr double part = 0.3;      // of the time goes to one size
-constexpr double clearly = 1.1;   // so many times as fast, or noise might decide
+constexpr double part = 0.3;     // of the time goes to one size
+constexpr double clearly = 1.1;  // so many times as fast, or noise might decide
 const std::string few_bytes = "direct";
 
 // Of which the last takes every codec.
@@ -77,10 +77,11 @@ class Race {
 }  // namespace
 
 std::string_view Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
-  const auto distance = [wire_bytes](int64_t size) { return std::abs(std::log2(static_cast<double>(std::max<int64_t>(wire_bytes, 1)) / size)); };
-  const auto nearest = std::min_element(by_size.begin(), by_size.end(), [&](const auto& one, const auto& other) {
-    return distance(one.first) < distance(other.first);
-  });
+  const auto distance = [wire_bytes](int64_t size) {
+    return std::abs(std::log2(static_cast<double>(std::max<int64_t>(wire_bytes, 1)) / size));
+  };
+  const auto nearest = std::min_element(by_size.begin(), by_size.end(),
+                                        [&](const auto& one, const auto& other) { return distance(one.first) < distance(other.first); });
   if (nearest->second == few_bytes || wire_bytes > 2 * by_size.rbegin()->first) return few_bytes;
   static const std::string takes_all_of_two = few_rounds(2).back(), takes_all = few_rounds(3).back();
   if (lossy) return world_size == 2 ? takes_all_of_two : takes_all;

@@ -22,8 +22,8 @@ def settle(group: Group, nbytes: int, dtype: torch.dtype, algorithm: str, second
     """The codec, and the plan where the algorithm is ``"auto"``; both ``"native"`` for the backend's own all-reduce.
     Collective.
 
-    The codec is the most accurate one that takes at most 10 % longer than the fastest. The plan is the one of few bytes,
-    which encodes least often, unless another is clearly faster.
+    The codec is the most accurate one that takes at most 10 % longer than the fastest. The plan is the one of few
+    bytes, which encodes least often, unless another is clearly faster.
 
     nbytes: of the tensors in fp32; where it takes too long to time these, smaller ones are, and the rest is foreseen: a
     message costs a latency, and then as much for each byte. dtype: of the tensors.

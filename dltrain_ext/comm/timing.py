@@ -68,8 +68,8 @@ class Race:
         self.left = seconds  # as of the latest turns
 
     def run(self, trials: Sequence[Trial], part: float, dtype: torch.dtype = torch.float32) -> list[float]:
-        """The shortest of some turns, which may take a part of all the time: what else runs on the machines, and what is
-        done for the first time, only adds. There is a second turn unless no time is left at all."""
+        """The shortest of some turns, which may take a part of all the time: what else runs on the machines, and what
+        is done for the first time, only adds. There is a second turn unless no time is left at all."""
         once, end = timer(self._group, trials[0].nbytes, dtype), self.left - part * self.seconds
         shortest = [math.inf] * len(trials)
         for turn in range(_MOST_TURNS):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext._arguments import is_dense
-from dltrain_ext.ddp.choice import Choice
+from dltrain_ext.ddp.choice import Reduction
 
 VERSION = 1
 MOST_RANKS = 2**16
@@ -25,7 +25,7 @@ def takes(rank: int, world_size: int, saved_by: int) -> range:
 
 def merge(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int, parameters: Mapping[str, Tensor]
-) -> tuple[int, Choice | None, dict[str, Tensor]]:
+) -> tuple[int, Reduction | None, dict[str, Tensor]]:
     """The steps done, what was chosen, if that is of as many ranks, and this rank's residuals by name, from what one or
     several ranks saved.
 
@@ -53,7 +53,7 @@ def merge(
     if len(sizes) != 1:
         raise ValueError(f"state_dict: expected states of one world size, got some of {sorted(sizes)}")
     (saved_by,) = sizes
-    choices = {Choice.from_dict(state["choice"]) for state in states if "choice" in state}
+    choices = {Reduction.from_dict(state["choice"]) for state in states if "choice" in state}
     if len(choices) > 1:
         raise ValueError(f"state_dict: expected states of one choice, got {', '.join(sorted(map(str, choices)))}")
     saved: dict[str, Mapping[str, Tensor]] = {}

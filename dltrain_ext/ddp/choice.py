@@ -18,8 +18,8 @@ _log = logging.getLogger("dltrain_ext")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """As for ``comm.all_reduce``; segments: None where they go by the size of the bucket."""
+class Reduction:
+    """A codec, an algorithm and segments, as for ``comm.all_reduce``; None: these go by the size of the bucket."""
 
     codec: str
     algorithm: str
@@ -29,7 +29,7 @@ class Choice:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, plain: object) -> "Choice":
+    def from_dict(cls, plain: object) -> "Reduction":
         """Raises ValueError where it is none."""
         try:
             if not isinstance(plain, Mapping):
@@ -46,16 +46,15 @@ class Choice:
         segments = "" if self.segments is None else f" in {self.segments} segments"
         return f"{self.codec} by {self.algorithm}{segments}"
 
-
-    def or_saved(self, saved: "Choice", asked: "Choice") -> "Choice":
+    def or_saved(self, saved: "Reduction", asked: "Reduction") -> "Reduction":
         """What a run before had, where that is what is asked for now."""
         fits = asked.codec in ("auto", saved.codec) and asked.algorithm in ("auto", saved.algorithm)
         return saved if fits else self
 
 
 def choose(
-    communicator: Communicator, group: dist.ProcessGroup, asked: Choice, parameters: Iterable[Tensor] | None
-) -> Choice:
+    communicator: Communicator, group: dist.ProcessGroup, asked: Reduction, parameters: Iterable[Tensor] | None
+) -> Reduction:
     """What ``"auto"`` stands for, with buckets of these parameters. Collective.
 
     A codec is found by measuring, where there is no tuning; a plan alone goes by the number of ranks, so that runs have
@@ -70,7 +69,7 @@ def choose(
     if algorithm == "auto":
         # By measurement for 2 and 4; each hop of the ring encodes once more, so it is not for many.
         algorithm = "ring" if dist.get_world_size(group) <= 8 else "direct"
-    choice = Choice(codec, algorithm, segments)
+    choice = Reduction(codec, algorithm, segments)
     if asked.codec == "auto" and dist.get_rank(group) == 0:
         _log.warning("codec 'auto': gradients travel as %s, for buckets of %d elements of %s", choice, numel, dtype)
     return choice

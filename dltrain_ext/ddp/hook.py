@@ -23,7 +23,7 @@ from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.ddp import checkpoint
 from dltrain_ext.ddp.buckets import Buckets
-from dltrain_ext.ddp.choice import Choice, choose
+from dltrain_ext.ddp.choice import Reduction, choose
 from dltrain_ext.ddp.feedback import Feedback
 from dltrain_ext.ddp.parameters import Parameters
 
@@ -109,7 +109,7 @@ class AllReduceState:
         self._communicator_of = partial(
             Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
-        self._asked, self._parameters = Choice(codec, algorithm), parameters
+        self._asked, self._parameters = Reduction(codec, algorithm), parameters
         self._use(process_group)
         self.scaler = scaler
         self.min_compress_numel, self.warmup_steps = min_compress_numel, warmup_steps
@@ -146,10 +146,12 @@ class AllReduceState:
 
     @property
     def codec(self) -> str:
+        """What gradients travel as, by its name, also where ``"auto"`` was asked for."""
         return self.choice.codec
 
     @property
     def algorithm(self) -> str:
+        """The plan, likewise."""
         return self.choice.algorithm
 
     @property
