@@ -52,15 +52,11 @@ Executor::Executor(std::unique_ptr<Transport> transport, std::vector<int> global
     : transport_(std::move(transport)),
       traffic_(transport_->in_groups() ? in_groups(*transport_) : one_by_one(*transport_)),
       global_ranks_(std::move(global_ranks)),
-      meeting_(meeting(rank(), world_size())) {
-  if constexpr (built_with_cuda) {
-    if (transport_->in_groups() && cuda::device_count() > 0) failure_.prepare_for_device();
-  }
-}
+      meeting_(meeting(rank(), world_size())) {}
 
 Executor::~Executor() {
   if (!transport_->in_groups()) return;
-  abort("the executor was destroyed");
+  end("the executor was destroyed");
   failure_.drain();
 }
 
@@ -244,7 +240,7 @@ void Executor::watch_over(const Work& work, std::vector<Stage> stages, Clock::ti
     const std::string finding = find_culprit(stage.waiting);
     abort(describe(algorithm, stage.waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
   };
-  watch_.add({std::move(stages), start + work.call.timeout, give_up});
+  watch_.add({work.place.device, std::move(stages), start + work.call.timeout, give_up});
 }
 
 std::string Executor::find_culprit(const Waiting& waiting, const std::exception* error) {
@@ -257,21 +253,28 @@ std::string Executor::find_culprit(const Waiting& waiting, const std::exception*
 
 // Whatever it was, messages are out of step from now on.
 void Executor::fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after) {
-  std::string what = error.what();
+  broken_ = true;
   const std::string finding = find_culprit(waiting, &error);  // before this rank closes: the others shall not take it for the culprit
-  std::lock_guard lock(closing_);
-  if (!failure_.is_set()) {
-    const bool named = dynamic_cast<const Disagreement*>(&error) || dynamic_cast<const Farewell*>(&error);  // what the peer does is said
-    for (int peer = 0; peer < world_size() && !named; ++peer) {
-      const std::string words = peer == rank() ? "" : transport_->last_words(peer);
-      if (!words.empty()) what += text("; rank ", global(peer), ": ", words);
-    }
-    if (!finding.empty()) what += "; " + finding;
-    failure_.set(describe(work.algorithm, waiting, work.program.rounds, after, work.call.timeout, what));
+  {
+    std::lock_guard lock(closing_);
+    if (!failure_.is_set()) failure_.set(describe_failure(work, waiting, error, after, finding));
   }
-  transport_->close();  // while sends are under way still: they are ahead of what it tells
+  if (transport_->in_groups()) transport_->abort();
+  close();  // while sends are under way still: they are ahead of what it tells
   traffic_->forget();
   throw AllReduceError(failure());
+}
+
+std::string Executor::describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
+                                       const std::string& finding) const {
+  std::string what = error.what();
+  const bool named = dynamic_cast<const Disagreement*>(&error) || dynamic_cast<const Farewell*>(&error);  // what the peer does is said
+  for (int peer = 0; peer < world_size() && !named; ++peer) {
+    const std::string words = peer == rank() ? "" : transport_->last_words(peer);
+    if (!words.empty()) what += text("; rank ", global(peer), ": ", words);
+  }
+  if (!finding.empty()) what += "; " + finding;
+  return describe(work.algorithm, waiting, work.program.rounds, after, work.call.timeout, what);
 }
 
 std::string Executor::describe(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after,
@@ -285,12 +288,21 @@ std::string Executor::describe(const std::string& algorithm, const Waiting& wait
 
 // The reason comes first: what then comes to its end on a device must find it.
 void Executor::abort(const std::string& reason) {
+  broken_ = true;
   failure_.set(reason);
   traffic_->abort();
   transport_->abort();
 }
 
+void Executor::end(const std::string& reason) {
+  constexpr auto moment = std::chrono::milliseconds(50);  // in which it is seen that what is done is done
+  if (!transport_->in_groups() || broken_ || !watch_.is_over(moment)) return abort(reason);
+  failure_.set(reason);
+  close();
+}
+
 void Executor::give_up(const std::string& finding) {
+  broken_ = true;
   failure_.set_for_now(text("all_reduce on rank ", global(rank()), " in a group of ", world_size(), ": ", finding));
   traffic_->abort();
   transport_->abort();

@@ -62,7 +62,11 @@ class Executor {
   // From any thread: what is under way and all that comes later fails with `reason`.
   void abort(const std::string& reason);
 
-  // The same where only the finding is known: the call that is under way, if there is one, will say the rest.
+  // What comes later fails with `reason`. Connections of a device that are well and have nothing under way close in good order, since a
+  // peer may still be reading what this rank has sent last; else, and on the CPU, this is an abort.
+  void end(const std::string& reason);
+
+  // An abort where only the finding is known: the call that is under way, if there is one, will say the rest.
   void give_up(const std::string& finding);
 
   // Whom to ask why a wait has failed; before the first call. Without one the error says what this rank alone can know.
@@ -101,6 +105,8 @@ class Executor {
   [[noreturn]] void fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
   std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
   std::vector<Span> shares(int64_t numel) const;
+  std::string describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
+                               const std::string& finding) const;
   std::string describe(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
                        const std::string& what) const;
 
@@ -113,7 +119,7 @@ class Executor {
   using Key = std::tuple<std::tuple<int, int, int64_t, int, bool>, Layout>;
   std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
-  std::atomic<bool> under_way_ = false;
+  std::atomic<bool> under_way_ = false, broken_ = false;
   std::optional<Crossover> crossover_;
   std::shared_ptr<Lookout> lookout_;
   std::mutex closing_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -13,9 +14,6 @@ namespace dltrain::comm {
 // Why the calls of a group fail from some moment on: the first reason that it is given, by any thread.
 class Failure {
  public:
-  // Of calls that will only be enqueued on a device: see spoil.
-  void prepare_for_device();
-
   void set(const std::string& reason);
   // The same, but for a reason that is not the whole one: it makes room for the one that set brings.
   void set_for_now(const std::string& reason);
@@ -24,19 +22,20 @@ class Failure {
 
   // Enqueues: if there is a reason when the device comes to it, the values become NaN, so that nobody takes them for a result.
   void spoil(const Place& place, const Elements& values, int64_t numel);
-  void captured() { read_ = {}; }  // what was enqueued last is part of a graph, which runs when it likes
+  void captured();  // what was enqueued last is part of a graph, which runs when it likes, for as long as it likes
 
   // Returns when the device has read what it was told to.
   void drain() const { read_.synchronize(); }
 
  private:
   void set(const std::string& reason, bool whole);
+  int* flag_on(int device);
 
   mutable std::mutex mutex_;
   std::string reason_;
   bool whole_ = false;
-  Memory flag_;  // an int that devices read
-  Event read_;   // for the last time
+  std::shared_ptr<Memory> flag_;  // an int that the device reads; null before it is to
+  Event read_;                    // for the last time
 };
 
 }  // namespace dltrain::comm

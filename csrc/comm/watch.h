@@ -16,6 +16,7 @@ namespace dltrain::comm {
 class Watch {
  public:
   struct Call {
+    int device;
     std::vector<Stage> stages;  // in the order of the place's work
     Deadline deadline;
     std::function<void(const Stage& stage, const std::string& why)> give_up;
@@ -26,20 +27,22 @@ class Watch {
   ~Watch();
 
   void add(Call call);
-  void drain();  // returns when all calls are done or given up
+  void drain();                                    // returns when all calls are done or given up
+  bool is_over(std::chrono::milliseconds moment);  // whether they are, then or before
 
   // What the first call that is not done waits for; none where all are.
   Waiting waiting();
 
  private:
   void run();
+  void forget(Call call);
 
   const std::function<std::string()> error_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Call> calls_;
   size_t passed_ = 0;  // stages of the first
-  bool closed_ = false;
+  bool closed_ = false, failed_ = false;
   std::thread thread_;  // started by the first call
 };
 

@@ -7,6 +7,7 @@ namespace dltrain {
 Event Event::record(const Place& place) {
   Event event;
   if constexpr (built_with_cuda) {
+    event.device_ = place.device;
     if (place.on_cuda()) event.event_ = cuda::record_event(place);
   }
   return event;
@@ -21,12 +22,12 @@ void Event::wait(const Place& place) const {
 
 void Event::synchronize() const {
   if constexpr (built_with_cuda) {
-    if (event_) cuda::synchronize_event(event_.get());
+    if (event_) cuda::synchronize_event(device_, event_.get());
   }
 }
 
 bool Event::passed() const {
-  if constexpr (built_with_cuda) return !event_ || cuda::event_passed(event_.get());
+  if constexpr (built_with_cuda) return !event_ || cuda::event_passed(device_, event_.get());
   return true;
 }
 

@@ -24,6 +24,7 @@ class Event {
 
  private:
   std::shared_ptr<CUevent_st> event_;
+  int device_ = 0;
 };
 
 }  // namespace dltrain

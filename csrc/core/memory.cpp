@@ -22,10 +22,11 @@ Memory::Memory(const Place& place, int64_t bytes) : bytes_(bytes), place_(place)
   }
 }
 
-Memory Memory::pinned(int64_t bytes) {
+Memory Memory::pinned(int device, int64_t bytes) {
   Memory memory;
   if constexpr (built_with_cuda) {
-    memory.data_ = cuda::allocate_pinned(bytes);
+    memory.data_ = cuda::allocate_pinned(device, bytes);
+    memory.place_.device = device;
     memory.bytes_ = bytes;
     memory.pinned_ = true;
   } else {
@@ -48,7 +49,7 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 void Memory::release() noexcept {
   if (!data_) return;
   if (pinned_ || place_.on_cuda()) {
-    if constexpr (built_with_cuda) pinned_ ? cuda::release_pinned(data_) : cuda::release(place_, data_);
+    if constexpr (built_with_cuda) pinned_ ? cuda::release_pinned(place_.device, data_) : cuda::release(place_, data_);
   } else {
     ::operator delete(data_, alignment);
   }

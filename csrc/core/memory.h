@@ -19,7 +19,7 @@ class Memory {
  public:
   Memory() = default;
   Memory(const Place& place, int64_t bytes);
-  static Memory pinned(int64_t bytes);  // on the host; a device copies to and from it without the processor
+  static Memory pinned(int device, int64_t bytes);  // on the host; the device copies to and from it without the processor
   Memory(Memory&& other) noexcept { *this = std::move(other); }
   Memory& operator=(Memory&& other) noexcept;
   ~Memory() { release(); }

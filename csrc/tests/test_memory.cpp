@@ -30,7 +30,7 @@ TEST_P(MemoryOn, BuffersOnlyGrow) {
 
 TEST(Memory, PinnedNeedsCUDA) {
   if (built_with_cuda) GTEST_SKIP() << "this build has it";
-  EXPECT_THROW(Memory::pinned(8), std::runtime_error);
+  EXPECT_THROW(Memory::pinned(0, 8), std::runtime_error);
 }
 
 class StreamQueueTest : public testing::Test {
@@ -47,11 +47,11 @@ class StreamQueueTest : public testing::Test {
 TEST_F(StreamQueueTest, OrdersItsWorkWithTheCallers) {
   if constexpr (built_with_cuda) {
     constexpr int64_t size = 1 << 16, bytes = size * sizeof(int);
-    const cuda::Stream stream(0);
-    cuda::StreamQueue queue(stream.place());
     const Place caller = cuda_place();
+    const cuda::Stream stream(caller.device);
+    cuda::StreamQueue queue(stream.place());
     const Memory a(caller, bytes), b(caller, bytes);
-    const Memory staging = Memory::pinned(bytes), back = Memory::pinned(bytes);
+    const Memory staging = Memory::pinned(caller.device, bytes), back = Memory::pinned(caller.device, bytes);
     for (int turn = 0; turn < 20; ++turn) {
       std::fill_n(static_cast<int*>(staging.data()), size, turn);
       copy(caller, a.data(), staging.data(), bytes);

@@ -1,4 +1,5 @@
 #include <cstring>
+#include <latch>
 #include <thread>
 #include <type_traits>
 
@@ -69,6 +70,68 @@ TEST_P(NcclTransportOn, DoesNotBlock) {
   alone();
   EXPECT_EQ(calls("rank 0: ncclCommInitRankConfig ranks 1 size 24 blocking 0"), 1);
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
+}
+
+TEST_P(NcclTransportOn, ClosesInGoodOrderOnce) {
+  const auto transport = alone();
+  const OwnPlace own(place());
+  send_to_self(*transport, own.place());
+  transport->close();
+  transport->abort();
+  EXPECT_EQ(calls("rank 0: ncclCommFinalize"), 1);
+  EXPECT_EQ(calls("rank 0: ncclCommDestroy"), 1);
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);
+  EXPECT_EQ(error_of<TransportError>([&] { send_to_self(*transport, own.place()); }), "the connections were closed");
+}
+
+// As over a network, where a send is over when its bytes are on the way. A rank that aborted then would lose them.
+TEST_P(NcclTransportOn, WhatWasSentArrivesAlthoughTheSenderCloses) {
+  fake().buffer_sends();
+  std::latch closing(1);
+  on_transports(place(), 2, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
+    const Array<int> numbers(place, transport->rank() == 0 ? std::vector{5, 7} : std::vector{0, 0});
+    if (transport->rank() == 0) {
+      transport->send(place, 1, numbers.data(), 8)->wait(Deadline::max());
+      numbers.values();  // the send is over
+      closing.count_down();
+      return transport->close();
+    }
+    closing.wait();
+    while (calls("rank 0: ncclCommFinalize") + calls("rank 0: ncclCommAbort") == 0) std::this_thread::yield();
+    transport->recv(place, 0, numbers.data(), 8)->wait(Deadline::max());
+    EXPECT_EQ(numbers.values(), (std::vector{5, 7}));
+    transport->close();
+  });
+  for (int rank : {0, 1}) EXPECT_EQ(calls(text("rank ", rank, ": ncclCommDestroy")), 1);
+}
+
+TEST_P(NcclTransportOn, IsAbortedIfWhatWasSentIsNeverTaken) {
+  fake().buffer_sends();
+  on_transports(
+      place(), 2,
+      [](const std::unique_ptr<Transport>& transport, const Place& place) {
+        const Array<int> number(place, {5});
+        if (transport->rank() == 0) transport->send(place, 1, number.data(), 4)->wait(Deadline::max());
+        transport->close();
+      },
+      milliseconds(200));
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
+  EXPECT_EQ(calls("rank 1: ncclCommDestroy"), 1);
+}
+
+// NCCL keeps whoever ends a communicator until the last captured graph of it is gone, and a script may hold that until it ends itself.
+TEST_P(NcclTransportOn, ALivingGraphKeepsNobody) {
+  for (const bool in_good_order : {true, false}) {
+    const auto transport = alone(milliseconds(200));
+    fake().let_a_graph_live(true);
+    const auto start = Clock::now();
+    in_good_order ? transport->close() : transport->abort();
+    EXPECT_EQ(transport->error(), "");
+    EXPECT_LT(Clock::now() - start, generous);
+    EXPECT_EQ(fake().open(), 1);
+    fake().let_a_graph_live(false);
+    while (fake().open() > 0) std::this_thread::yield();
+  }
 }
 
 TEST_P(NcclTransportOn, GivesUpWhenItIsNotInitialisedInTime) {

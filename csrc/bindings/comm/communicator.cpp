@@ -201,6 +201,12 @@ void Communicator::Work::abort(const std::string& reason) {
   }
 }
 
+void Communicator::Work::end(const std::string& reason) {
+  for (const auto& level : {across, inside}) {
+    if (level) level->executor().end(reason);
+  }
+}
+
 void Communicator::Work::give_up(const std::string& finding) {
   for (const auto& level : {across, inside}) {
     if (level) level->executor().give_up(finding);
@@ -308,7 +314,7 @@ void Communicator::close() {
   // Before a call fails: nobody is told that this rank is well, and a call that asks for the culprit need not wait for an answer.
   work_->refuse(reason);
   if (work_->lookout) work_->lookout->close();
-  work_->abort(reason);
+  work_->end(reason);
   queue_->close();
   work_->close();
 }

@@ -72,6 +72,7 @@ class Communicator {
     std::string failure() const;
     void refuse(const std::string& reason);
     void abort(const std::string& reason);
+    void end(const std::string& reason);
     void give_up(const std::string& finding);
     comm::Waiting waiting() const;
     void close();

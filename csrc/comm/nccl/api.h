@@ -42,6 +42,8 @@ inline constexpr RedOp sum = 0, avg = 4;
   DLT_NCCL(ncclGetUniqueId, get_unique_id, Result(UniqueId*))                                                                        \
   DLT_NCCL(ncclCommInitRankConfig, comm_init_rank_config, Result(Comm*, int ranks, UniqueId, int rank, Config*))                     \
   DLT_NCCL(ncclCommGetAsyncError, comm_get_async_error, Result(Comm, Result*))                                                       \
+  DLT_NCCL(ncclCommFinalize, comm_finalize, Result(Comm))                                                                            \
+  DLT_NCCL(ncclCommDestroy, comm_destroy, Result(Comm))                                                                              \
   DLT_NCCL(ncclCommAbort, comm_abort, Result(Comm))                                                                                  \
   DLT_NCCL(ncclGroupStart, group_start, Result())                                                                                    \
   DLT_NCCL(ncclGroupEnd, group_end, Result())                                                                                        \

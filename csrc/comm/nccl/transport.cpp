@@ -1,5 +1,7 @@
 #include "comm/nccl/transport.h"
 
+#include <algorithm>
+#include <future>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -55,6 +57,36 @@ class OnDevice {
  private:
   std::shared_ptr<cuda::DeviceGuard> guard_;  // shared: a build without CUDA has no destructor of it
 };
+
+constexpr auto patience = std::chrono::microseconds(200);          // with NCCL, before a thread sleeps: that takes longer than a launch
+constexpr auto most_for_an_end = std::chrono::milliseconds(5000);  // that whoever closes waits
+
+// All messages have left, or arrived.
+bool finalize(const Library& library, Comm comm, std::chrono::milliseconds timeout) {
+  const auto end = Clock::now() + timeout;
+  Result result = library->comm_finalize(comm);
+  while (result == in_progress && Clock::now() < end) {
+    std::this_thread::sleep_for(patience);
+    if (library->comm_get_async_error(comm, &result) != success) return false;
+  }
+  return result == success;
+}
+
+// Returns when `end` has, or has not in that time: then it goes on by itself.
+template <class End>
+void in_time(std::chrono::milliseconds timeout, End end) noexcept {
+  try {
+    const auto ended = std::make_shared<std::promise<void>>();
+    const auto future = ended->get_future();
+    std::thread([ended, end] {
+      end();
+      ended->set_value();
+    }).detach();
+    future.wait_for(timeout);
+  } catch (const std::exception&) {
+    end();  // there was no thread
+  }
+}
 
 }  // namespace
 
@@ -165,7 +197,6 @@ void Transport::check(const char* what, Result result) {
 
 // Without blocking, NCCL goes on with what it was given in a thread of its own; until it is done it takes nothing more.
 void Transport::settle(const char* what, Result result) {
-  constexpr auto patience = std::chrono::microseconds(200);  // before it sleeps, which takes longer than a launch
   const auto start = Clock::now();
   while (result == in_progress) {
     if (aborted_) throw TransportError("aborted");
@@ -188,12 +219,33 @@ std::string Transport::error() {
              : text("NCCL ", library_.version_text(), ": ", library_.describe("in the background", result, comm_));
 }
 
+// Nobody else gives it anything from now on. Who has the mutex for long is blocked in NCCL, and is to be ended.
+Comm Transport::take() noexcept {
+  std::unique_lock lock(mutex_, std::defer_lock);
+  (void)lock.try_lock_for(std::chrono::seconds(1));
+  return std::exchange(comm_, nullptr);
+}
+
 void Transport::abort() noexcept {
   aborted_ = true;
-  const std::lock_guard lock(mutex_);
-  if (!comm_) return;
-  const OnDevice guard(device_);
-  library_->comm_abort(std::exchange(comm_, nullptr));
+  const Comm comm = take();
+  if (!comm) return;
+  in_time(std::min(timeout_, most_for_an_end), [&library = library_, comm, device = device_] {
+    const OnDevice guard(device);
+    library->comm_abort(comm);
+  });
+}
+
+void Transport::close() noexcept {
+  const bool in_good_order = !aborted_;
+  aborted_ = true;
+  const Comm comm = take();
+  if (!comm) return;
+  const auto timeout = std::min(timeout_, most_for_an_end);
+  in_time(2 * timeout, [&library = library_, comm, device = device_, timeout, in_good_order] {
+    const OnDevice guard(device);
+    in_good_order&& finalize(library, comm, timeout) ? library->comm_destroy(comm) : library->comm_abort(comm);
+  });
 }
 
 }  // namespace dltrain::comm::nccl

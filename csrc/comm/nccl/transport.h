@@ -19,7 +19,7 @@ class Transport : public comm::Transport, public Collectives {
  public:
   // Collective. timeout: how long this, and any later wait of the host for NCCL to take what it is given, may last. Throws TransportError.
   Transport(const Library& library, const UniqueId& id, int rank, int world_size, int device, std::chrono::milliseconds timeout);
-  ~Transport() override { close(); }
+  ~Transport() override { abort(); }
 
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
@@ -35,10 +35,13 @@ class Transport : public comm::Transport, public Collectives {
   void all_gather(const Place& place, float* values, const std::vector<Span>& shares) override;
 
   std::string error() override;
+
+  // Neither is waited for long: NCCL keeps whoever aborts or destroys until the last graph that has captured its work is gone.
   void abort() noexcept override;
-  void close() noexcept override { abort(); }
+  void close() noexcept override;  // in good order: what was sent arrives, also where it has only left this rank
 
  private:
+  Comm take() noexcept;
   template <class Give>
   Event launch(const Place& place, Give&& give);
   void check(const char* what, Result result);
@@ -49,8 +52,8 @@ class Transport : public comm::Transport, public Collectives {
   const std::chrono::milliseconds timeout_;
   std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of it
   std::atomic<bool> aborted_ = false;
-  std::mutex mutex_;     // NCCL takes one caller at a time
-  Comm comm_ = nullptr;  // null: aborted
+  std::timed_mutex mutex_;  // NCCL takes one caller at a time
+  Comm comm_ = nullptr;     // null: closed
 };
 
 }  // namespace dltrain::comm::nccl

@@ -5,13 +5,44 @@
 
 namespace dltrain::cuda {
 
-DeviceGuard::DeviceGuard(int device) : device_(device) {
+namespace {
+
+using HasContext = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
+
+HasContext find_has_context() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  constexpr auto name = "cuDevicePrimaryCtxGetState";
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 7000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+  return error == cudaSuccess ? reinterpret_cast<HasContext>(found) : nullptr;
+}
+
+// Without making one.
+bool has_context(int device) {
+  static const HasContext ask = find_has_context();
+  unsigned flags = 0;
+  int active = 0;
+  return !ask || ask(device, &flags, &active) != 0 || active != 0;
+}
+
+}  // namespace
+
+DeviceGuard::DeviceGuard(int device) : device_(device), before_(device) {
   check(cudaGetDevice(&before_), "asking for the current device");
   if (device_ != before_) check(cudaSetDevice(device_), "changing the device");
 }
 
+DeviceGuard::DeviceGuard(int device, std::nothrow_t) noexcept : device_(device), before_(device) {
+  cudaGetDevice(&before_);
+  if (device_ != before_) cudaSetDevice(device_);
+}
+
 DeviceGuard::~DeviceGuard() {
-  if (device_ != before_) cudaSetDevice(before_);
+  if (device_ != before_ && has_context(before_)) cudaSetDevice(before_);
 }
 
 void* allocate(const Place& place, int64_t bytes) {
@@ -24,20 +55,21 @@ void* allocate(const Place& place, int64_t bytes) {
 
 void release(const Place& place, void* memory) noexcept {
   if (place.allocator) return place.allocator->release(memory, place.device, place.stream);
-  int before = place.device;  // no guard, which throws
-  cudaGetDevice(&before);
-  if (before != place.device) cudaSetDevice(place.device);
+  const DeviceGuard guard(place.device, std::nothrow);
   cudaFreeAsync(memory, place.stream);
-  if (before != place.device) cudaSetDevice(before);
 }
 
-void* allocate_pinned(int64_t bytes) {
+void* allocate_pinned(int device, int64_t bytes) {
+  const DeviceGuard guard(device);
   void* memory = nullptr;
   if (bytes > 0) check(cudaHostAlloc(&memory, static_cast<size_t>(bytes), cudaHostAllocDefault), "allocating pinned memory");
   return memory;
 }
 
-void release_pinned(void* memory) noexcept { cudaFreeHost(memory); }
+void release_pinned(int device, void* memory) noexcept {
+  const DeviceGuard guard(device, std::nothrow);
+  cudaFreeHost(memory);
+}
 
 void copy(const Place& place, void* to, const void* from, int64_t bytes) {
   const DeviceGuard guard(place.device);
@@ -48,7 +80,10 @@ std::shared_ptr<CUevent_st> record_event(const Place& place) {
   const DeviceGuard guard(place.device);
   cudaEvent_t event = nullptr;
   check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
-  const std::shared_ptr<CUevent_st> owned(event, [](cudaEvent_t e) { cudaEventDestroy(e); });
+  const std::shared_ptr<CUevent_st> owned(event, [device = place.device](cudaEvent_t e) {
+    const DeviceGuard own(device, std::nothrow);
+    cudaEventDestroy(e);
+  });
   check(cudaEventRecord(event, place.stream), "recording an event");
   return owned;
 }
@@ -58,9 +93,13 @@ void wait_event(const Place& place, CUevent_st* event) {
   check(cudaStreamWaitEvent(place.stream, event, 0), "waiting for an event");
 }
 
-void synchronize_event(CUevent_st* event) { check(cudaEventSynchronize(event), "waiting for an event"); }
+void synchronize_event(int device, CUevent_st* event) {
+  const DeviceGuard guard(device);
+  check(cudaEventSynchronize(event), "waiting for an event");
+}
 
-bool event_passed(CUevent_st* event) {
+bool event_passed(int device, CUevent_st* event) {
+  const DeviceGuard guard(device);
   const cudaError_t answer = cudaEventQuery(event);
   if (answer != cudaErrorNotReady) check(answer, "asking for an event");
   return answer == cudaSuccess;
@@ -73,7 +112,8 @@ bool is_capturing(const Place& place) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-void stay_out_of_captures() {
+void stay_out_of_captures(int device) {
+  const DeviceGuard guard(device);
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode of a thread");
 }
@@ -84,6 +124,7 @@ Stream::Stream(int device) : device_(device) {
 }
 
 Stream::~Stream() {
+  const DeviceGuard guard(device_, std::nothrow);
   cudaStreamSynchronize(stream_);
   cudaStreamDestroy(stream_);
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <new>
 
 #include "core/place.h"
 
@@ -13,20 +14,20 @@ namespace dltrain::cuda {
 
 void* allocate(const Place& place, int64_t bytes);
 void release(const Place& place, void* memory) noexcept;
-void* allocate_pinned(int64_t bytes);
-void release_pinned(void* memory) noexcept;
+void* allocate_pinned(int device, int64_t bytes);
+void release_pinned(int device, void* memory) noexcept;
 void copy(const Place& place, void* to, const void* from, int64_t bytes);
 
 std::shared_ptr<CUevent_st> record_event(const Place& place);
 void wait_event(const Place& place, CUevent_st* event);
-void synchronize_event(CUevent_st* event);
-bool event_passed(CUevent_st* event);
+void synchronize_event(int device, CUevent_st* event);
+bool event_passed(int device, CUevent_st* event);
 
 // Whether what the place is given now becomes part of a graph, to run when that is replayed.
 bool is_capturing(const Place& place);
 
-// Lets the calling thread ask for events while another one captures.
-void stay_out_of_captures();
+// Lets the calling thread ask for events of the device while another one captures.
+void stay_out_of_captures(int device);
 
 // A stream of one's own.
 class Stream {
@@ -43,16 +44,18 @@ class Stream {
   CUstream_st* stream_ = nullptr;
 };
 
-// Makes a device the calling thread's current one for as long as this lives.
+// Makes a device the calling thread's current one for as long as this lives: whatever is asked of CUDA makes a context on the device that
+// is current, half a gigabyte of it. So a device that had none is not gone back to.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
+  DeviceGuard(int device, std::nothrow_t) noexcept;
   ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  int device_, before_ = 0;
+  int device_, before_;
 };
 
 int device_count();

@@ -1,9 +1,11 @@
 #pragma once
 
-// A CUDA device made of fibers, for machines without one: the project's own CUDA sources run on it, compiled as C++. As on a device, a
+// Two CUDA devices made of fibers, for machines without one: the project's own CUDA sources run on them, compiled as C++. As on a device, a
 // stream's work is done later, by a worker of its own, and only events order streams; fresh memory holds garbage. A thread of a block is a
-// fiber, which the sanitizers take for a thread: they see races and accesses out of bounds. Blocks run one after another.
+// fiber, which the sanitizers take for a thread: they see races and accesses out of bounds. Blocks run one after another. As with CUDA,
+// each thread has a current device, 0 at first; whatever is asked makes a context there; and streams and events are a device's own.
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -33,11 +35,23 @@ struct dim3 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+#define __builtin_assume(condition)
+template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
+}
 inline dim3 blockIdx, gridDim;
 
 struct CUstream_st {
   dltrain::Queue queue;
+  int device = 0;
 };
 struct CUevent_st {
   struct State {
@@ -55,6 +69,7 @@ struct CUevent_st {
     }
   };
   std::shared_ptr<State> state = std::make_shared<State>();  // streams may outlive the event
+  int device = 0;
 };
 using cudaStream_t = CUstream_st*;
 using cudaEvent_t = CUevent_st*;
@@ -66,6 +81,8 @@ enum cudaError_t {
   cudaErrorInsufficientDriver,
   cudaErrorNotReady
 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+constexpr unsigned long long cudaEnableDefault = 0;
 enum cudaMemcpyKind { cudaMemcpyDefault };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
@@ -98,10 +115,21 @@ T exchange(T value, unsigned apart) {
   return value;
 }
 
-inline CUstream_st& of(cudaStream_t stream) {
-  static CUstream_st default_stream;
-  return stream ? *stream : default_stream;
+constexpr int devices = 2;
+inline std::atomic<bool> has_context[devices];
+inline thread_local int current = 0;
+
+// Whether what was asked is right for the current device, which has a context from now on.
+inline cudaError_t on_current(bool is_right = true) {
+  has_context[current] = true;
+  return is_right ? cudaSuccess : cudaErrorInvalidValue;
 }
+
+inline CUstream_st& of(cudaStream_t stream) {
+  static CUstream_st first{{}, 0}, second{{}, 1};
+  return stream ? *stream : current == 0 ? first : second;
+}
+inline cudaError_t on_device_of(cudaStream_t stream) { return on_current(of(stream).device == current); }
 
 template <class Parameters>
 void run_grid(void (*kernel)(Parameters), dim3 grid, unsigned threads, const Parameters& parameters) {
@@ -126,81 +154,102 @@ inline const char* cudaGetErrorName(cudaError_t error) { return error == cudaSuc
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 inline cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = emulated_cuda::devices;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = emulated_cuda::current;
   return cudaSuccess;
 }
-inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
+inline cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= emulated_cuda::devices) return cudaErrorInvalidValue;
+  emulated_cuda::current = device;
+  return emulated_cuda::on_current();
+}
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned, unsigned long long,
+                                                    cudaDriverEntryPointQueryResult*) {
+  if (std::strcmp(name, "cuDevicePrimaryCtxGetState") != 0) return cudaErrorInvalidValue;
+  constexpr auto state = +[](int device, unsigned*, int* active) {
+    *active = emulated_cuda::has_context[device];
+    return 0;
+  };
+  *found = reinterpret_cast<void*>(state);
+  return cudaSuccess;
+}
 
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   std::memset(*memory, 0xA5, bytes);
-  return cudaSuccess;
+  return emulated_cuda::on_current();
 }
 inline cudaError_t cudaFreeHost(void* memory) {
   std::free(memory);
-  return cudaSuccess;
+  return emulated_cuda::on_current();
 }
-inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) { return cudaHostAlloc(memory, bytes, cudaHostAllocDefault); }
+inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t stream) {
+  cudaHostAlloc(memory, bytes, cudaHostAllocDefault);
+  return emulated_cuda::on_device_of(stream);
+}
 inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
   emulated_cuda::of(stream).queue.submit([memory] { std::free(memory); });
-  return cudaSuccess;
+  return emulated_cuda::on_device_of(stream);
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   emulated_cuda::of(stream).queue.submit([=] { std::memcpy(to, from, bytes); });
-  return cudaSuccess;
+  return emulated_cuda::on_device_of(stream);
 }
 
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  *stream = new CUstream_st;
-  return cudaSuccess;
+  *stream = new CUstream_st{{}, emulated_cuda::current};
+  return emulated_cuda::on_current();
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   emulated_cuda::of(stream).queue.run([] {});
-  return cudaSuccess;
+  return emulated_cuda::on_device_of(stream);
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const cudaError_t error = emulated_cuda::on_device_of(stream);
   delete stream;
-  return cudaSuccess;
+  return error;
 }
 
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = new CUevent_st;
-  return cudaSuccess;
+  (*event)->device = emulated_cuda::current;
+  return emulated_cuda::on_current();
 }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete event;
-  return cudaSuccess;
+  return emulated_cuda::on_current();
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (event->device != emulated_cuda::of(stream).device) return cudaErrorInvalidValue;
   const int record = ++event->state->recorded;
   emulated_cuda::of(stream).queue.submit([state = event->state, record] {
     const std::lock_guard lock(state->mutex);
     state->passed = record;
     state->changed.notify_all();
   });
-  return cudaSuccess;
+  return emulated_cuda::on_current();
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   emulated_cuda::of(stream).queue.submit([state = event->state, record = event->state->recorded] { state->wait_for(record); });
-  return cudaSuccess;
+  return emulated_cuda::on_current();
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   event->state->wait_for(event->state->recorded);
-  return cudaSuccess;
+  return emulated_cuda::on_current();
 }
 
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  emulated_cuda::on_current();
   return event->state->has_passed(event->state->recorded) ? cudaSuccess : cudaErrorNotReady;
 }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
+  return emulated_cuda::on_current();
 }
-inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return emulated_cuda::on_current(); }
 
 template <class Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters), dim3 grid, dim3 threads, void** arguments, size_t, cudaStream_t stream) {
@@ -214,5 +263,5 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters), dim3 grid, dim3 threads
     });
     done->get_future().wait();
   });
-  return cudaSuccess;
+  return emulated_cuda::on_device_of(stream);
 }

@@ -59,6 +59,7 @@ struct Launch {
 struct Posted {
   std::shared_ptr<Launch> launch;
   Operation operation;
+  std::shared_ptr<std::vector<char>> buffer;  // that a send's bytes lie in; null where it waits for the receive
 };
 
 struct Channel {  // from one rank to another
@@ -90,15 +91,22 @@ struct ncclComm {
 
   int rank;
   std::shared_ptr<Clique> clique;
-  bool aborted = false;
+  bool aborted = false, finalized = false;
   Result error = success;
   std::optional<CUstream_st*> stream;  // of all that was launched
   int questions = 0;                   // before the launch that waits
   std::shared_ptr<Launch> waiting, under_way;
   int64_t meetings = 0;
 
+  // Messages that lie in a buffer.
+  bool has_unsent() const {
+    const auto& sent = clique->channels[rank];
+    return std::any_of(sent.begin(), sent.end(), [](const Channel& channel) { return !channel.sends.empty(); });
+  }
+
   Result state() const {
     if (error != success) return error;
+    if (finalized && has_unsent()) return in_progress;
     return waiting || (under_way && under_way->left > 0) || !clique->is_complete() ? in_progress : success;
   }
 };
@@ -117,7 +125,7 @@ std::vector<std::string> calls;
 std::vector<Wish> wishes;
 std::vector<int> held_back;
 int version = good_version, questions = 0;
-bool tells_of_aborts = false;
+bool tells_of_aborts = false, buffers_sends = false, graph_lives = false;
 
 struct Group {
   int depth = 0;
@@ -266,9 +274,10 @@ void match(Channel& channel) {
     const Operation &from = send.operation, &to = receive.operation;
     const size_t bytes = from.count * size_of(from.type);
     if (bytes == to.count * size_of(to.type)) {
-      copy(to.to, from.from, bytes);
-      finish(send);
+      copy(to.to, send.buffer ? send.buffer->data() : from.from, bytes);
+      if (!send.buffer) finish(send);
       finish(receive);
+      changed.notify_all();
     } else {  // neither ever ends
       spoil(send, "a send and its receive differ in size");
       spoil(receive, "a send and its receive differ in size");
@@ -297,7 +306,7 @@ void meet(const Posted& posted) {
 void post(const std::shared_ptr<Launch>& launch) {
   ncclComm& comm = *launch->comm;
   for (const Operation& operation : launch->operations) {
-    const Posted posted{launch, operation};
+    Posted posted{launch, operation, nullptr};
     if (operation.kind != Kind::send && operation.kind != Kind::recv) {
       meet(posted);
       continue;
@@ -305,6 +314,11 @@ void post(const std::shared_ptr<Launch>& launch) {
     auto& channels = comm.clique->channels;
     const bool sent = operation.kind == Kind::send;
     Channel& channel = sent ? channels[comm.rank][operation.peer] : channels[operation.peer][comm.rank];
+    if (sent && buffers_sends) {
+      const char* const bytes = static_cast<const char*>(operation.from);
+      posted.buffer = std::make_shared<std::vector<char>>(bytes, bytes + operation.count * size_of(operation.type));
+      finish(posted);
+    }
     (sent ? channel.sends : channel.receives).push_back(posted);
     match(channel);
   }
@@ -463,13 +477,36 @@ Result ncclCommGetAsyncError(Comm handle, Result* out) {
   return success;
 }
 
-Result ncclCommAbort(Comm handle) {
+Result ncclCommFinalize(Comm handle) {
   const std::lock_guard lock(mutex);
+  const auto comm = find(handle);
+  const Result result = note("ncclCommFinalize", comm ? comm->rank : -1);
+  if (result != success) return result;
+  if (!comm || comm->finalized) return refuse(invalid_argument, "no such communicator, or it was finalized before");
+  comm->finalized = true;
+  return comm->state();
+}
+
+Result ncclCommDestroy(Comm handle) {
+  std::unique_lock lock(mutex);
+  const auto comm = find(handle);
+  const Result result = note("ncclCommDestroy", comm ? comm->rank : -1);
+  if (result != success) return result;
+  if (!comm || !comm->finalized || comm->state() != success) return refuse(invalid_usage, "expected one that was finalized");
+  comm->under_way = nullptr;
+  changed.wait(lock, [] { return !graph_lives; });
+  comms.erase(handle);
+  return success;
+}
+
+Result ncclCommAbort(Comm handle) {
+  std::unique_lock lock(mutex);
   const auto comm = find(handle);
   const Result result = note("ncclCommAbort", comm ? comm->rank : -1);
   if (result != success) return result;
   if (!comm) return refuse(invalid_argument, "no such communicator");
   abort(*comm);
+  changed.wait(lock, [] { return !graph_lives; });
   comms.erase(handle);
   return success;
 }
@@ -529,7 +566,8 @@ DLT_EXPORTED const dltrain::fake_nccl::Controls* fake_nccl_controls() {
             last_error = "";
             version = good_version;
             questions = 0;
-            tells_of_aborts = false;
+            tells_of_aborts = buffers_sends = graph_lives = false;
+            changed.notify_all();
           },
       .calls =
           [] {
@@ -575,6 +613,17 @@ DLT_EXPORTED const dltrain::fake_nccl::Controls* fake_nccl_controls() {
           [] {
             const std::lock_guard lock(mutex);
             tells_of_aborts = true;
+          },
+      .buffer_sends =
+          [] {
+            const std::lock_guard lock(mutex);
+            buffers_sends = true;
+          },
+      .let_a_graph_live =
+          [](bool lives) {
+            const std::lock_guard lock(mutex);
+            graph_lives = lives;
+            changed.notify_all();
           },
   };
   return &controls;

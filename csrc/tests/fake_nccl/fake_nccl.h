@@ -28,6 +28,10 @@ struct Controls {
   void (*linger)(int questions);
   // Aborting a communicator is a remote error to the others. Else they hang.
   void (*tell_of_aborts)();
+  // A send is over when its bytes are in a buffer, as over a network: an abort loses them, which finalizing does not.
+  void (*buffer_sends)();
+  // Whether a captured graph lives, which keeps whoever destroys or aborts a communicator.
+  void (*let_a_graph_live)(bool lives);
 };
 
 // The one function that is looked up.
