@@ -19,8 +19,8 @@ struct Feedback {
   DLT_HD Feedback from(int64_t first) const { return {residual.from(first), spare.from(first), swapped, loss_scale, keeps_idle}; }
   DLT_HD float scale() const { return loss_scale ? *loss_scale : 1.0f; }
   DLT_HD bool is_swapped() const { return swapped && *swapped; }
-  DLT_HD const Elements& before() const { return is_swapped() ? spare : residual; }
-  DLT_HD const Elements& after() const { return spare.data && !is_swapped() ? spare : residual; }
+  DLT_HD Elements before() const { return is_swapped() ? spare : residual; }
+  DLT_HD Elements after() const { return spare.data && !is_swapped() ? spare : residual; }
 };
 
 // What the one operation of a codec is given: own contribution, received messages, residual -> message, decoded, residual.
@@ -40,7 +40,7 @@ struct Sum {
 
   DLT_HD int operands() const { return count + (own.data ? 1 : 0); }
   DLT_HD bool is_own(int k) const { return own.data && k == own_place; }
-  DLT_HD const uint8_t* operand(int k) const { return received[own.data && k > own_place ? k - 1 : k]; }
+  DLT_HD int place_of(int k) const { return own.data && k > own_place ? k - 1 : k; }  // of the k-th operand among the received
 };
 
 // An operation of map_blocks, the one that encodes: message <- encode(the sum, in order, of received[0..own_place), own * scale,
@@ -53,11 +53,17 @@ struct EncodeSum : Sum {
 
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
+    (*this)(tile, received);
+  }
+
+  // The messages lie elsewhere where this is run.
+  template <class Tile>
+  DLT_HD void operator()(Tile& tile, const uint8_t* const* messages) const {
     for (int k = 0; k < operands(); ++k) {
       if (is_own(k)) {
         add_own(tile, k == 0);
       } else {
-        add_received(tile, operand(k), k == 0);
+        add_received(tile, messages[place_of(k)], k == 0);
       }
     }
     if (!message) {

@@ -23,13 +23,15 @@ concept Receives = requires(Operation operation) { operation.received; };
 template <class Operation, int capacity>
 __global__ void __launch_bounds__(threads) map_blocks_kernel(const __grid_constant__ Blocks<Operation, capacity> blocks) {
   constexpr int size = Operation::elements;
-  Operation operation = blocks.operation;
-  if constexpr (Receives<Operation>) operation.received = blocks.received;
   const int64_t tiles = (blocks.numel + size - 1) / size;
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / warp; index < tiles; index += gridDim.x * int64_t{warps}) {
     const int64_t rest = blocks.numel - index * size;
     Tile<size> tile(index, rest < size ? static_cast<int>(rest) : size);
-    operation(tile);
+    if constexpr (Receives<Operation>) {
+      blocks.operation(tile, blocks.received);
+    } else {
+      blocks.operation(tile);
+    }
   }
 }
 

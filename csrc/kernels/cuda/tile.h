@@ -4,6 +4,8 @@
 // that a lane reads and writes them at once: 16 bytes in fp32.
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "kernels/message.h"
@@ -139,6 +141,9 @@ class Tile {
   struct alignas(4 * sizeof(T)) Four {
     T of[4];
   };
+  // What holds as many bytes in registers: four of four bytes, of two, or of one.
+  template <class T>
+  using Word = std::conditional_t<sizeof(T) == 4, uint4, std::conditional_t<sizeof(T) == 2, uint2, unsigned>>;
 
   static __device__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -159,9 +164,11 @@ class Tile {
     return reinterpret_cast<uintptr_t>(data) % sizeof(Four<T>) == 0;
   }
 
-  // Four neighbours, of which only those below count() are there.
+  // Four neighbours, of which only those below count() are there: at once where that can be. Of an assignment compilers make four, which they
+  // share with those of the other case, so stores are CUDA's intrinsic.
   template <class T>
   __device__ Four<T> read(const T* from, int first) const {
+    __builtin_assume(__isGlobal(from));
     if (first + 4 <= count_ && is_aligned(from + first)) return *reinterpret_cast<const Four<T>*>(from + first);
     Four<T> x = {};
     for (int c = 0; c < 4; ++c) {
@@ -172,8 +179,11 @@ class Tile {
 
   template <class T>
   __device__ void write(T* to, int first, const Four<T>& x) const {
+    __builtin_assume(__isGlobal(to));
     if (first + 4 <= count_ && is_aligned(to + first)) {
-      *reinterpret_cast<Four<T>*>(to + first) = x;
+      Word<T> word;
+      std::memcpy(&word, &x, sizeof x);
+      __stwb(reinterpret_cast<Word<T>*>(to + first), word);
       return;
     }
     for (int c = 0; c < 4; ++c) {
