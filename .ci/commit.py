@@ -120,6 +120,12 @@ PORTIONS = {
         Step("C++ and CUDA, by nvcc", cpp("cuda", "-DDLTRAIN_CUDA=ON"), 900),
         Step("C++ tests", cpp_tests("cuda"), 600),
         Step(
+            "what nvcc makes of the kernels",
+            f"{PYTHON} -m pip install -q nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm; "
+            f"DLTRAIN_SASS=$PWD/build/cuda/libdltrain.a {PYTHON} -m pytest -q python_tests/test_sass.py",
+            300,
+        ),
+        Step(
             "what is declared of NCCL",
             f"{PYTHON} -m pip install -q --no-deps nvidia-nccl-cu13; "
             f"{PYTHON} -m pytest -q python_tests/test_connections.py -k 'declarations or real'",

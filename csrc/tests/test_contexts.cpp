@@ -1,5 +1,5 @@
-// A context takes about half a gigabyte of its device. On a host of several, a rank's threads may make one on the rank's device alone, though
-// each of them begins with device 0 as its current one.
+// A context takes about half a gigabyte of its device. On a host of several, a rank's threads may make one on the rank's device alone,
+// though each of them begins with device 0 as its current one.
 
 #ifdef DLTRAIN_EMULATED
 
@@ -25,12 +25,16 @@ TEST(Contexts, AGuardGoesBackOnlyToADeviceThatHasOne) {
   std::thread fresh([] {
     int device = 0;
     const bool before = emulated_cuda::has_context[0].exchange(false);
-    { const cuda::DeviceGuard guard(1); }
+    {
+      const cuda::DeviceGuard guard(1);
+    }
     cudaGetDevice(&device);
     EXPECT_EQ(device, 1);
     emulated_cuda::has_context[0] = true;
     emulated_cuda::current = 0;
-    { const cuda::DeviceGuard guard(1); }
+    {
+      const cuda::DeviceGuard guard(1);
+    }
     cudaGetDevice(&device);
     EXPECT_EQ(device, 0);
     emulated_cuda::has_context[0] = before;

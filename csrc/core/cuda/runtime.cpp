@@ -1,5 +1,7 @@
 #include "core/cuda/runtime.h"
 
+#include <atomic>
+
 #include "core/cuda/check.h"
 #include "core/memory.h"
 
@@ -127,6 +129,16 @@ Stream::~Stream() {
   const DeviceGuard guard(device_, std::nothrow);
   cudaStreamSynchronize(stream_);
   cudaStreamDestroy(stream_);
+}
+
+int multiprocessors(int device) {
+  constexpr int most = 64;
+  static std::atomic<int> known[most];  // to ask takes longer than a launch
+  int count = device < most ? known[device].load() : 0;
+  if (count > 0) return count;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
+  if (device < most) known[device] = count;
+  return count;
 }
 
 int device_count() {

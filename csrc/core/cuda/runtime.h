@@ -59,5 +59,6 @@ class DeviceGuard {
 };
 
 int device_count();
+int multiprocessors(int device);
 
 }  // namespace dltrain::cuda

@@ -1,7 +1,8 @@
 #pragma once
 
 // What one launch works on: so many rows of a tensor list as fit into a kernel's parameters. They travel by value, so a list of any length
-// is a few launches, nothing has to be copied to the device first, and a captured graph holds all it needs.
+// is a few launches, nothing has to be copied to the device first, and a captured graph holds all it needs. Short lists have kernels of
+// their own, since all that there is room for is copied at each launch.
 //
 //   rows       |------ row 0 ------|- row 1 -|row 2|
 //   chunks     |   0   |   1   | 2 |    3    |  4  |        a thread block each
@@ -9,7 +10,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
 
 #include "core/cuda/check.h"
 #include "core/cuda/runtime.h"
@@ -20,6 +20,7 @@
 namespace dltrain::cuda {
 
 inline constexpr unsigned threads = 256;        // of a block
+inline constexpr int resident = 4;              // blocks of a multiprocessor at once, which leaves a thread 64 registers
 inline constexpr int64_t chunk_size = 1 << 13;  // elements; a multiple of the four that a 16-byte access takes
 
 static_assert(CUDART_VERSION >= 12010, "kernels with 32 KiB of parameters need CUDA 12.1");
@@ -34,11 +35,14 @@ struct BatchRow {
   int64_t first_chunk;
 };
 
-template <class Operation, int K>
-struct Batch {
-  static constexpr int capacity =
-      (parameter_bytes - 32 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<K>));
+inline constexpr int few = 8;  // rows
 
+template <class Operation, int K>
+inline constexpr int most =
+    static_cast<int>((parameter_bytes - 32 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<K>)));
+
+template <class Operation, int K, int capacity = most<Operation, K>>
+struct Batch {
   Operation operation;
   Form<K> form;
   int64_t chunks;
@@ -57,15 +61,15 @@ struct Batch {
 };
 
 // Calls launch(batch, index of the batch's first row) for the list, batch by batch.
-template <int K, class Operation, class Launch>
+template <int capacity, int K, class Operation, class Launch>
 void in_batches(const TensorList<K>& list, const Operation& operation, Launch&& launch) {
-  using B = Batch<Operation, K>;
-  static_assert(sizeof(B) <= parameter_bytes && B::capacity > 64);
+  using B = Batch<Operation, K, capacity>;
+  static_assert(sizeof(B) <= parameter_bytes && most<Operation, K> > 64);
   B batch;
   batch.operation = operation;
   batch.form = list.form();
   for (int64_t first = 0; first < list.size(); first += batch.size) {
-    batch.size = static_cast<int>(std::min<int64_t>(B::capacity, list.size() - first));
+    batch.size = static_cast<int>(std::min<int64_t>(capacity, list.size() - first));
     batch.chunks = 0;
     for (int i = 0; i < batch.size; ++i) {
       const auto& row = list.row(first + i);
@@ -80,13 +84,15 @@ void in_batches(const TensorList<K>& list, const Operation& operation, Launch&& 
   }
 }
 
-// Every kernel takes one struct of parameters; all of its loops go on by the size of the grid, so that the grid may be cut.
+// Every kernel takes one struct of parameters; all of its loops go on by the size of the grid, so that the grid may be cut. It is cut to a
+// few times what the device holds at once: what a block works out before its loop it then does seldom, and the last blocks still even out.
 template <class Parameters>
 void launch(const Place& place, void (*kernel)(Parameters), int64_t blocks, const Parameters& parameters, const char* what) {
   if (blocks == 0) return;
   const DeviceGuard guard(place.device);
   void* arguments[] = {const_cast<Parameters*>(&parameters)};
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, std::numeric_limits<int>::max()));
+  constexpr int waves = 4;
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{waves} * resident * multiprocessors(place.device)));
   check(cudaLaunchKernel(kernel, dim3(grid), dim3(threads), arguments, 0, place.stream), what);
 }
 

@@ -98,8 +98,9 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
   }
 }
 
-template <class Operation>
-__global__ void __launch_bounds__(threads) for_each_kernel(const __grid_constant__ Batch<Operation, Operation::streams> batch) {
+template <class Operation, int capacity>
+__global__ void __launch_bounds__(threads, Operation::streams <= 4 ? resident : resident - 1)
+    for_each_kernel(const __grid_constant__ Batch<Operation, Operation::streams, capacity> batch) {
   if (batch.operation.skip()) return;
   __shared__ typename Operation::Element prepared;
   int known = -1;  // the row that it is prepared for
@@ -119,10 +120,17 @@ __global__ void __launch_bounds__(threads) for_each_kernel(const __grid_constant
   }
 }
 
+template <int capacity, class Operation>
+void enqueue_up_to(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation) {
+  in_batches<capacity>(list, operation, [&](const auto& batch, int64_t) {
+    launch(place, for_each_kernel<Operation, capacity>, batch.chunks, batch, "starting for_each");
+  });
+}
+
 template <class Operation>
 void enqueue(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation) {
-  in_batches(list, operation,
-             [&](const auto& batch, int64_t) { launch(place, for_each_kernel<Operation>, batch.chunks, batch, "starting for_each"); });
+  if (list.size() <= few) return enqueue_up_to<few>(place, list, operation);
+  enqueue_up_to<most<Operation, Operation::streams>>(place, list, operation);
 }
 
 }  // namespace

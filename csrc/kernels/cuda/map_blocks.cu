@@ -21,7 +21,7 @@ template <class Operation>
 concept Receives = requires(Operation operation) { operation.received; };
 
 template <class Operation, int capacity>
-__global__ void __launch_bounds__(threads) map_blocks_kernel(const __grid_constant__ Blocks<Operation, capacity> blocks) {
+__global__ void __launch_bounds__(threads, resident) map_blocks_kernel(const __grid_constant__ Blocks<Operation, capacity> blocks) {
   constexpr int size = Operation::elements;
   const int64_t tiles = (blocks.numel + size - 1) / size;
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / warp; index < tiles; index += gridDim.x * int64_t{warps}) {

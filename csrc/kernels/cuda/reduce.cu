@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(threads) rows_kernel(const __grid_constant__ B
 
 template <class Reduction>
 void enqueue(const Place& place, const TensorList<1>& list, typename Reduction::Value* results) {
-  in_batches(list, Parts<Reduction>{}, [&](auto& batch, int64_t first) {
+  in_batches<most<Parts<Reduction>, 1>>(list, Parts<Reduction>{}, [&](auto& batch, int64_t first) {
     const Memory parts(place, batch.chunks * static_cast<int64_t>(sizeof(typename Reduction::Value)));
     batch.operation = {static_cast<typename Reduction::Value*>(parts.data()), results + first};
     launch(place, chunks_kernel<Reduction>, batch.chunks, batch, "starting reduce");

@@ -164,8 +164,8 @@ class Tile {
     return reinterpret_cast<uintptr_t>(data) % sizeof(Four<T>) == 0;
   }
 
-  // Four neighbours, of which only those below count() are there: at once where that can be. Of an assignment compilers make four, which they
-  // share with those of the other case, so stores are CUDA's intrinsic.
+  // Four neighbours, of which only those below count() are there: at once where that can be. Of an assignment compilers make four, which
+  // they share with those of the other case, so stores are CUDA's intrinsic.
   template <class T>
   __device__ Four<T> read(const T* from, int first) const {
     __builtin_assume(__isGlobal(from));

@@ -81,6 +81,7 @@ enum cudaError_t {
   cudaErrorInsufficientDriver,
   cudaErrorNotReady
 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 constexpr unsigned long long cudaEnableDefault = 0;
 enum cudaMemcpyKind { cudaMemcpyDefault };
@@ -155,6 +156,10 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = emulated_cuda::devices;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 2;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {

@@ -1,0 +1,121 @@
+"""What nvcc makes of the kernels: registers, local memory, and the widths at which they read and write.
+
+As long as no GPU is at hand this keeps their speed. It reads the library that CMake builds with nvcc:
+DLTRAIN_SASS=build/cuda/libdltrain.a pytest python_tests/test_sass.py, with the packages nvidia-cuda-cuobjdump and
+nvidia-cuda-nvdisasm.
+"""
+
+import collections
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dltrain_ext import codecs
+
+LIBRARY = os.environ.get("DLTRAIN_SASS")
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs DLTRAIN_SASS, a library that nvcc has compiled")
+ARCHITECTURES = ("sm_80", "sm_90")
+THREADS = 256  # of a block
+REGISTERS = 65536  # of a multiprocessor
+TILE = dict.fromkeys(codecs.CODECS, 256) | {"int4": 128, "fp8": 128}  # elements that a warp works on
+STREAMS = {"AdamW<4>": (4, 3), "AdamW<5>": (5, 4), "SGD<2>": (2, 1), "SGD<3>": (3, 2), "LARS<2>": (2, 1), "LARS<3>": (3, 2)}
+
+
+def run(*command, **options):
+    return subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout
+
+
+@pytest.fixture(scope="module")
+def tool():
+    folders = [str(folder) for folder in Path(sys.prefix).glob("lib/python*/site-packages/nvidia/cu*/bin")]
+    path = os.pathsep.join([*folders, os.environ["PATH"]])
+    if shutil.which("cuobjdump", path=path) is None:
+        pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    return lambda what: run("cuobjdump", what, LIBRARY, env=os.environ | {"PATH": path})
+
+
+def by_kernel(text, heading):
+    """What a listing says of each kernel, by architecture and by the kernel's name and arguments."""
+    found = {}
+    for part in re.split(r"^arch = ", text, flags=re.M)[1:]:
+        architecture = part.split()[0]
+        functions = re.split(heading, part, flags=re.M)[1:]
+        names = run("c++filt", input="\n".join(f.split()[0].rstrip(":") for f in functions)).splitlines()
+        for name, body in zip(names, functions, strict=True):
+            if kernel := re.search(r"(\w+_kernel)<(.*?)>\(", name.replace("dltrain::", "").replace("math::", "")):
+                found[architecture, kernel[1], kernel[2]] = body
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(tool):
+    """Of each: bytes of local memory, registers, and how many accesses of each width there are, by what they access."""
+    usage = by_kernel(tool("--dump-resource-usage"), r"^ Function ")
+    code = by_kernel(tool("--dump-sass"), r"^\s+Function : ")
+    assert usage.keys() == code.keys() and {key[0] for key in code} >= set(ARCHITECTURES)
+    found = {}
+    for key, text in usage.items():
+        accesses = collections.Counter()
+        for operation, modifiers in re.findall(r"\s(LDG?|STG?|LDL|STL)((?:\.[A-Z0-9]+)*) ", code[key]):
+            width = next((int(m.lstrip("US")) for m in modifiers.split(".") if m.lstrip("US").isdecimal()), 32)
+            accesses[operation, width] += 1
+        stack, registers = re.search(r"STACK:(\d+)", text), re.search(r"REG:(\d+)", text)
+        found[key] = int(stack[1]), int(registers[1]), accesses
+    return found
+
+
+def of_codecs(kernels, operation):
+    """Those of an operation: the codec, quads of elements that a lane has, and the accesses."""
+    types = {"raw": "Raw", "fp16": "FP16", "bf16": "BF16", "fp8": "FP8", "int8": "Int8", "int4": "Int4", "sign": "Sign"}
+    for codec, name in types.items():
+        found = [k for key, k in kernels.items() if key[2].startswith(f"{operation}<{name}>") and key[0] in ARCHITECTURES]
+        assert len(found) >= len(ARCHITECTURES), (operation, codec)
+        yield from ((codec, TILE[codec] // 128, accesses) for *_, accesses in found)
+
+
+def unit_width(codec):
+    """Of four units: a lane's part of a quad."""
+    return {"raw": 128, "fp16": 64, "bf16": 64}.get(codec, 32)
+
+
+def test_four_blocks_fit_and_nothing_lies_in_local_memory(kernels):
+    for (architecture, kernel, arguments), (stack, registers, accesses) in kernels.items():
+        name = f"{architecture} {kernel} {arguments}: {registers} registers, {stack} bytes, {dict(accesses)}"
+        blocks = 3 if "AdamW<5>" in arguments else 4
+        assert registers * THREADS * blocks <= REGISTERS, name
+        # pow, once a tensor, may keep one number there.
+        assert stack <= (8 if "AdamW<" in arguments else 0), name
+        assert all(accesses[operation, width] <= 1 for operation in ("LDL", "STL") for width in (32, 64, 128)), name
+        assert not any(operation in ("LD", "ST") for operation, _ in accesses), name  # of who knows which memory
+
+
+def test_encoding_reads_and_writes_at_full_width(kernels):
+    """Own values first or later; residuals; what is decoded, or only summed; each in fp32 and in two half types."""
+    for codec, quads, accesses in of_codecs(kernels, "EncodeSum"):
+        wide, half = accesses["LDG", 128], accesses["LDG", 64]
+        assert wide >= 4 * quads and half >= 6 * quads, (codec, accesses)
+        wide, half = accesses["STG", 128], accesses["STG", 64]
+        units = collections.Counter({unit_width(codec): 2})
+        assert wide >= 3 * quads + units[128] and half >= 6 * quads + units[64], (codec, accesses)
+        assert accesses["STG", 32] >= units[32], (codec, accesses)
+
+
+def test_decoding_reads_and_writes_at_full_width(kernels):
+    for codec, quads, accesses in of_codecs(kernels, "Decode"):
+        assert accesses["STG", 128] >= 2 * quads and accesses["STG", 64] >= 4 * quads, (codec, accesses)
+        assert accesses["LDG", unit_width(codec)] >= 1, (codec, accesses)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_optimizers_read_and_write_at_full_width(kernels, name):
+    streams, written = STREAMS[name]
+    found = [k for key, k in kernels.items() if key[2].startswith(name) and key[0] in ARCHITECTURES]
+    assert len(found) == 2 * len(ARCHITECTURES)  # for short lists and long ones
+    for _, _, accesses in found:
+        assert accesses["LDG", 128] >= streams and accesses["LDG", 64] >= 2 * streams, accesses
+        assert accesses["STG", 128] >= written and accesses["STG", 64] >= 2 * written, accesses
