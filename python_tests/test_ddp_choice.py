@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import comm, ddp, sim
-from dltrain_ext.comm import Choice, Tuning
+from dltrain_ext.comm import Choice, Tuning, connections
 
 
 def make():
@@ -129,6 +129,21 @@ def load(rank, world_size):
 
 def test_what_is_loaded_is_taken_where_it_was_asked_for():
     run_ranks(2, load)
+
+
+def where_ranks_are(rank, world_size):
+    for hosts, on_cpu, on_cuda in (("abc", "ring", "direct"), ("aaa", "ring", "direct"), ("aab", "ring", "ring")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connections, "host_id", lambda hosts=hosts: hosts[rank])
+            communicator = comm.Communicator()
+        assert communicator.usual_plan == on_cpu, hosts
+        communicator._device = torch.device("cuda", 0)
+        assert communicator.usual_plan == on_cuda, hosts
+        communicator.close()
+
+
+def test_a_plan_alone_goes_by_where_the_ranks_are():
+    run_ranks(3, where_ranks_are)
 
 
 def deterministic(rank, world_size):

@@ -244,7 +244,7 @@ def test_a_seed_is_a_number(communicator):
 
 @fuzz(
     *("comm.Communicator", "comm.Communicator.tune", "comm.Communicator.tuning", "comm.Communicator.plan_for"),
-    *("comm.Communicator.codec_for", "comm.Communicator.close"),
+    *("comm.Communicator.codec_for", "comm.Communicator.usual_plan", "comm.Communicator.close"),
 )
 @given(st.data())
 def test_communicators(data):
@@ -262,6 +262,7 @@ def test_communicators(data):
         return
     attempt(communicator.tune, {"seconds": data.draw(plain), "codecs": ["x"]}, names=["seconds", "codec", "codecs"])
     assert communicator.tuning is None or communicator.tuning.world_size == 1
+    assert communicator.usual_plan == "ring"
     attempt(communicator.plan_for, data.draw(spoiled({"codec": codec_names, "nbytes": sizes})))
     if communicator.tuning is not None:
         dtypes = st.sampled_from([torch.float32, torch.bfloat16])

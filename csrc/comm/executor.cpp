@@ -207,7 +207,7 @@ const Program& Executor::program(const AllReduce& call, const Codec& codec, int6
 Work Executor::work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place,
                        const Elements& values, int64_t numel) {
   Work work{program, algorithm, call, rank(), world_size(), place, values, numel};
-  work.received = &received_;
+  work.lists = &lists_;
   return work;
 }
 

@@ -114,7 +114,7 @@ class Executor {
   std::unique_ptr<Traffic> traffic_;
   std::vector<int> global_ranks_;
   Buffer slots_, inbox_;
-  std::vector<const uint8_t*> received_;
+  Lists lists_;
   const Program meeting_;
   using Key = std::tuple<std::tuple<int, int, int64_t, int, bool>, Layout>;
   std::map<Key, Program, std::less<>> programs_;

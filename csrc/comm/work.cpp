@@ -2,12 +2,24 @@
 
 namespace dltrain::comm {
 
+// Each codec's are given to it together: they are of different regions, or of different chunks of one.
 void Work::sum(const std::vector<SumStep>& steps) const {
   const During during(call.observer, Phase::encode);
-  for (const SumStep& step : steps) sum(step);
+  size_t messages = 0;
+  for (const SumStep& step : steps) messages += step.received.size();
+  lists->received.clear();
+  lists->received.reserve(messages);  // where they lie is noted
+  for (const Codec& codec : codecs()) {
+    lists->sums.clear();
+    for (const SumStep& step : steps) {
+      if (step.region.codec != &codec) continue;
+      if (const auto sum = sum_of(step)) lists->sums.push_back(*sum);
+    }
+    if (!lists->sums.empty()) codec.encode_sums(place, lists->sums);
+  }
 }
 
-void Work::sum(const SumStep& step) const {
+std::optional<Sum> Work::sum_of(const SumStep& step) const {
   const bool encodes = step.slot >= 0;
   Sum sum;
   sum.numel = step.region.span.count;
@@ -17,18 +29,17 @@ void Work::sum(const SumStep& step) const {
     sum.scale = call.average ? 1.0f / static_cast<float>(world_size) : 1.0f;
     if (encodes) sum.feedback = call.feedback.from(step.region.span.first);
     // The message of what is there already.
-    if (program.in_place && step.received.empty() && sum.scale == 1.0f && !sum.feedback.residual.data) return;
+    if (program.in_place && step.received.empty() && sum.scale == 1.0f && !sum.feedback.residual.data) return {};
   }
-  received->clear();
-  for (const Location& location : step.received) received->push_back(reinterpret_cast<const uint8_t*>(at(location)));
-  sum.received = received->data();
-  sum.count = static_cast<int>(received->size());
+  sum.received = lists->received.data() + lists->received.size();
+  sum.count = static_cast<int>(step.received.size());
+  for (const Location& location : step.received) lists->received.push_back(reinterpret_cast<const uint8_t*>(at(location)));
   if (encodes) sum.message = reinterpret_cast<uint8_t*>(slots + step.slot);
   if (step.decodes) sum.decoded = result(step.region.span);
   sum.stochastic = call.stochastic;
   sum.random = {call.seed, this->step, static_cast<uint32_t>(rank)};
   sum.first = call.first + step.region.number;
-  step.region.codec->encode_sum(place, sum);
+  return sum;
 }
 
 Elements Work::result(const Span& span) const {
@@ -37,8 +48,14 @@ Elements Work::result(const Span& span) const {
 
 void Work::decode(const std::vector<DecodeStep>& steps) const {
   const During during(call.observer, Phase::decode);
-  for (const auto& [region, slot] : steps) {
-    region.codec->decode(place, region.span.count, reinterpret_cast<const uint8_t*>(slots + slot), values.from(region.span.first), {});
+  for (const Codec& codec : codecs()) {
+    lists->decodings.clear();
+    for (const auto& [region, slot] : steps) {
+      if (region.codec != &codec) continue;
+      const auto* const message = reinterpret_cast<const uint8_t*>(slots + slot);
+      lists->decodings.push_back({region.span.count, message, values.from(region.span.first)});
+    }
+    if (!lists->decodings.empty()) codec.decode_all(place, lists->decodings);
   }
 }
 

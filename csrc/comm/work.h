@@ -32,6 +32,13 @@ struct AllReduce {
   Observer* observer = nullptr;
 };
 
+// Room for what is done at once, kept from call to call.
+struct Lists {
+  std::vector<const uint8_t*> received;
+  std::vector<Sum> sums;
+  std::vector<Decoding> decodings;
+};
+
 // One call: its program, where its bytes lie, and what is done with them between the messages.
 struct Work {
   const Program& program;
@@ -43,14 +50,14 @@ struct Work {
   int64_t numel = 0;
   char *slots = nullptr, *inbox = nullptr;
   uint32_t step = 0;
-  std::vector<const uint8_t*>* received = nullptr;  // room for a sum's operands
+  Lists* lists = nullptr;
 
   char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : inbox) + location.offset; }
   void sum(const std::vector<SumStep>& steps) const;
   void decode(const std::vector<DecodeStep>& steps) const;
 
  private:
-  void sum(const SumStep& step) const;
+  std::optional<Sum> sum_of(const SumStep& step) const;
   Elements result(const Span& span) const;
 };
 

@@ -1,5 +1,8 @@
 #include "kernels/codec.h"
 
+#include <algorithm>
+#include <array>
+
 #include "core/check.h"
 #include "core/memory.h"
 #include "kernels/codecs.h"
@@ -12,20 +15,45 @@ namespace {
 
 constexpr int64_t cache = 16 << 20;  // bytes: what is written and more than this will not be found there
 
+// map_blocks of what makes a job of each of the list.
+template <class Operation, class Given, class Make>
+void map_all(const Place& place, std::span<const Given> list, Make make) {
+  constexpr size_t most = 64;
+  if (list.size() == 1) {
+    const Job<Operation> job = make(list.front());
+    return map_blocks(place, job.numel, job.operation);
+  }
+  std::array<Job<Operation>, most> jobs;
+  for (; !list.empty(); list = list.subspan(std::min(most, list.size()))) {
+    const size_t count = std::min(most, list.size());
+    std::transform(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(count), jobs.begin(), make);
+    map_blocks(place, std::span<const Job<Operation>>(jobs.data(), count));
+  }
+}
+
 template <class C>
-void encode_sum(const Place& place, const Sum& sum) {
-  const bool read_at_once = sum.feedback.residual.data || sum.decoded.data;
-  map_blocks(place, sum.numel, EncodeSum<C>{sum, Message<C>::bytes(sum.numel) >= cache && !read_at_once});
+void encode_sums(const Place& place, std::span<const Sum> sums) {
+  map_all<EncodeSum<C>>(place, sums, [](const Sum& sum) {
+    const bool read_at_once = sum.feedback.residual.data || sum.decoded.data;
+    return Job<EncodeSum<C>>{sum.numel, {sum, Message<C>::bytes(sum.numel) >= cache && !read_at_once}};
+  });
+}
+
+template <class C>
+void decode_all(const Place& place, std::span<const Decoding> messages) {
+  map_all<Decode<C>>(place, messages, [](const Decoding& each) {
+    return Job<Decode<C>>{each.numel, {each.numel, each.message, each.values, nullptr, each.values.bytes(each.numel) >= cache}};
+  });
 }
 
 template <class C>
 void decode(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics) {
-  const bool past_cache = values.bytes(numel) >= cache;
-  if (!statistics.sum_squares) return map_blocks(place, numel, Decode<C>{numel, message, values, nullptr, past_cache});
+  const Decoding whole{numel, message, values};
+  if (!statistics.sum_squares) return decode_all<C>(place, {&whole, 1});
   const int64_t tiles = Message<C>::tiles(numel);
   const Memory sums(place, (tiles + rests_of(tiles)) * static_cast<int64_t>(sizeof(double)));
   auto* const first = static_cast<double*>(sums.data());
-  map_blocks(place, numel, Decode<C>{numel, message, values, first, past_cache});
+  map_blocks(place, numel, Decode<C>{numel, message, values, first, values.bytes(numel) >= cache});
   add_up(place, first, tiles, statistics);
 }
 
@@ -42,7 +70,8 @@ Codec entry() {
           C::nearest_error,
           C::stochastic_error,
           bytes,
-          encode_sum<C>,
+          encode_sums<C>,
+          decode_all<C>,
           decode<C>};
 }
 

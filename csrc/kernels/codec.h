@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -9,6 +10,13 @@
 #include "kernels/statistics.h"
 
 namespace dltrain {
+
+// Values that a message stands for.
+struct Decoding {
+  int64_t numel;
+  const uint8_t* message;
+  Elements values;
+};
 
 // A codec of kernels/codecs.h, by its name.
 struct Codec {
@@ -20,8 +28,12 @@ struct Codec {
   math::Bound nearest_error, stochastic_error;
   bool is_lossy() const { return nearest_error.max > 0.0; }
   int64_t (*bytes)(int64_t numel);  // of a message
-  void (*encode_sum)(const Place& place, const Sum& sum);
+  // Those of a list have nothing to do with each other: on CUDA they are one launch, or a few.
+  void (*encode_sums)(const Place& place, std::span<const Sum> sums);
+  void (*decode_all)(const Place& place, std::span<const Decoding> messages);
   void (*decode)(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics);
+
+  void encode_sum(const Place& place, const Sum& sum) const { encode_sums(place, {&sum, 1}); }
 };
 
 const std::vector<Codec>& codecs();

@@ -13,6 +13,7 @@ template <class C>
 struct Decode {
   using Layout = Message<C>;
   static constexpr int elements = Layout::tile;
+  static constexpr bool in_lists = true;
 
   int64_t numel;
   const uint8_t* message;

@@ -48,6 +48,7 @@ struct Sum {
 template <class C>
 struct EncodeSum : Sum {
   static constexpr int elements = Message<C>::tile;
+  static constexpr bool in_lists = true;  // many of them are one launch
 
   bool past_cache = false;  // the message is more than a cache holds
 

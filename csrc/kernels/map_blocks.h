@@ -1,5 +1,7 @@
 #pragma once
 
+#include <span>
+
 #include "core/place.h"
 #include "kernels/cpu/map_blocks.h"
 #include "kernels/cuda/launch.h"
@@ -8,12 +10,20 @@ namespace dltrain {
 
 // operation(tile) for each tile of Operation::elements out of numel. A tile holds the elements while they are worked on: in the first-level
 // cache, or in the registers of a warp.
+//
+// The jobs have nothing to do with each other: on CUDA many are one launch.
+template <class Operation>
+void map_blocks(const Place& place, std::span<const Job<Operation>> jobs) {
+  if constexpr (built_with_cuda) {
+    if (place.on_cuda()) return std::get<cuda::MapBlocks<Operation>>(cuda::map_blocks_table).enqueue(place, jobs);
+  }
+  for (const auto& [numel, operation] : jobs) cpu::map_blocks(place, numel, operation);
+}
+
 template <class Operation>
 void map_blocks(const Place& place, int64_t numel, const Operation& operation) {
-  if constexpr (built_with_cuda) {
-    if (place.on_cuda()) return std::get<cuda::MapBlocks<Operation>>(cuda::map_blocks_table).enqueue(place, numel, operation);
-  }
-  cpu::map_blocks(place, numel, operation);
+  const Job<Operation> job{numel, operation};
+  map_blocks(place, std::span<const Job<Operation>>(&job, 1));
 }
 
 }  // namespace dltrain

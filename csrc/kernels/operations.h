@@ -2,6 +2,7 @@
 
 // Every operation, once: the loops of each device and each instruction set are compiled for what stands here.
 
+#include <cstdint>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -24,6 +25,13 @@ using Elementwise = std::tuple<Advance, Spoil, AdamW<4>, AdamW<5>, SGD<2>, SGD<3
 template <class... C>
 std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles, Judge> blockwise_of(const std::tuple<C...>&);
 using Blockwise = decltype(blockwise_of(std::declval<Codecs>()));
+
+// One of map_blocks: an operation over so many elements.
+template <class Operation>
+struct Job {
+  int64_t numel;
+  Operation operation;
+};
 
 using Reductions = std::tuple<math::SumSquares>;
 

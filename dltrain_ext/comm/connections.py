@@ -57,7 +57,9 @@ class Connections:
         self.meetings = Meetings(dist.PrefixStore("meetings", store), members.ranks, members.rank, timeout)
         said = [each.split(" ", 1) for each in self.meetings.share(f"{_trip_to(store)} {host_id()}")]
         self._round_trip = max(float(trip) for trip, _ in said)
-        self._layout = layout([host for _, host in said], self._rank, ranks_per_host)
+        hosts = [host for _, host in said]
+        self._layout = layout(hosts, self._rank, ranks_per_host)
+        self.are_uneven = ranks_per_host is None and are_uneven(hosts)
         self._number = itertools.count()
         self._gloo_devices: list[Any] = []
 
@@ -185,6 +187,11 @@ def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> tuple
     neighbours = members[hosts[rank]]
     place = neighbours.index(rank)
     return neighbours, [some[place] for some in members.values()]
+
+
+def are_uneven(hosts: Sequence[str]) -> bool:
+    """Whether some of several hosts have more members than others: then they go in one level, although links are shared."""
+    return len({hosts.count(host) for host in hosts}) > 1
 
 
 def _trip_to(store: dist.Store) -> float:

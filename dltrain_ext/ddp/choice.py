@@ -57,8 +57,8 @@ def choose(
 ) -> Reduction:
     """What ``"auto"`` stands for, with buckets of these parameters. Collective.
 
-    A codec is found by measuring, where there is no tuning; a plan alone goes by the number of ranks, so that runs have
-    the same bits. Where parameters are not known, for float32 and DDP's buckets of 25 MiB.
+    A codec is found by measuring, where there is no tuning; a plan alone goes by the ranks, so that runs have the same
+    bits. Where parameters are not known, for float32 and DDP's buckets of 25 MiB.
     """
     codec, algorithm, segments = asked.codec, asked.algorithm, None
     numel, dtype = _typical(parameters)
@@ -67,8 +67,7 @@ def choose(
     if algorithm == "auto":
         algorithm, segments = communicator.plan_for(codec, 4 * numel)
     if algorithm == "auto":
-        # By measurement for 2 and 4; each hop of the ring encodes once more, so it is not for many.
-        algorithm = "ring" if dist.get_world_size(group) <= 8 else "direct"
+        algorithm = communicator.usual_plan
     choice = Reduction(codec, algorithm, segments)
     if asked.codec == "auto" and dist.get_rank(group) == 0:
         _log.warning("codec 'auto': gradients travel as %s, for buckets of %d elements of %s", choice, numel, dtype)

@@ -48,8 +48,9 @@ class AllReduceState:
             once: ``choice`` has it, the logger ``dltrain_ext`` tells it on rank 0, and a run that goes on from a
             checkpoint of as many ranks takes that of the run before.
         algorithm: as for :func:`dltrain_ext.comm.all_reduce`, but one for buckets of any size. ``"auto"``: that of the
-            tuning; without one ``"ring"`` for up to 8 ranks, else ``"direct"``, so that runs have the same bits; with
-            the codec ``"auto"`` the fastest, or the one that encodes least often where it takes at most 10 % longer.
+            tuning; without one ``"ring"`` for up to 8 ranks on the CPU and where hosts have different numbers of
+            ranks, else ``"direct"``, so that runs have the same bits; with the codec ``"auto"`` the fastest, or the one
+            that encodes least often where it takes at most 10 % longer.
         error_feedback: what encoding loses of a gradient is added to that of the next step (Seide et al. 2014;
             Karimireddy et al. 2019), on the rank that lost it. Costs an element of ``feedback_dtype`` for each of the
             gradients', two with a ``scaler``. Where all ranks' gradients are zero, as of unused parameters, what has

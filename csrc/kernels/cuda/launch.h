@@ -2,7 +2,7 @@
 
 // The CUDA twins of the loops, compiled by nvcc for every operation of kernels/operations.h. They only enqueue.
 
-#include <cstdint>
+#include <span>
 
 #include "core/place.h"
 #include "core/tensor_list.h"
@@ -16,7 +16,7 @@ struct ForEach {
 };
 template <class Operation>
 struct MapBlocks {
-  void (*enqueue)(const Place& place, int64_t numel, const Operation& operation);
+  void (*enqueue)(const Place& place, std::span<const Job<Operation>> jobs);
 };
 template <class Reduction>
 struct Reduce {

@@ -9,52 +9,94 @@ namespace {
 
 constexpr int warps = threads / warp;  // of a block, a tile each
 
-// The operation and the messages that it receives, by value, as the host's list of them is gone when the kernel runs.
-template <class Operation, int capacity>
-struct Blocks {
-  Operation operation;
-  int64_t numel;
-  const uint8_t* received[capacity];
-};
-
 template <class Operation>
 concept Receives = requires(Operation operation) { operation.received; };
 
-template <class Operation, int capacity>
-__global__ void __launch_bounds__(threads, resident) map_blocks_kernel(const __grid_constant__ Blocks<Operation, capacity> blocks) {
-  constexpr int size = Operation::elements;
-  const int64_t tiles = (blocks.numel + size - 1) / size;
-  for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / warp; index < tiles; index += gridDim.x * int64_t{warps}) {
-    const int64_t rest = blocks.numel - index * size;
-    Tile<size> tile(index, rest < size ? static_cast<int>(rest) : size);
+template <class Operation>
+concept InLists = requires { Operation::in_lists; };
+
+// Jobs and the messages that they receive, by value, as the host's lists of them are gone when the kernel runs.
+template <class Operation, int capacity, int messages>
+struct Blocks {
+  int size = 0, received_size = 0;
+  int64_t tiles = 0;
+  int64_t first_tile[capacity];
+  int first_received[capacity];
+  Job<Operation> jobs[capacity];
+  const uint8_t* received[messages];
+
+  bool has_room_for(const Operation& operation) const {
+    if (size == capacity) return false;
+    if constexpr (Receives<Operation>) return received_size + operation.count <= messages;
+    return true;
+  }
+
+  void add(const Job<Operation>& job) {
+    jobs[size] = job;
+    first_tile[size] = tiles;
+    first_received[size] = received_size;
+    tiles += (job.numel + Operation::elements - 1) / Operation::elements;
     if constexpr (Receives<Operation>) {
-      blocks.operation(tile, blocks.received);
+      std::copy_n(job.operation.received, job.operation.count, received + received_size);
+      received_size += job.operation.count;
+    }
+    ++size;
+  }
+
+  // The job that a tile is of: the last that begins there or before, since jobs without elements have none.
+  DLT_HD int job_of(int64_t tile) const {
+    if constexpr (capacity == 1) return 0;
+    int low = 0, high = size;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (first_tile[middle] <= tile ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+template <class Operation, int capacity, int messages>
+__global__ void __launch_bounds__(threads, resident)
+    map_blocks_kernel(const __grid_constant__ Blocks<Operation, capacity, messages> blocks) {
+  constexpr int size = Operation::elements;
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / warp; index < blocks.tiles;
+       index += gridDim.x * int64_t{warps}) {
+    const int place = blocks.job_of(index);
+    const auto& [numel, operation] = blocks.jobs[place];
+    const int64_t own = index - (capacity == 1 ? 0 : blocks.first_tile[place]), rest = numel - own * size;
+    Tile<size> tile(own, rest < size ? static_cast<int>(rest) : size);
+    if constexpr (Receives<Operation>) {
+      operation(tile, blocks.received + (capacity == 1 ? 0 : blocks.first_received[place]));
     } else {
-      blocks.operation(tile);
+      operation(tile);
     }
   }
 }
 
-template <int capacity, class Operation>
-void enqueue_up_to(const Place& place, int64_t numel, const Operation& operation) {
-  constexpr int64_t size = warps * int64_t{Operation::elements};
-  Blocks<Operation, capacity> blocks;
-  static_assert(sizeof(blocks) <= parameter_bytes);
-  blocks.operation = operation;
-  blocks.numel = numel;
-  if constexpr (Receives<Operation>) {
-    dltrain::check(operation.count <= capacity, "received: expected at most ", capacity, " messages on CUDA, got ", operation.count);
-    std::copy_n(operation.received, operation.count, blocks.received);
+template <int capacity, int messages, class Operation>
+void enqueue_up_to(const Place& place, std::span<const Job<Operation>> jobs) {
+  using B = Blocks<Operation, capacity, messages>;
+  static_assert(sizeof(B) <= parameter_bytes);
+  while (!jobs.empty()) {
+    B blocks;
+    while (!jobs.empty() && blocks.has_room_for(jobs.front().operation)) {
+      blocks.add(jobs.front());
+      jobs = jobs.subspan(1);
+    }
+    dltrain::check(blocks.size > 0, "received: expected at most ", messages, " messages on CUDA");
+    launch(place, map_blocks_kernel<Operation, capacity, messages>, (blocks.tiles + warps - 1) / warps, blocks, "starting map_blocks");
   }
-  launch(place, map_blocks_kernel<Operation, capacity>, (numel + size - 1) / size, blocks, "starting map_blocks");
 }
 
 template <class Operation>
-void enqueue(const Place& place, int64_t numel, const Operation& operation) {
-  if constexpr (Receives<Operation>) {
-    if (operation.count > 16) return enqueue_up_to<4000>(place, numel, operation);
+void enqueue(const Place& place, std::span<const Job<Operation>> jobs) {
+  constexpr int few_messages = Receives<Operation> ? 16 : 1, messages = Receives<Operation> ? 2000 : 1;
+  bool is_small = jobs.size() == 1;
+  if constexpr (Receives<Operation>) is_small = is_small && jobs.front().operation.count <= few_messages;
+  if constexpr (InLists<Operation>) {
+    if (!is_small) return enqueue_up_to<64, messages>(place, jobs);
   }
-  enqueue_up_to<16>(place, numel, operation);
+  enqueue_up_to<1, few_messages>(place, jobs);
 }
 
 }  // namespace

@@ -118,6 +118,7 @@ T exchange(T value, unsigned apart) {
 
 constexpr int devices = 2;
 inline std::atomic<bool> has_context[devices];
+inline std::atomic<int> launches = 0;  // of kernels
 inline thread_local int current = 0;
 
 // Whether what was asked is right for the current device, which has a context from now on.
@@ -259,6 +260,7 @@ inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
 template <class Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters), dim3 grid, dim3 threads, void** arguments, size_t, cudaStream_t stream) {
   if (grid.x == 0 || threads.x == 0 || threads.x > 1024 || sizeof(Parameters) > 32764) return cudaErrorInvalidConfiguration;
+  ++emulated_cuda::launches;
   const auto parameters = std::make_shared<Parameters>(*static_cast<const Parameters*>(arguments[0]));
   emulated_cuda::of(stream).queue.submit([=] {
     const auto done = std::make_shared<std::promise<void>>();

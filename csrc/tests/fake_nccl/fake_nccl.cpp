@@ -97,6 +97,7 @@ struct ncclComm {
   int questions = 0;                   // before the launch that waits
   std::shared_ptr<Launch> waiting, under_way;
   int64_t meetings = 0;
+  int enqueued = 0;  // launches that their stream has not done
 
   // Messages that lie in a buffer.
   bool has_unsent() const {
@@ -106,7 +107,7 @@ struct ncclComm {
 
   Result state() const {
     if (error != success) return error;
-    if (finalized && has_unsent()) return in_progress;
+    if (finalized && (enqueued > 0 || has_unsent())) return in_progress;
     return waiting || (under_way && under_way->left > 0) || !clique->is_complete() ? in_progress : success;
   }
 };
@@ -332,9 +333,11 @@ void run(const std::shared_ptr<Launch>& launch) {
   std::unique_lock lock(mutex);
   if (!launch->comm->aborted) post(launch);
   changed.wait(lock, [&] { return launch->comm->aborted || launch->left == 0; });
+  --launch->comm->enqueued;
 }
 
 void enqueue(const std::shared_ptr<Launch>& launch) {
+  ++launch->comm->enqueued;
   launch->stream->queue.submit([launch] { run(launch); });
 }
 #else
