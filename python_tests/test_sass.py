@@ -23,7 +23,14 @@ ARCHITECTURES = ("sm_80", "sm_90")
 THREADS = 256  # of a block
 REGISTERS = 65536  # of a multiprocessor
 TILE = dict.fromkeys(codecs.CODECS, 256) | {"int4": 128, "fp8": 128}  # elements that a warp works on
-STREAMS = {"AdamW<4>": (4, 3), "AdamW<5>": (5, 4), "SGD<2>": (2, 1), "SGD<3>": (3, 2), "LARS<2>": (2, 1), "LARS<3>": (3, 2)}
+STREAMS = {
+    "AdamW<4>": (4, 3),
+    "AdamW<5>": (5, 4),
+    "SGD<2>": (2, 1),
+    "SGD<3>": (3, 2),
+    "LARS<2>": (2, 1),
+    "LARS<3>": (3, 2),
+}
 
 
 def run(*command, **options):
@@ -73,7 +80,9 @@ def of_codecs(kernels, operation):
     """Those of an operation: the codec, quads of elements that a lane has, and the accesses."""
     types = {"raw": "Raw", "fp16": "FP16", "bf16": "BF16", "fp8": "FP8", "int8": "Int8", "int4": "Int4", "sign": "Sign"}
     for codec, name in types.items():
-        found = [k for key, k in kernels.items() if key[2].startswith(f"{operation}<{name}>") and key[0] in ARCHITECTURES]
+        found = [
+            k for key, k in kernels.items() if key[2].startswith(f"{operation}<{name}>") and key[0] in ARCHITECTURES
+        ]
         assert len(found) >= len(ARCHITECTURES), (operation, codec)
         yield from ((codec, TILE[codec] // 128, accesses) for *_, accesses in found)
 

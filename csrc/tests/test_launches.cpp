@@ -72,8 +72,8 @@ Program program_of(const Layout& layout, const std::string& algorithm, int rank,
   return lower(make_plan(algorithm, rank, ranks), cut_by_region(layout, segments), false);
 }
 
-// By `direct`, which the hook takes on a device. Before regions were launched together it took 237 for a layer of GPT-2, and the ring 497 for
-// a stage of ResNet-50.
+// By `direct`, which the hook takes on a device. Before regions were launched together it took 237 for a layer of GPT-2, and the ring 497
+// for a stage of ResNet-50.
 TEST(Launches, AreFewWhateverTheParameters) {
   const Codec& int8 = find_codec("int8");
   const std::map<std::string, int> at_most = {{"one parameter", 9}, {"a layer of GPT-2", 14}, {"a stage of ResNet-50", 18}};

@@ -190,7 +190,7 @@ def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> tuple
 
 
 def are_uneven(hosts: Sequence[str]) -> bool:
-    """Whether some of several hosts have more members than others: then they go in one level, although links are shared."""
+    """Whether some of several hosts have more members than others: they go in one level then, although they share."""
     return len({hosts.count(host) for host in hosts}) > 1
 
 
