@@ -3,16 +3,20 @@
 // Two CUDA devices made of fibers, for machines without one: the project's own CUDA sources run on them, compiled as C++. As on a device, a
 // stream's work is done later, by a worker of its own, and only events order streams; fresh memory holds garbage. A thread of a block is a
 // fiber, which the sanitizers take for a thread: they see races and accesses out of bounds. Blocks run one after another. As with CUDA,
-// each thread has a current device, 0 at first; whatever is asked makes a context there; and streams and events are a device's own.
+// each thread has a current device, 0 at first; whatever is asked makes a context there; and streams and events are a device's own. What a
+// capture forbids fails: asking for its events, waiting for work outside of it, streams that are not joined, and unsafe calls by any
+// thread.
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <future>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "core/queue.h"
@@ -29,6 +33,7 @@
 #define __shfl_xor_sync(mask, value, apart) emulated_cuda::exchange(value, apart)
 #define threadIdx (dim3{emulated_cuda::Fibers::index()})
 
+struct CUstream_st;
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
@@ -49,9 +54,28 @@ void __stwb(T* to, T value) {
 }
 inline dim3 blockIdx, gridDim;
 
+// What a graph is made of, while it is captured and after: the work of all its streams, in the order in which it was given, which is one of
+// those that a device may choose. What is freed in it lives as long as the graph.
+struct CUgraph_st {
+  std::vector<std::function<void()>> work;
+  std::vector<void*> freed;
+  std::vector<CUstream_st*> streams;  // the first has begun
+  ~CUgraph_st() {
+    for (void* memory : freed) std::free(memory);
+  }
+};
+
 struct CUstream_st {
   dltrain::Queue queue;
   int device = 0;
+  CUgraph_st* capture = nullptr;
+  bool is_joined = true;  // its work in a capture is waited for
+
+  void give(std::function<void()> work) {
+    if (!capture) return queue.submit(std::move(work));
+    capture->work.push_back(std::move(work));
+    is_joined = false;
+  }
 };
 struct CUevent_st {
   struct State {
@@ -70,7 +94,11 @@ struct CUevent_st {
   };
   std::shared_ptr<State> state = std::make_shared<State>();  // streams may outlive the event
   int device = 0;
+  CUgraph_st* capture = nullptr;  // that it was recorded in last
+  CUstream_st* stream = nullptr;  // likewise
 };
+using cudaGraph_t = CUgraph_st*;
+using cudaGraphExec_t = std::shared_ptr<CUgraph_st>*;
 using cudaStream_t = CUstream_st*;
 using cudaEvent_t = CUevent_st*;
 enum cudaError_t {
@@ -79,14 +107,18 @@ enum cudaError_t {
   cudaErrorInvalidConfiguration,
   cudaErrorNoDevice,
   cudaErrorInsufficientDriver,
-  cudaErrorNotReady
+  cudaErrorNotReady,
+  cudaErrorStreamCaptureUnsupported,
+  cudaErrorStreamCaptureIsolation,
+  cudaErrorStreamCaptureUnjoined,
+  cudaErrorCapturedEvent
 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 constexpr unsigned long long cudaEnableDefault = 0;
 enum cudaMemcpyKind { cudaMemcpyDefault };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed };
 constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostAllocDefault = 0;
 
 namespace emulated_cuda {
@@ -128,10 +160,29 @@ inline cudaError_t on_current(bool is_right = true) {
 }
 
 inline CUstream_st& of(cudaStream_t stream) {
-  static CUstream_st first{{}, 0}, second{{}, 1};
-  return stream ? *stream : current == 0 ? first : second;
+  static CUstream_st default_streams[devices];
+  static const bool are_made = [] {
+    for (int device = 0; device < devices; ++device) default_streams[device].device = device;
+    return true;
+  }();
+  (void)are_made;
+  return stream ? *stream : default_streams[current];
 }
+inline std::atomic<int> captures = 0;  // under way, all of them in the global mode
+inline thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+
+// Of what could disturb a capture that is under way.
+inline cudaError_t unless_captured() {
+  on_current();
+  return captures > 0 && mode != cudaStreamCaptureModeRelaxed ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+
 inline cudaError_t on_device_of(cudaStream_t stream) { return on_current(of(stream).device == current); }
+
+inline void* garbage(size_t bytes) {
+  void* const memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return std::memset(memory, 0xA5, bytes);
+}
 
 template <class Parameters>
 void run_grid(void (*kernel)(Parameters), dim3 grid, unsigned threads, const Parameters& parameters) {
@@ -184,32 +235,36 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** fou
 }
 
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
-  *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  std::memset(*memory, 0xA5, bytes);
-  return emulated_cuda::on_current();
+  *memory = nullptr;
+  if (const cudaError_t error = emulated_cuda::unless_captured(); error != cudaSuccess) return error;
+  *memory = emulated_cuda::garbage(bytes);
+  return cudaSuccess;
 }
 inline cudaError_t cudaFreeHost(void* memory) {
   std::free(memory);
-  return emulated_cuda::on_current();
+  return emulated_cuda::unless_captured();
 }
 inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t stream) {
-  cudaHostAlloc(memory, bytes, cudaHostAllocDefault);
+  *memory = emulated_cuda::garbage(bytes);
   return emulated_cuda::on_device_of(stream);
 }
 inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
-  emulated_cuda::of(stream).queue.submit([memory] { std::free(memory); });
+  CUstream_st& its = emulated_cuda::of(stream);
+  its.capture ? its.capture->freed.push_back(memory) : its.queue.submit([memory] { std::free(memory); });
   return emulated_cuda::on_device_of(stream);
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  emulated_cuda::of(stream).queue.submit([=] { std::memcpy(to, from, bytes); });
+  emulated_cuda::of(stream).give([=] { std::memcpy(to, from, bytes); });
   return emulated_cuda::on_device_of(stream);
 }
 
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  *stream = new CUstream_st{{}, emulated_cuda::current};
+  *stream = new CUstream_st;
+  (*stream)->device = emulated_cuda::current;
   return emulated_cuda::on_current();
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (emulated_cuda::of(stream).capture) return cudaErrorStreamCaptureUnsupported;
   emulated_cuda::of(stream).queue.run([] {});
   return emulated_cuda::on_device_of(stream);
 }
@@ -229,40 +284,92 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return emulated_cuda::on_current();
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  if (event->device != emulated_cuda::of(stream).device) return cudaErrorInvalidValue;
+  CUstream_st& its = emulated_cuda::of(stream);
+  if (event->device != its.device) return cudaErrorInvalidValue;
   const int record = ++event->state->recorded;
-  emulated_cuda::of(stream).queue.submit([state = event->state, record] {
+  const bool was_joined = its.is_joined;
+  its.give([state = event->state, record] {
     const std::lock_guard lock(state->mutex);
     state->passed = record;
     state->changed.notify_all();
   });
+  its.is_joined = was_joined;
+  event->capture = its.capture;
+  event->stream = &its;
   return emulated_cuda::on_current();
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  emulated_cuda::of(stream).queue.submit([state = event->state, record = event->state->recorded] { state->wait_for(record); });
+  CUstream_st& its = emulated_cuda::of(stream);
+  if (its.capture && event->capture != its.capture) return cudaErrorStreamCaptureIsolation;
+  if (event->capture) {
+    if (!its.capture) event->capture->streams.push_back(&its);
+    its.capture = event->capture;
+    event->stream->is_joined = true;
+  }
+  its.give([state = event->state, record = event->state->recorded] { state->wait_for(record); });
   return emulated_cuda::on_current();
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (event->capture) return cudaErrorCapturedEvent;
   event->state->wait_for(event->state->recorded);
-  return emulated_cuda::on_current();
+  return emulated_cuda::unless_captured();
 }
 
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
-  emulated_cuda::on_current();
+  if (event->capture) return cudaErrorCapturedEvent;
+  if (const cudaError_t error = emulated_cuda::unless_captured(); error != cudaSuccess) return error;
   return event->state->has_passed(event->state->recorded) ? cudaSuccess : cudaErrorNotReady;
 }
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = emulated_cuda::of(stream).capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return emulated_cuda::on_current();
 }
-inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return emulated_cuda::on_current(); }
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, emulated_cuda::mode);
+  return emulated_cuda::on_current();
+}
+
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  CUstream_st& its = emulated_cuda::of(stream);
+  if (its.capture) return cudaErrorInvalidValue;
+  its.capture = new CUgraph_st{{}, {}, {&its}};
+  ++emulated_cuda::captures;
+  return emulated_cuda::on_device_of(stream);
+}
+inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  CUgraph_st* const captured = emulated_cuda::of(stream).capture;
+  if (!captured || captured->streams.front() != &emulated_cuda::of(stream)) return cudaErrorInvalidValue;
+  --emulated_cuda::captures;
+  cudaError_t error = emulated_cuda::on_device_of(stream);
+  for (CUstream_st* const each : captured->streams) {
+    if (each != captured->streams.front() && !each->is_joined) error = cudaErrorStreamCaptureUnjoined;
+    each->capture = nullptr;
+    each->is_joined = true;
+  }
+  *graph = captured;
+  return error;
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  *executable = new std::shared_ptr<CUgraph_st>(graph);  // which owns it
+  return emulated_cuda::on_current();
+}
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+  emulated_cuda::of(stream).queue.submit([graph = *executable] {
+    for (const auto& work : graph->work) work();
+  });
+  return emulated_cuda::on_device_of(stream);
+}
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  delete executable;
+  return emulated_cuda::on_current();
+}
 
 template <class Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters), dim3 grid, dim3 threads, void** arguments, size_t, cudaStream_t stream) {
   if (grid.x == 0 || threads.x == 0 || threads.x > 1024 || sizeof(Parameters) > 32764) return cudaErrorInvalidConfiguration;
   ++emulated_cuda::launches;
   const auto parameters = std::make_shared<Parameters>(*static_cast<const Parameters*>(arguments[0]));
-  emulated_cuda::of(stream).queue.submit([=] {
+  emulated_cuda::of(stream).give([=] {
     const auto done = std::make_shared<std::promise<void>>();
     emulated_cuda::device.submit([=] {
       emulated_cuda::run_grid(kernel, grid, threads.x, *parameters);

@@ -333,12 +333,20 @@ void run(const std::shared_ptr<Launch>& launch) {
   std::unique_lock lock(mutex);
   if (!launch->comm->aborted) post(launch);
   changed.wait(lock, [&] { return launch->comm->aborted || launch->left == 0; });
-  --launch->comm->enqueued;
 }
 
 void enqueue(const std::shared_ptr<Launch>& launch) {
+  if (launch->stream->capture) {  // a replay is a launch of its own
+    return launch->stream->give([comm = launch->comm, stream = launch->stream, operations = launch->operations] {
+      run(std::make_shared<Launch>(Launch{comm, stream, operations, operations.size()}));
+    });
+  }
   ++launch->comm->enqueued;
-  launch->stream->queue.submit([launch] { run(launch); });
+  launch->stream->queue.submit([launch] {
+    run(launch);
+    const std::lock_guard lock(mutex);
+    --launch->comm->enqueued;
+  });
 }
 #else
 constexpr bool takes_streams = false;

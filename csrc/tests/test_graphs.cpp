@@ -1,0 +1,120 @@
+// All-reduces in CUDA graphs, on the emulated device, which fails where a capture forbids what is asked.
+
+#ifdef DLTRAIN_EMULATED
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <latch>
+#include <memory>
+
+#include "comm/failure.h"
+#include "tests/nccl_ranks.h"
+
+namespace dltrain::comm::nccl {
+namespace {
+
+class Graph {
+ public:
+  // Of what is given to the place's stream meanwhile.
+  template <class Give>
+  Graph(const Place& place, Give give) : place_(place) {
+    const cuda::DeviceGuard guard(place.device);
+    cudaStreamBeginCapture(place.stream, cudaStreamCaptureModeGlobal);
+    give();
+    cudaGraph_t graph = nullptr;
+    EXPECT_EQ(cudaStreamEndCapture(place.stream, &graph), cudaSuccess);
+    cudaGraphInstantiate(&executable_, graph, 0);
+  }
+  ~Graph() {
+    const cuda::DeviceGuard guard(place_.device);
+    Event::record(place_).synchronize();
+    cudaGraphExecDestroy(executable_);
+  }
+
+  void replay() const {
+    const cuda::DeviceGuard guard(place_.device);
+    cudaGraphLaunch(executable_, place_.stream);
+  }
+
+ private:
+  const Place place_;
+  cudaGraphExec_t executable_ = nullptr;
+};
+
+using Values = std::vector<float>;
+
+class GraphsOn : public OverNccl {};
+INSTANTIATE_TEST_SUITE_P(Places, GraphsOn, testing::Values("cuda"), [](const auto& info) { return info.param; });
+
+TEST_P(GraphsOn, ReplayAnAllReduce) {
+  constexpr int world_size = 3;
+  on_nccl_ranks(place(), world_size, [](Executor& executor, Runner& runner, const Place& place) {
+    cuda::stay_out_of_captures(place.device);  // of the other ranks, which are threads of this process
+    AllReduce call;
+    call.algorithm = "direct";
+    call.codec = "int8";
+    const Array<float> array(place, Values(1000, 127.0f));
+    const auto reduce = [&] { runner.all_reduce(executor, {array.data()}, 1000, call); };
+    reduce();  // connects, and makes what cannot be made in a capture
+    float now = 127.0f * world_size;
+    EXPECT_EQ(array.values(), Values(1000, now));
+    const Graph graph(place, reduce);
+    EXPECT_EQ(array.values(), Values(1000, now));  // nothing has run
+    for (int replay = 0; replay < 3; ++replay) {
+      graph.replay();
+      now *= world_size;
+      const Values values = array.values();
+      for (const float value : values) ASSERT_NEAR(value, now, now * 0.01f);
+    }
+    reduce();  // and beside it as ever
+    EXPECT_NEAR(array.values()[0], now * world_size, now * 0.1f);
+  });
+}
+
+// Another rank's watch asks for its events while this one captures, and must not disturb that.
+TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
+  std::latch captured(1), begun(1);
+  on_nccl_ranks(place(), 2, [&](Executor& executor, Runner& runner, const Place& place) {
+    const Array<float> array(place, Values(100, 1.0f));
+    AllReduce call;
+    call.algorithm = "direct";
+    runner.all_reduce(executor, {array.data()}, 100, call);
+    array.values();
+    if (executor.rank() == 1) {
+      begun.wait();
+      const Graph graph(place, [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
+      captured.count_down();
+      runner.all_reduce(executor, {array.data()}, 100, call);
+    } else {
+      runner.all_reduce(executor, {array.data()}, 100, call);  // under way until rank 1 has captured
+      begun.count_down();
+      captured.wait();
+    }
+    EXPECT_EQ(array.values(), Values(100, 4.0f));
+    executor.drain();
+    EXPECT_EQ(executor.failure(), "");
+  });
+}
+
+TEST_P(GraphsOn, KeepWhatTheyReadOfAFailure) {
+  const OwnPlace own(place());
+  const Place place = own.place();
+  const Array<float> array(place, Values(10, 1.0f));
+  auto failure = std::make_unique<Failure>();
+  failure->spoil(place, {array.data()}, 10);
+  array.values();
+  const Graph graph(place, [&] {
+    failure->spoil(place, {array.data()}, 10);
+    failure->captured();
+  });
+  failure->set("the executor was destroyed");
+  failure.reset();
+  graph.replay();
+  for (const float value : array.values()) EXPECT_TRUE(std::isnan(value));
+}
+
+}  // namespace
+}  // namespace dltrain::comm::nccl
+
+#endif
