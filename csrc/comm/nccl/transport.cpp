@@ -59,9 +59,9 @@ class OnDevice {
 };
 
 constexpr auto patience = std::chrono::microseconds(200);          // with NCCL, before a thread sleeps: that takes longer than a launch
-constexpr auto most_for_an_end = std::chrono::milliseconds(5000);  // that whoever closes waits
+constexpr auto most_for_an_end = std::chrono::milliseconds(2000);  // that whoever closes waits
 
-// All messages have left, or arrived.
+// All messages have left, or arrived. Ranks of one host are to do this together, and whoever is alone in it may wait for nothing.
 bool finalize(const Library& library, Comm comm, std::chrono::milliseconds timeout) {
   const auto end = Clock::now() + timeout;
   Result result = library->comm_finalize(comm);
