@@ -78,7 +78,7 @@ class Race {
 
 std::string_view Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
   const auto distance = [wire_bytes](int64_t size) {
-    return std::abs(std::log2(static_cast<double>(std::max<int64_t>(wire_bytes, 1)) / size));
+    return std::abs(std::log2(static_cast<double>(std::max<int64_t>(wire_bytes, 1)) / static_cast<double>(size)));
   };
   const auto nearest = std::min_element(by_size.begin(), by_size.end(),
                                         [&](const auto& one, const auto& other) { return distance(one.first) < distance(other.first); });

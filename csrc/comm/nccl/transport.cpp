@@ -222,7 +222,9 @@ std::string Transport::error() {
 // Nobody else gives it anything from now on. Who has the mutex for long is blocked in NCCL, and is to be ended.
 Comm Transport::take() noexcept {
   std::unique_lock lock(mutex_, std::defer_lock);
-  (void)lock.try_lock_for(std::chrono::seconds(1));
+  for (const auto end = Clock::now() + std::chrono::seconds(1); !lock.try_lock() && Clock::now() < end;) {
+    std::this_thread::sleep_for(patience);
+  }
   return std::exchange(comm_, nullptr);
 }
 

@@ -52,8 +52,8 @@ class Transport : public comm::Transport, public Collectives {
   const std::chrono::milliseconds timeout_;
   std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of it
   std::atomic<bool> aborted_ = false;
-  std::timed_mutex mutex_;  // NCCL takes one caller at a time
-  Comm comm_ = nullptr;     // null: closed
+  std::mutex mutex_;     // NCCL takes one caller at a time
+  Comm comm_ = nullptr;  // null: closed
 };
 
 }  // namespace dltrain::comm::nccl
