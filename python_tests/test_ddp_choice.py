@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import comm, ddp, sim
 from dltrain_ext.comm import Choice, Tuning, connections
+from dltrain_ext.ddp import choice
 
 
 def make():
@@ -144,6 +145,17 @@ def where_ranks_are(rank, world_size):
 
 def test_a_plan_alone_goes_by_where_the_ranks_are():
     run_ranks(3, where_ranks_are)
+
+
+def nobody_says(rank, world_size):
+    state = ddp.register(make())
+    assert state.codec == "int8" and choice.usual_codec(None, None) == "int8"
+    on_a_gpu = [type("Parameter", (), {"device": torch.device("cuda", 0)})]
+    assert choice.usual_codec(None, on_a_gpu) == "auto"
+
+
+def test_where_nobody_says_the_codec_goes_by_the_device():
+    run_ranks(2, nobody_says)
 
 
 def deterministic(rank, world_size):

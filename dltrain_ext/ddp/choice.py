@@ -12,6 +12,7 @@ from torch import Tensor
 from dltrain_ext._arguments import check_number
 from dltrain_ext.comm import Communicator
 from dltrain_ext.comm.arguments import IN_PLANS, check_names
+from dltrain_ext.comm.groups import device_of, group_of
 
 _BUCKET = 25 << 20  # bytes, DDP's default
 _log = logging.getLogger("dltrain_ext")
@@ -50,6 +51,15 @@ class Reduction:
         """What a run before had, where that is what is asked for now."""
         fits = asked.codec in ("auto", saved.codec) and asked.algorithm in ("auto", saved.algorithm)
         return saved if fits else self
+
+
+def usual_codec(group: dist.ProcessGroup | None, parameters: Iterable[Tensor] | None) -> str:
+    """What gradients travel as, where nobody says: on CUDA what measuring comes to, since links between GPUs may be so
+    fast that to compress takes longer than to send."""
+    device = next((parameter.device for parameter in parameters or ()), None)
+    if device is None:
+        device = device_of(group_of(group))
+    return "auto" if device.type == "cuda" else "int8"
 
 
 def choose(

@@ -23,7 +23,7 @@ from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.ddp import checkpoint
 from dltrain_ext.ddp.buckets import Buckets
-from dltrain_ext.ddp.choice import Reduction, choose
+from dltrain_ext.ddp.choice import Reduction, choose, usual_codec
 from dltrain_ext.ddp.feedback import Feedback
 from dltrain_ext.ddp.parameters import Parameters
 
@@ -39,7 +39,8 @@ class AllReduceState:
 
     Args:
         process_group: the model's group; the default group where None.
-        codec: one of ``codecs.CODECS``: what gradients travel as. Measured, int8 and int4 learn as fp32 does, and sign
+        codec: one of ``codecs.CODECS``: what gradients travel as. None: ``"int8"`` on the CPU and ``"auto"`` on CUDA,
+            where links may be too fast to compress. Measured, int8 and int4 learn as fp32 does, and sign
             does not with AdamW, least of all with feedback (docs/learning.md). Parameters of one dimension or
             none, and small ones, travel as fp32 in the same messages. ``"auto"``: the most accurate one that takes at
             most 10 % longer than the fastest on this group, or none and the backend's own all-reduce, where compressing
@@ -78,7 +79,7 @@ class AllReduceState:
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
-        codec: str = "int8",
+        codec: str | None = None,
         algorithm: str = "auto",
         error_feedback: bool = True,
         feedback_dtype: str = "fp32",
@@ -93,6 +94,10 @@ class AllReduceState:
         ranks_per_host: int | None = None,
         tuning: Tuning | str | os.PathLike[str] | None = None,
     ):
+        parameters = Parameters(named_parameters)
+        named = None if parameters.names is None else parameters.names.values()
+        if codec is None:
+            codec = usual_codec(process_group, named)
         check_names(algorithm, "raw" if isinstance(codec, str) and codec == "auto" else codec)
         dtype = dtype_of_feedback(feedback_dtype)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -106,7 +111,6 @@ class AllReduceState:
         stochastic = is_stochastic(rounding)
         if error_feedback and codec != "auto":
             _ops.check_feedback(codec, stochastic, "error_feedback: expected False")
-        parameters = Parameters(named_parameters)
         self._communicator_of = partial(
             Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )

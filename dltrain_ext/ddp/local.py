@@ -20,9 +20,10 @@ def has_peers() -> bool:
 class LocalState(AllReduceState):
     """Of a model in a process without peers; ``steps`` are those of a checkpoint that was loaded."""
 
-    def __init__(self, model: nn.Module, codec: str = "int8", **options: Any):
+    def __init__(self, model: nn.Module, codec: str | None = None, **options: Any):
         self._trained = trained_parameters(model)
-        super().__init__(codec="raw" if codec == "auto" else codec, named_parameters=self._trained.items(), **options)
+        codec = "raw" if codec == "auto" else "int8" if codec is None else codec
+        super().__init__(codec=codec, named_parameters=self._trained.items(), **options)
 
     def _use(self, group: dist.ProcessGroup | None) -> None:
         self._rank, self._world_size, self.choice = 0, 1, self._asked

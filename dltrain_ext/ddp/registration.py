@@ -13,7 +13,7 @@ from dltrain_ext.ddp.parameters import check_parameters, check_plain, trained_pa
 
 def register(
     model: nn.Module,
-    codec: str = "int8",
+    codec: str | None = None,
     algorithm: str = "auto",
     error_feedback: bool = True,
     scaler: torch.amp.GradScaler | None = None,
