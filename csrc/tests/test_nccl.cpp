@@ -114,7 +114,7 @@ TEST_P(NcclTransportOn, IsAbortedIfWhatWasSentIsNeverTaken) {
         if (transport->rank() == 0) transport->send(place, 1, number.data(), 4)->wait(Deadline::max());
         transport->close();
       },
-      milliseconds(200));
+      milliseconds(3000));
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
   EXPECT_EQ(calls("rank 1: ncclCommDestroy"), 1);
 }
@@ -122,7 +122,7 @@ TEST_P(NcclTransportOn, IsAbortedIfWhatWasSentIsNeverTaken) {
 // NCCL keeps whoever ends a communicator until the last captured graph of it is gone, and a script may hold that until it ends itself.
 TEST_P(NcclTransportOn, ALivingGraphKeepsNobody) {
   for (const bool in_good_order : {true, false}) {
-    const auto transport = alone(milliseconds(200));
+    const auto transport = alone(milliseconds(3000));
     fake().let_a_graph_live(true);
     const auto start = Clock::now();
     in_good_order ? transport->close() : transport->abort();

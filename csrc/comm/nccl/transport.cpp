@@ -78,11 +78,11 @@ void in_time(std::chrono::milliseconds timeout, End end) noexcept {
   try {
     const auto ended = std::make_shared<std::promise<void>>();
     const auto future = ended->get_future();
-    std::thread([ended, end] {
+    std::thread thread([ended, end] {
       end();
       ended->set_value();
-    }).detach();
-    future.wait_for(timeout);
+    });
+    future.wait_for(timeout) == std::future_status::ready ? thread.join() : thread.detach();
   } catch (const std::exception&) {
     end();  // there was no thread
   }

@@ -68,13 +68,14 @@ struct CUgraph_st {
 struct CUstream_st {
   dltrain::Queue queue;
   int device = 0;
-  CUgraph_st* capture = nullptr;
-  bool is_joined = true;  // its work in a capture is waited for
+  std::atomic<CUgraph_st*> capture = nullptr;
+  bool is_joined = true;  // while it is captured: whether its work is waited for
 
-  void give(std::function<void()> work) {
-    if (!capture) return queue.submit(std::move(work));
-    capture->work.push_back(std::move(work));
-    is_joined = false;
+  void give(std::function<void()> work, bool is_work = true) {
+    CUgraph_st* const its = capture;
+    if (!its) return queue.submit(std::move(work));
+    its->work.push_back(std::move(work));
+    if (is_work) is_joined = false;
   }
 };
 struct CUevent_st {
@@ -250,11 +251,16 @@ inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t str
 }
 inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
   CUstream_st& its = emulated_cuda::of(stream);
-  its.capture ? its.capture->freed.push_back(memory) : its.queue.submit([memory] { std::free(memory); });
+  CUgraph_st* const capture = its.capture;
+  capture ? capture->freed.push_back(memory) : its.queue.submit([memory] { std::free(memory); });
   return emulated_cuda::on_device_of(stream);
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  emulated_cuda::of(stream).give([=] { std::memcpy(to, from, bytes); });
+  emulated_cuda::of(stream).give([=] {
+    const auto places = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
+    if (bytes != sizeof(int) || places % sizeof(int) != 0) return void(std::memcpy(to, from, bytes));
+    *static_cast<int*>(to) = __atomic_load_n(static_cast<const int*>(from), __ATOMIC_RELAXED);  // a device reads a word at once
+  });
   return emulated_cuda::on_device_of(stream);
 }
 
@@ -287,13 +293,12 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   CUstream_st& its = emulated_cuda::of(stream);
   if (event->device != its.device) return cudaErrorInvalidValue;
   const int record = ++event->state->recorded;
-  const bool was_joined = its.is_joined;
-  its.give([state = event->state, record] {
+  const auto pass = [state = event->state, record] {
     const std::lock_guard lock(state->mutex);
     state->passed = record;
     state->changed.notify_all();
-  });
-  its.is_joined = was_joined;
+  };
+  its.give(pass, false);
   event->capture = its.capture;
   event->stream = &its;
   return emulated_cuda::on_current();
