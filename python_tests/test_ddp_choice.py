@@ -147,6 +147,34 @@ def test_a_plan_alone_goes_by_where_the_ranks_are():
     run_ranks(3, where_ranks_are)
 
 
+def sent_across(algorithm, hosts):
+    """By the busiest host to others, in tensors."""
+    sent = dict.fromkeys(hosts, 0.0)
+    for rank, host in enumerate(hosts):
+        plan = comm.plan(algorithm, rank, len(hosts))
+        steps = [step for steps in plan.rounds for step in steps if step.op.startswith("send")]
+        for step in steps:
+            if hosts[step.peer] != host:
+                sent[host] += (step.chunks[1] - step.chunks[0]) / plan.chunks
+    return max(sent.values())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ring", "direct"),
+    [("aaaaabbb", 1.75, 3.75), ("aaaaaaaab", 16 / 9, 16 / 9), ("abcdefgh", 1.75, 1.75), ("aaaabbbb", 1.75, 4.0)],
+)
+def test_direct_where_links_are_not_shared(hosts, ring, direct):
+    """Where hosts have as many ranks each, two levels send what one rank would: here a tensor, in place of four."""
+    assert sent_across("ring", hosts) == pytest.approx(ring)
+    assert sent_across("direct", hosts) == pytest.approx(direct)
+    levels = connections.layout(list(hosts), 0, None)
+    assert connections.are_uneven(list(hosts)) == (hosts in ("aaaaabbb", "aaaaaaaab"))
+    assert (levels is not None) == (hosts == "aaaabbbb")
+    if levels is not None:
+        _, counterparts = levels
+        assert sent_across("direct", "ab"[: len(counterparts)]) == 1.0  # of a share, by each of those that have one
+
+
 def nobody_says(rank, world_size):
     state = ddp.register(make())
     assert state.codec == "int8" and choice.usual_codec(None, None) == "int8"
