@@ -177,7 +177,7 @@ def test_direct_where_links_are_not_shared(hosts, ring, direct):
 
 def nobody_says(rank, world_size):
     state = ddp.register(make())
-    assert state.codec == "int8" and choice.usual_codec(None, None) == "int8"
+    assert state.codec == "int8" and choice.usual_codec(None, []) == "int8"
     on_a_gpu = [type("Parameter", (), {"device": torch.device("cuda", 0)})]
     assert choice.usual_codec(None, on_a_gpu) == "auto"
 

@@ -1,8 +1,8 @@
 #include "comm/crossover.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
+#include <numeric>
 
 namespace dltrain::comm {
 
@@ -40,11 +40,7 @@ class Race {
 
   bool has_time_for(double seconds) const { return seconds < left_; }
 
-  static double total(const std::vector<double>& times) {
-    double sum = 0;
-    for (const double seconds : times) sum += seconds;
-    return sum;
-  }
+  static double total(const std::vector<double>& times) { return std::accumulate(times.begin(), times.end(), 0.0); }
 
  private:
   // The means of all ranks, in fp32, so that these are the same bits on all.
@@ -76,16 +72,12 @@ class Race {
 
 }  // namespace
 
-std::string_view Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
-  const auto distance = [wire_bytes](int64_t size) {
-    return std::abs(std::log2(static_cast<double>(std::max<int64_t>(wire_bytes, 1)) / static_cast<double>(size)));
-  };
-  const auto nearest = std::min_element(by_size.begin(), by_size.end(),
-                                        [&](const auto& one, const auto& other) { return distance(one.first) < distance(other.first); });
-  if (nearest->second == few_bytes || wire_bytes > 2 * by_size.rbegin()->first) return few_bytes;
-  static const std::string takes_all_of_two = few_rounds(2).back(), takes_all = few_rounds(3).back();
-  if (lossy) return world_size == 2 ? takes_all_of_two : takes_all;
-  return nearest->second;
+std::string Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
+  for (const auto& [bytes, plan] : by_size) {
+    if (wire_bytes > 2 * bytes) continue;  // halfway to the next size, which is four times as large
+    return lossy && plan != few_bytes ? few_rounds(world_size).back() : plan;
+  }
+  return few_bytes;
 }
 
 Crossover look_for_crossover(int world_size, Seconds time, const SumByPlan& sum, const std::function<Seconds()>& now) {

@@ -12,7 +12,7 @@
 namespace dltrain {
 
 inline Place cpu_place() { return {}; }
-// The last device, which no thread has as its current one by itself: test_contexts.cpp sees who forgets that.
+// The last device, which no thread has as its current one by itself: test_emulated_cuda.cpp sees who forgets that.
 inline Place cuda_place() {
   if constexpr (built_with_cuda) return Place::cuda(cuda::device_count() - 1, nullptr);
   return {};

@@ -6,11 +6,10 @@ import torch
 
 from dltrain_ext.comm.plans import algorithms_for
 from dltrain_ext.comm.timing import Group, Race, Trial
-from dltrain_ext.comm.tuning import most_accurate
+from dltrain_ext.comm.tuning import LIKE_THE_FASTEST, most_accurate
 
 _FEW_BYTES = "direct"  # and it encodes least often
 _MANY_BYTES = frozenset(("oneshot", "tree", "double_tree", "recursive_doubling"))  # of large tensors of many ranks
-_CLEARLY = 1.1  # so many times as fast, or noise might decide
 _CODECS = ("raw", "fp16", "int8", "int4")  # bf16 and fp8 lose more for as many bytes, and sign as much as there is
 _SMALL, _PROBE = 4**6, 4**8  # bytes
 _PART = 0.4  # of the time, for the codec, and for the plan
@@ -53,7 +52,7 @@ def _settle_plan(race: Race, nbytes: int, dtype: torch.dtype, codec: str, world_
     times = race.run([Trial(codec, size, plan, 0) for plan in plans], _PART, dtype)
     took = dict(zip(plans, times, strict=True))
     fastest = min(plans, key=took.__getitem__)
-    return fastest if _CLEARLY * took[fastest] < took[_FEW_BYTES] else _FEW_BYTES
+    return _FEW_BYTES if took[_FEW_BYTES] <= LIKE_THE_FASTEST * took[fastest] else fastest
 
 
 def _plans(codec: str, world_size: int, nbytes: int) -> Sequence[str]:

@@ -15,7 +15,7 @@ from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.model import Network
 
 VERSION = 1
-_LIKE_THE_FASTEST = 1.1  # as long as that times the fastest is as good
+LIKE_THE_FASTEST = 1.1  # as long as that times the fastest is as good
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Tuning:
 
 def most_accurate(seconds: Mapping[str, float]) -> str:
     """Of codecs, and ``"native"``, that take so long: of those that take at most 10 % longer than the fastest."""
-    fast = [codec for codec in seconds if seconds[codec] <= _LIKE_THE_FASTEST * min(seconds.values())]
+    fast = [codec for codec in seconds if seconds[codec] <= LIKE_THE_FASTEST * min(seconds.values())]
     exact = [codec for codec in fast if codec in ("raw", "native")]
     return min(exact or fast, key=lambda codec: (0 if exact else error_bound(codec).rms, seconds[codec]))
 

@@ -53,22 +53,22 @@ class Reduction:
         return saved if fits else self
 
 
-def usual_codec(group: dist.ProcessGroup | None, parameters: Iterable[Tensor] | None) -> str:
+def usual_codec(group: dist.ProcessGroup | None, parameters: Iterable[Tensor]) -> str:
     """What gradients travel as, where nobody says: on CUDA what measuring comes to, since links between GPUs may be so
     fast that to compress takes longer than to send."""
-    device = next((parameter.device for parameter in parameters or ()), None)
+    device = next((parameter.device for parameter in parameters), None)
     if device is None:
         device = device_of(group_of(group))
     return "auto" if device.type == "cuda" else "int8"
 
 
 def choose(
-    communicator: Communicator, group: dist.ProcessGroup, asked: Reduction, parameters: Iterable[Tensor] | None
+    communicator: Communicator, group: dist.ProcessGroup, asked: Reduction, parameters: Iterable[Tensor]
 ) -> Reduction:
     """What ``"auto"`` stands for, with buckets of these parameters. Collective.
 
     A codec is found by measuring, where there is no tuning; a plan alone goes by the ranks, so that runs have the same
-    bits. Where parameters are not known, for float32 and DDP's buckets of 25 MiB.
+    bits. Where no parameters are known, for float32 and DDP's buckets of 25 MiB.
     """
     codec, algorithm, segments = asked.codec, asked.algorithm, None
     numel, dtype = _typical(parameters)
@@ -84,10 +84,10 @@ def choose(
     return choice
 
 
-def _typical(parameters: Iterable[Tensor] | None) -> tuple[int, torch.dtype]:
+def _typical(parameters: Iterable[Tensor]) -> tuple[int, torch.dtype]:
     """Elements of a bucket, and their dtype: that of most."""
     numels = dict.fromkeys(IN_PLANS, 0)
-    for parameter in parameters or ():
+    for parameter in parameters:
         if parameter.dtype in numels:
             numels[parameter.dtype] += parameter.numel()
     dtype = max(numels, key=numels.__getitem__)

@@ -95,9 +95,8 @@ class AllReduceState:
         tuning: Tuning | str | os.PathLike[str] | None = None,
     ):
         parameters = Parameters(named_parameters)
-        named = None if parameters.names is None else parameters.names.values()
         if codec is None:
-            codec = usual_codec(process_group, named)
+            codec = usual_codec(process_group, (parameters.names or {}).values())
         check_names(algorithm, "raw" if isinstance(codec, str) and codec == "auto" else codec)
         dtype = dtype_of_feedback(feedback_dtype)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -129,8 +128,7 @@ class AllReduceState:
         self._group = group = group_of(group)
         self.communicator = self._communicator_of(group)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        names = self._parameters.names
-        self.choice = choose(self.communicator, group, self._asked, None if names is None else names.values())
+        self.choice = choose(self.communicator, group, self._asked, (self._parameters.names or {}).values())
 
     def _watch(self, model: DistributedDataParallel) -> None:
         """Goes by what DDP does not tell a hook: whether buckets are skipped, and that the model has another group."""

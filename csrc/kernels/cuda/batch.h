@@ -35,6 +35,17 @@ struct BatchRow {
   int64_t first_chunk;
 };
 
+// Which of some stretches an index lies in: the last that begins there or before, since those without elements have none.
+template <class First>
+DLT_HD int stretch_of(int64_t index, int count, const First& first) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (first(middle) <= index ? low : high) = middle;
+  }
+  return low;
+}
+
 inline constexpr int few = 8;  // rows
 
 template <class Operation, int K>
@@ -49,14 +60,8 @@ struct Batch {
   int size;
   BatchRow<K> rows[capacity];
 
-  // The row that a chunk belongs to: the last that begins there or before, since rows without elements have none.
   DLT_HD int row_of(int64_t chunk) const {
-    int low = 0, high = size;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (rows[middle].first_chunk <= chunk ? low : high) = middle;
-    }
-    return low;
+    return stretch_of(chunk, size, [this](int row) DLT_HD_LAMBDA { return rows[row].first_chunk; });
   }
 };
 

@@ -43,15 +43,9 @@ struct Blocks {
     ++size;
   }
 
-  // The job that a tile is of: the last that begins there or before, since jobs without elements have none.
   DLT_HD int job_of(int64_t tile) const {
     if constexpr (capacity == 1) return 0;
-    int low = 0, high = size;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first_tile[middle] <= tile ? low : high) = middle;
-    }
-    return low;
+    return stretch_of(tile, size, [this](int job) DLT_HD_LAMBDA { return first_tile[job]; });
   }
 };
 
@@ -83,7 +77,10 @@ void enqueue_up_to(const Place& place, std::span<const Job<Operation>> jobs) {
       blocks.add(jobs.front());
       jobs = jobs.subspan(1);
     }
-    dltrain::check(blocks.size > 0, "received: expected at most ", messages, " messages on CUDA");
+    if constexpr (Receives<Operation>) {
+      const int count = jobs.empty() ? 0 : jobs.front().operation.count;
+      dltrain::check(blocks.size > 0, "received: expected at most ", messages, " messages on CUDA, got ", count);
+    }
     launch(place, map_blocks_kernel<Operation, capacity, messages>, (blocks.tiles + warps - 1) / warps, blocks, "starting map_blocks");
   }
 }

@@ -20,39 +20,10 @@
 #include <vector>
 
 #include "core/queue.h"
-#include "tests/emulated_cuda/fibers.h"
+#include "tests/emulated_cuda/grid.h"
 
 #define CUDART_VERSION 13000
-#define __global__
-#define __device__
-#define __host__
-#define __shared__ static  // blocks run one after another
-#define __grid_constant__
-#define __launch_bounds__(...)
-#define __syncthreads() emulated_cuda::block->barrier.arrive_and_wait()
-#define __shfl_xor_sync(mask, value, apart) emulated_cuda::exchange(value, apart)
-#define threadIdx (dim3{emulated_cuda::Fibers::index()})
-
 struct CUstream_st;
-struct dim3 {
-  unsigned x = 1, y = 1, z = 1;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-#define __builtin_assume(condition)
-template <class T>
-void __stwb(T* to, T value) {
-  *to = value;
-}
-inline dim3 blockIdx, gridDim;
 
 // What a graph is made of, while it is captured and after: the work of all its streams, in the order in which it was given, which is one of
 // those that a device may choose. What is freed in it lives as long as the graph.
@@ -124,31 +95,6 @@ constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHo
 
 namespace emulated_cuda {
 
-// A warp of threads: what one hands in, another takes.
-constexpr unsigned warp_size = 32;
-struct Warp {
-  Barrier barrier{warp_size};
-  uint64_t slots[warp_size];
-};
-
-struct Block {
-  Barrier barrier;
-  std::vector<Warp> warps;
-};
-inline Block* block = nullptr;
-inline Fibers fibers;
-
-template <class T>
-T exchange(T value, unsigned apart) {
-  const unsigned lane = threadIdx.x % warp_size;
-  Warp& warp = block->warps[threadIdx.x / warp_size];
-  std::memcpy(&warp.slots[lane], &value, sizeof(T));
-  warp.barrier.arrive_and_wait();
-  std::memcpy(&value, &warp.slots[lane ^ apart], sizeof(T));
-  warp.barrier.arrive_and_wait();
-  return value;
-}
-
 constexpr int devices = 2;
 inline std::atomic<bool> has_context[devices];
 inline std::atomic<int> launches = 0;  // of kernels
@@ -183,19 +129,6 @@ inline cudaError_t on_device_of(cudaStream_t stream) { return on_current(of(stre
 inline void* garbage(size_t bytes) {
   void* const memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return std::memset(memory, 0xA5, bytes);
-}
-
-template <class Parameters>
-void run_grid(void (*kernel)(Parameters), dim3 grid, unsigned threads, const Parameters& parameters) {
-  gridDim = grid;
-  for (blockIdx = {0}; blockIdx.x < grid.x; ++blockIdx.x) {
-    Block its{Barrier(threads), std::vector<Warp>(threads / warp_size)};
-    block = &its;
-    fibers.run(threads, [&] {
-      kernel(parameters);
-      its.barrier.drop();
-    });
-  }
 }
 
 // One grid at a time, whichever streams they are of. Fibers stay on the thread that has started them.

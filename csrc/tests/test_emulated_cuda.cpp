@@ -1,4 +1,4 @@
-// All-reduces in CUDA graphs, on the emulated device, which fails where a capture forbids what is asked.
+// What the emulated device is strict about and a real one would not show: contexts on other devices, and what a captured graph forbids.
 
 #ifdef DLTRAIN_EMULATED
 
@@ -41,6 +41,36 @@ class Graph {
   const Place place_;
   cudaGraphExec_t executable_ = nullptr;
 };
+
+// A context takes about half a gigabyte of its device. On a host of several, a rank's threads may make one on the rank's device alone,
+// though each of them begins with device 0 as its current one. All the tests of a run work on the last device; this comes after them.
+class OnlyOnTheDeviceInUse : public testing::Environment {
+ public:
+  void TearDown() override { EXPECT_FALSE(emulated_cuda::has_context[0]) << "something was asked of CUDA without a guard"; }
+};
+
+[[maybe_unused]] const auto* const registered = testing::AddGlobalTestEnvironment(new OnlyOnTheDeviceInUse);
+
+TEST(Contexts, AGuardGoesBackOnlyToADeviceThatHasOne) {
+  std::thread fresh([] {
+    int device = 0;
+    const bool before = emulated_cuda::has_context[0].exchange(false);
+    {
+      const cuda::DeviceGuard guard(1);
+    }
+    cudaGetDevice(&device);
+    EXPECT_EQ(device, 1);
+    emulated_cuda::has_context[0] = true;
+    emulated_cuda::current = 0;
+    {
+      const cuda::DeviceGuard guard(1);
+    }
+    cudaGetDevice(&device);
+    EXPECT_EQ(device, 0);
+    emulated_cuda::has_context[0] = before;
+  });
+  fresh.join();
+}
 
 using Values = std::vector<float>;
 
