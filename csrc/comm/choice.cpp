@@ -1,6 +1,7 @@
 #include "comm/choice.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "comm/plan.h"
 
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int64_t kib = 1 << 10;
 
-std::string plan_for(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
+std::string_view plan_for(const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
   const bool small = nbytes <= 64 * kib;
   if (algorithm == "butterfly") return !lossy && small ? "recursive_doubling" : "halving_doubling";
   if (algorithm != "auto") return algorithm;

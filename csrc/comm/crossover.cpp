@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <span>
 
 namespace dltrain::comm {
 
@@ -12,12 +13,13 @@ constexpr int64_t smallest = 4 << 10, middle = 64 << 10, largest = 4 << 20;
 constexpr int most_turns = 6;
 constexpr double part = 0.3;     // of the time goes to one size
 constexpr double clearly = 1.1;  // so many times as fast, or noise might decide
-const std::string few_bytes = "direct";
+constexpr std::string_view few_bytes = "direct";
+constexpr std::string_view few_rounds_of_two[] = {"oneshot"}, few_rounds_of_more[] = {"recursive_doubling", "tree"};
 
 // Of which the last takes every codec.
-std::vector<std::string> few_rounds(int world_size) {
-  if (world_size == 2) return {"oneshot"};
-  return {"recursive_doubling", "tree"};
+std::span<const std::string_view> few_rounds(int world_size) {
+  if (world_size == 2) return few_rounds_of_two;
+  return few_rounds_of_more;
 }
 
 class Race {
@@ -72,10 +74,10 @@ class Race {
 
 }  // namespace
 
-std::string Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
+std::string_view Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
   for (const auto& [bytes, plan] : by_size) {
     if (wire_bytes > 2 * bytes) continue;  // halfway to the next size, which is four times as large
-    return lossy && plan != few_bytes ? few_rounds(world_size).back() : plan;
+    return lossy && plan != few_bytes ? few_rounds(world_size).back() : std::string_view(plan);
   }
   return few_bytes;
 }
@@ -83,14 +85,15 @@ std::string Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
 Crossover look_for_crossover(int world_size, Seconds time, const SumByPlan& sum, const std::function<Seconds()>& now) {
   Crossover found{world_size, {}};
   Race race(world_size, time, sum, now);
-  std::vector<std::string> plans = few_rounds(world_size);
-  plans.push_back(few_bytes);
+  const auto few_rounds = comm::few_rounds(world_size);
+  std::vector<std::string> plans(few_rounds.begin(), few_rounds.end());
+  plans.emplace_back(few_bytes);
   bool was_few = false;
   for (int64_t bytes = middle; bytes >= smallest && bytes <= largest;) {
     const std::vector<double> times = race.run(plans, bytes);
     const auto fewest = std::min_element(times.begin(), times.end() - 1);
     const bool few = clearly * *fewest < times.back();
-    found.by_size[bytes] = few ? plans[fewest - times.begin()] : few_bytes;
+    found.by_size[bytes] = few ? plans[fewest - times.begin()] : std::string(few_bytes);
     const bool have_changed = bytes != middle && few != was_few;
     if (have_changed || !race.has_time_for(4 * Race::total(times))) break;
     was_few = few;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <string_view>
 
 namespace dltrain::comm {
 
@@ -15,7 +16,7 @@ struct Crossover {
   std::map<int64_t, std::string> by_size;
 
   // Beyond the largest size that was looked at, the plan of few bytes. Lossy: one that every codec may go by.
-  std::string plan_for(int64_t wire_bytes, bool lossy) const;
+  std::string_view plan_for(int64_t wire_bytes, bool lossy) const;
 };
 
 using Seconds = std::chrono::duration<double>;

@@ -95,8 +95,10 @@ class PipeTransport : public Transport {
 
 TEST(Executor, AllocatesNothingInSteadyState) {
   for (const char* codec : {"raw", "int8"}) {
-    for (const std::string& algorithm : algorithms()) {
-      if (codec != std::string("raw") && make_plan(algorithm, 0, 1).exact) continue;
+    std::vector<std::string> all = algorithms();
+    all.emplace_back("auto");
+    for (const std::string& algorithm : all) {
+      if (codec != std::string("raw") && algorithm != "auto" && make_plan(algorithm, 0, 1).exact) continue;
       Pipes pipes;
       int64_t before = 0, after = 0;
       std::mutex mutex;
@@ -117,6 +119,7 @@ TEST(Executor, AllocatesNothingInSteadyState) {
           call.algorithm = algorithm;
           call.codec = codec;
           call.segments = 3;
+          call.measures = true;
           const auto again = [&](int times) {
             for (int i = 0; i < times; ++i) executor.all_reduce({}, {values.data()}, std::ssize(values), call);
           };
