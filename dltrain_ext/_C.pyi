@@ -218,6 +218,7 @@ class Communicator:
         self,
         across: Level,
         inside: Level | None,
+        shares: int,
         control: Backend | None,
         members: Ranks,
         device: torch.device,

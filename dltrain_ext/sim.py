@@ -19,7 +19,7 @@ def best(world_size: int, nbytes: int, *, codec: str = "raw", network: Network |
     algorithms = algorithms_for(codec)
     check_number(world_size, "world_size", 2**16 + 1)
     per_host = network.ranks_per_host
-    two_levels = 1 < per_host < world_size and world_size % per_host == 0
+    two_levels = 1 < per_host < world_size
     return min(
         (
             simulate(algorithm, world_size, nbytes, codec=codec, network=network, levels=levels)

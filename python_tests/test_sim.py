@@ -54,7 +54,19 @@ def test_two_levels_spare_the_link():
     assert two.seconds < direct.seconds / 4
     assert two.seconds < 1.2 * one.seconds  # of a ring only one rank's messages leave the host
     with pytest.raises(ValueError, match="levels: expected 1 where there are not several hosts"):
-        sim.simulate("ring", 31, 64 * MB, network=network, levels=2)
+        sim.simulate("ring", 8, 64 * MB, network=network, levels=2)
+
+
+def test_two_levels_of_hosts_with_unequal_ranks():
+    """The smaller host has as many shares as ranks; the link still carries a tensor to each side."""
+    network = sim.Network(bandwidth=1e9, ranks_per_host=5, inside_bandwidth=100e9)
+    flat, uneven, even = (
+        sim.simulate("direct", ranks, 64 * MB, network=network, levels=levels)
+        for ranks, levels in ((8, 1), (8, 2), (10, 2))
+    )
+    assert uneven.wire_bytes == pytest.approx(64 * MB / 3, rel=1e-3)  # by each of three
+    assert uneven.seconds < flat.seconds / 2.5  # 3.75 tensors
+    assert even.seconds < uneven.seconds < 1.5 * even.seconds
 
 
 def test_two_levels_go_in_eight_pieces_at_most():

@@ -17,31 +17,42 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import codecs, comm, ddp
+from dltrain_ext.comm import connections
 from dltrain_ext.comm.connections import layout
 
 
 @pytest.mark.parametrize(
     ("hosts", "rank", "per_host", "expected"),
     [
-        ("aabb", 0, None, ([0, 1], [0, 2])),
-        ("aabb", 3, None, ([2, 3], [1, 3])),
-        ("abab", 2, None, ([0, 2], [2, 3])),  # ranks need not be neighbours
-        ("abcabc", 4, None, ([1, 4], [3, 4, 5])),
+        ("aabb", 0, None, ([0, 1], [0, 2], 2, 2)),
+        ("aabb", 3, None, ([2, 3], [1, 3], 2, 2)),
+        ("abab", 2, None, ([0, 2], [2, 3], 2, 2)),  # ranks need not be neighbours
+        ("abcabc", 4, None, ([1, 4], [3, 4, 5], 2, 2)),
+        ("aaaabb", 1, None, ([0, 1, 2, 3], [1, 5], 2, 4)),
+        ("aaaabb", 2, None, ([0, 1, 2, 3], [2], 2, 4)),  # has no share
+        ("aab", 2, None, ([2], [0, 2], 1, 2)),
         ("aaaa", 1, None, None),  # one host
         ("abcd", 1, None, None),  # one rank on each
-        ("aab", 0, None, None),  # not as many on each
         ("aaaa", 1, 1, None),
         ("aaaa", 1, 4, None),
-        ("aaaa", 1, 2, ([0, 1], [1, 3])),  # what one says counts
-        ("abcdef", 4, 3, ([3, 4, 5], [1, 4])),
+        ("aaaa", 1, 2, ([0, 1], [1, 3], 2, 2)),  # what one says counts
+        ("abcdef", 4, 3, ([3, 4, 5], [1, 4], 3, 3)),
     ],
 )
 def test_layouts(hosts, rank, per_host, expected):
     assert layout(hosts, rank, per_host) == expected
 
 
-def check_sums(rank, world_size, per_host):
-    communicator = comm.Communicator(ranks_per_host=per_host)
+def on_hosts(sizes, **options):
+    """A communicator of ranks that stand on hosts with so many each."""
+    hosts = [host for host, size in enumerate(sizes) for _ in range(size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "host_id", lambda: str(hosts[dist.get_rank()]))
+        return comm.Communicator(**options)
+
+
+def check_sums(rank, world_size, sizes):
+    communicator, per_host = on_hosts(sizes), max(sizes)
     flat = comm.Communicator(ranks_per_host=1)
     for algorithm in (*comm.ALGORITHMS, "auto", "butterfly"):
         for numel in (0, 1, world_size - 1, 15, 16 * per_host, 16 * per_host + 1, 1000, 70_001, 2_100_001):
@@ -60,6 +71,9 @@ def check_sums(rank, world_size, per_host):
     strided += rank
     communicator.all_reduce(strided, async_op=True).wait()
     assert torch.equal(strided, torch.full((10, 10), sum(range(world_size)) * 1.0))
+    means = torch.full((100,), float(rank), dtype=torch.float64)
+    communicator.all_reduce(means, "avg")
+    torch.testing.assert_close(means, torch.full_like(means, (world_size - 1) / 2))
     for dtype in (torch.int64, torch.float64, torch.uint8):
         tensor = torch.arange(5).to(dtype) + rank
         communicator.all_reduce(tensor)
@@ -74,8 +88,8 @@ def check_sums(rank, world_size, per_host):
     assert flat.stats()["inside_bytes"] == 0 < communicator.stats()["inside_bytes"]
 
 
-def check_codecs(rank, world_size, per_host):
-    communicator = comm.Communicator(ranks_per_host=per_host)
+def check_codecs(rank, world_size, sizes):
+    communicator = on_hosts(sizes)
     for codec in codecs.CODECS:
         block = max(codecs.block_size(codec), 16)
         for algorithm in fitting(codec):
@@ -96,15 +110,15 @@ def check_codecs(rank, world_size, per_host):
             assert not tensor[1234].isfinite() and tensor[1234 - 256].isfinite() and tensor[1234 + 256].isfinite()
 
 
-@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2), (3, 2)])
 @pytest.mark.parametrize("check", [check_sums, check_codecs])
-def test_results(check, world_size, per_host):
-    run_ranks(world_size, check, per_host)
+def test_results(check, sizes):
+    run_ranks(sum(sizes), check, sizes)
 
 
-def check_feedback(rank, world_size):
+def check_feedback(rank, world_size, sizes):
     """Over the steps, what came out and what is left on all ranks make up what was given."""
-    communicator = comm.Communicator(ranks_per_host=2)
+    communicator = on_hosts(sizes)
     numel, steps = 2_100_001, 6
     for codec, algorithm in (("int8", "direct"), ("int4", "ring"), ("sign", "tree")):
         residual = codecs.zero_residual(torch.empty(numel))
@@ -120,8 +134,9 @@ def check_feedback(rank, world_size):
         torch.testing.assert_close(received + left, exact / world_size, rtol=0, atol=1e-4)
 
 
-def test_feedback_loses_nothing():
-    run_ranks(4, check_feedback)
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1)])
+def test_feedback_loses_nothing(sizes):
+    run_ranks(sum(sizes), check_feedback, sizes)
 
 
 def check_bytes(rank, world_size, per_host):
@@ -134,6 +149,19 @@ def check_bytes(rank, world_size, per_host):
     assert communicator.stats()["wire_bytes"] == 4 * 2 * (numel // per_host) * (hosts - 1) / hosts
     across = (world_size - per_host) / (world_size - 1)  # the share of messages that leave the host
     assert communicator.stats()["wire_bytes"] == pytest.approx(flat.stats()["wire_bytes"] * across / per_host)
+
+
+def check_bytes_of_hosts(rank, world_size, sizes):
+    """By each host, whatever its ranks, what one rank sends that has a host to itself: a tensor to each side."""
+    communicator, numel = on_hosts(sizes), 16 * 1000
+    communicator.all_reduce(torch.ones(numel), algorithm="direct")
+    return communicator.stats()["wire_bytes"] / (4 * numel)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 3), (8, 1)])
+def test_bytes_across_hosts_are_those_of_one_rank_each(sizes):
+    sent = run_ranks(sum(sizes), check_bytes_of_hosts, sizes)
+    assert sum(sent[: sizes[0]]) == pytest.approx(1) and sum(sent[sizes[0] :]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("per_host", [2, 3])
@@ -159,10 +187,10 @@ def test_the_hook_goes_in_two_levels():
 SAID = {signal.SIGKILL: "it has left", signal.SIGSTOP: "it does not answer"}
 
 
-def lose(rank, world_size, how, when):
+def lose(rank, world_size, sizes, how, when):
     """Rank 2 dies: between two calls, or with its own messages under way."""
     deadline = DEADLINE if how == signal.SIGSTOP else FAR
-    communicator = comm.Communicator(timeout=deadline, ranks_per_host=2, answer_timeout=SILENCE)
+    communicator = on_hosts(sizes, timeout=deadline, answer_timeout=SILENCE)
     tensor = torch.ones(3_000_000)  # goes in pieces
     communicator.all_reduce(tensor, "avg", codec="int8")
     if rank == 2:
@@ -171,7 +199,7 @@ def lose(rank, world_size, how, when):
         os.kill(os.getpid(), how)
     start = time.monotonic()
     with pytest.raises(
-        dist.DistBackendError, match=rf"on rank {rank} in a group of 2: .*the culprit is rank 2: {SAID[how]}"
+        dist.DistBackendError, match=rf"on rank {rank} in a group of [23]: .*the culprit is rank 2: {SAID[how]}"
     ):
         for _ in range(3):
             communicator.all_reduce(tensor)
@@ -182,9 +210,11 @@ def lose(rank, world_size, how, when):
 
 
 @pytest.mark.parametrize("when", ["between", "under way"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_rank_is_an_error_on_all_others(how, when):
-    took = run_ranks(4, lose, how, when, dying=(2,))
+@pytest.mark.parametrize(
+    ("sizes", "how"), [((2, 2), signal.SIGKILL), ((2, 2), signal.SIGSTOP), ((3, 1), signal.SIGKILL)]
+)
+def test_a_dead_rank_is_an_error_on_all_others(sizes, how, when):
+    took = run_ranks(4, lose, sizes, how, when, dying=(2,))
     assert max(took[rank] for rank in (0, 1, 3)) < (DEADLINE.total_seconds() if how == signal.SIGSTOP else 0) + SLACK
 
 

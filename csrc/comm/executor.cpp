@@ -120,25 +120,28 @@ void Executor::meet(Call call, std::chrono::milliseconds timeout) {
   calls_ = call.number;
 }
 
-void Executor::reduce_scatter(const Place& place, float* values, int64_t numel, bool average, std::chrono::milliseconds timeout) {
+void Executor::reduce_scatter(const Place& place, float* values, int64_t numel, int owners, bool average,
+                              std::chrono::milliseconds timeout) {
   if (Collectives* const backend = transport_->collectives()) {
     return enqueue("reduce_scatter", place, {values}, numel, timeout,
-                   [&] { backend->reduce_scatter(place, values, shares(numel), average); });
+                   [&] { backend->reduce_scatter(place, values, shares(numel, owners), average); });
   }
   AllReduce half;
   half.algorithm = "reduce_scatter";
+  half.owners = owners;
   half.average = average;
   half.segments = 1;
   half.timeout = timeout;
   all_reduce(place, {values}, numel, half);
 }
 
-void Executor::all_gather(const Place& place, float* values, int64_t numel, std::chrono::milliseconds timeout) {
+void Executor::all_gather(const Place& place, float* values, int64_t numel, int owners, std::chrono::milliseconds timeout) {
   if (Collectives* const backend = transport_->collectives()) {
-    return enqueue("all_gather", place, {values}, numel, timeout, [&] { backend->all_gather(place, values, shares(numel)); });
+    return enqueue("all_gather", place, {values}, numel, timeout, [&] { backend->all_gather(place, values, shares(numel, owners)); });
   }
   AllReduce half;
   half.algorithm = "all_gather";
+  half.owners = owners;
   half.segments = 1;
   half.timeout = timeout;
   all_reduce(place, {values}, numel, half);
@@ -181,9 +184,9 @@ void Executor::enqueue(const std::string& name, const Place& place, const Elemen
   ++calls_;
 }
 
-std::vector<Span> Executor::shares(int64_t numel) const {
+std::vector<Span> Executor::shares(int64_t numel, int owners) const {
   std::vector<Span> all;
-  for (int rank = 0; rank < world_size(); ++rank) all.push_back(share(numel, world_size(), rank));
+  for (int rank = 0; rank < world_size(); ++rank) all.push_back(share(numel, owners, rank));
   return all;
 }
 
@@ -194,12 +197,13 @@ const Program& Executor::program(const AllReduce& call, const Codec& codec, int6
       choose(call.algorithm, call.segments, world_size(), numel, codec, wire_bytes, call.measures && crossover_ ? &*crossover_ : nullptr);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
-  const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, in_place);
+  const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, in_place, call.owners);
   if (const auto found = programs_.find(std::tie(key, layout)); found != programs_.end()) return found->second;
   const Plan plan = make_plan(plan_names()[algorithm], rank(), world_size());
   if (programs_.size() == most) programs_.clear();
   const auto pieces = call.layout       ? cut_by_region(layout, segments)
                       : call.share.data ? cut_in_shares(numel, world_size(), codec, segments)
+                      : call.owners     ? cut_for_owners(numel, call.owners, codec, segments)
                                         : cut_evenly(numel, codec, segments);
   return programs_[{key, layout}] = lower(plan, pieces, in_place);
 }

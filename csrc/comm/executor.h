@@ -47,10 +47,10 @@ class Executor {
   // The share of the sum (or average) that is this rank's, the rank-th of as many equal ones as there are ranks; values stay as they are.
   void reduce_scatter(const Place& place, const Elements& share, const Elements& values, int64_t numel, AllReduce call);
 
-  // The halves of an all-reduce in fp32. Afterwards this rank holds the sum (or average) of its share(); and where each holds its own, all
-  // hold all. By the backend itself where the transport has that, else by plans.
-  void reduce_scatter(const Place& place, float* values, int64_t numel, bool average, std::chrono::milliseconds timeout);
-  void all_gather(const Place& place, float* values, int64_t numel, std::chrono::milliseconds timeout);
+  // The halves of an all-reduce in fp32. Afterwards each of the owners, which are the first ranks, holds the sum (or average) of its
+  // share(); and where each holds its own, all ranks hold all. By the backend itself where the transport has that, else by plans.
+  void reduce_scatter(const Place& place, float* values, int64_t numel, int owners, bool average, std::chrono::milliseconds timeout);
+  void all_gather(const Place& place, float* values, int64_t numel, int owners, std::chrono::milliseconds timeout);
 
   // The backend's own; for transports that have it. In the second form the caller does it, and throws TransportError.
   void all_reduce_natively(const Place& place, void* values, int64_t numel, Number number, bool average, std::chrono::milliseconds timeout);
@@ -104,7 +104,7 @@ class Executor {
   void watch_over(const Work& work, std::vector<Stage> stages, Clock::time_point start);
   [[noreturn]] void fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
   std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
-  std::vector<Span> shares(int64_t numel) const;
+  std::vector<Span> shares(int64_t numel, int owners) const;
   std::string describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
                                const std::string& finding) const;
   std::string describe(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
@@ -116,7 +116,7 @@ class Executor {
   Buffer slots_, inbox_;
   Lists lists_;
   const Program meeting_;
-  using Key = std::tuple<std::tuple<int, int, int64_t, int, bool>, Layout>;
+  using Key = std::tuple<std::tuple<int, int, int64_t, int, bool, int>, Layout>;
   std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
   std::atomic<bool> under_way_ = false, broken_ = false;

@@ -42,16 +42,17 @@ int64_t digest(const Layout& layout) {
 }
 
 Piece Piece::part(int64_t parts, int64_t part) const {
-  const auto border = [&](int64_t i) {
-    const int64_t grains = grains_of(span.count, grain);
-    return std::min(span.count, (grains * i + turn % parts) / parts * grain);
-  };
   Piece out = *this;
   if (stride) {
     out.span.first += part * stride;
     out.number += part * ((stride + 3) / 4 * 4);
     return out;
   }
+  if (owners) parts = owners;
+  const auto border = [&](int64_t i) {
+    const int64_t grains = grains_of(span.count, grain);
+    return std::min(span.count, (grains * std::min(i, parts) + turn % parts) / parts * grain);
+  };
   out.span = {span.first + border(part), border(part + 1) - border(part)};
   out.number += border(part);
   return out;
@@ -69,6 +70,12 @@ std::vector<std::vector<Piece>> cut_in_shares(int64_t numel, int64_t shares, con
   const int64_t share = numel / shares;
   auto out = cut_evenly(share, codec, segments);
   for (auto& pieces : out) pieces.front().stride = share;
+  return out;
+}
+
+std::vector<std::vector<Piece>> cut_for_owners(int64_t numel, int64_t owners, const Codec& codec, int segments) {
+  auto out = cut_evenly(numel, codec, segments);
+  for (auto& pieces : out) pieces.front().owners = owners;
   return out;
 }
 
@@ -93,6 +100,10 @@ std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments
   return out;
 }
 
-Span share(int64_t numel, int parts, int part) { return even_piece({0, numel}, find_codec("raw")).part(parts, part).span; }
+Span share(int64_t numel, int parts, int part) {
+  Piece whole = even_piece({0, numel}, find_codec("raw"));
+  whole.owners = parts;
+  return whole.part(parts, part).span;
+}
 
 }  // namespace dltrain::comm

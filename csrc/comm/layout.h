@@ -46,6 +46,7 @@ struct Piece : Region {
   int64_t grain;       // elements that stay together: one block or more
   uint32_t turn = 0;   // which chunks get what is left over
   int64_t stride = 0;  // not 0: it is one chunk, and the next one is as long and so far away
+  int64_t owners = 0;  // not 0: only so many chunks, the first, get some of it
 
   Piece part(int64_t parts, int64_t part) const;
 };
@@ -54,8 +55,9 @@ struct Piece : Region {
 std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, int segments);
 std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments);
 std::vector<std::vector<Piece>> cut_in_shares(int64_t numel, int64_t shares, const Codec& codec, int segments);
+std::vector<std::vector<Piece>> cut_for_owners(int64_t numel, int64_t owners, const Codec& codec, int segments);
 
-// The part-th of `parts` shares of numel elements: the chunks of a tensor of raw fp32 in one segment.
+// The part-th of `parts` shares of numel elements, and nothing beyond them: the chunks of a tensor of raw fp32 in one segment.
 Span share(int64_t numel, int parts, int part);
 
 }  // namespace dltrain::comm

@@ -20,9 +20,10 @@ void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, con
   try {
     for (int i = 0; i < pieces; ++i) {
       const Span piece = share(numel, pieces, i);
-      const Span mine = share(piece.count, inside_.world_size(), inside_.rank());
-      inside_.reduce_scatter(place, values + piece.first, piece.count, call.average, call.timeout);
+      const Span mine = share(piece.count, shares_, inside_.rank());
+      inside_.reduce_scatter(place, values + piece.first, piece.count, shares_, call.average, call.timeout);
       AllReduce part = call;
+      part.weight = static_cast<float>(inside_.world_size()) / static_cast<float>(world_size_);  // of this host's average
       part.first = piece.first + mine.first;
       part.feedback = call.feedback.from(part.first);
       if (call.layout) {
@@ -35,7 +36,7 @@ void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, con
     for (int i = 0; i < pieces; ++i) {
       const Span piece = share(numel, pieces, i);
       std::exchange(under_way[i], {})();
-      inside_.all_gather(place, values + piece.first, piece.count, call.timeout);
+      inside_.all_gather(place, values + piece.first, piece.count, shares_, call.timeout);
     }
   } catch (const AllReduceError& error) {
     for (Executor* level : {&inside_, &across_}) level->abort(error.what());

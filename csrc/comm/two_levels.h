@@ -19,10 +19,15 @@ int64_t pieces_of(int64_t numel);
 //   host 0   rank 0  a a b b            aa ..  --- across --->  AA ..            AA BB
 //            rank 1  a a b b  -inside-> .. bb  --- across --->  .. BB  -inside-> AA BB
 //
+// There are as many shares as the smallest host has ranks. The other ranks of a larger one, rank 2 of three, say, give their part and get
+// the result, and are by themselves across.
+//
 // A long tensor goes in pieces, so that the ranks of a host are busy with one while another is on the link.
 class TwoLevels {
  public:
-  TwoLevels(Executor& inside, Executor& across) : inside_(inside), across_(across) {}
+  // world_size: ranks of all hosts.
+  TwoLevels(Executor& inside, Executor& across, int shares, int world_size)
+      : inside_(inside), across_(across), shares_(shares), world_size_(world_size) {}
 
   // In place. Throws AllReduceError; then both levels have failed.
   void all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call);
@@ -32,6 +37,7 @@ class TwoLevels {
   Wait start_across(const Place& place, float* values, int64_t numel, const AllReduce& call, bool alone);
 
   Executor &inside_, &across_;
+  const int shares_, world_size_;
   std::shared_ptr<cuda::Stream> stream_;  // of what goes across, on a device; shared: a build without CUDA has no destructor of it
   Queue worker_;                          // on the CPU
 };

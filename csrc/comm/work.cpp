@@ -26,7 +26,7 @@ std::optional<Sum> Work::sum_of(const SumStep& step) const {
   if (step.own) {
     sum.own = values.from(step.region.span.first);
     sum.own_place = step.own_place;
-    sum.scale = call.average ? 1.0f / static_cast<float>(world_size) : 1.0f;
+    if (call.average) sum.scale = call.weight > 0 ? call.weight : 1.0f / static_cast<float>(world_size);
     if (encodes) sum.feedback = call.feedback.from(step.region.span.first);
     // The message of what is there already.
     if (program.in_place && step.received.empty() && sum.scale == 1.0f && !sum.feedback.residual.data) return {};

@@ -17,6 +17,8 @@ struct AllReduce {
   std::string algorithm = "auto";
   std::string codec = "raw";
   bool average = false;
+  float weight = 0;       // of this rank in an average; 0: as much as each of the others
+  int owners = 0;         // of a half of an all-reduce: how many ranks, the first, have a share; 0: all
   int segments = 0;       // 0: chosen by size
   bool measures = false;  // on the CPU "auto" goes by times, for which its first call makes some more; else by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);

@@ -124,20 +124,26 @@ TEST_P(NcclExecutorOn, LaunchesOnceForHalfATick) {
 
 TEST_P(NcclExecutorOn, LeavesItsHalvesToNccl) {
   constexpr int world_size = 3;
-  for (const auto& [numel, function] : {std::pair{96, "ncclReduceScatter"}, std::pair{50, "ncclReduce"}}) {
+  struct Case {
+    int numel, owners;
+    const char* function;
+    int times;
+  };
+  for (const auto& [numel, owners, function, times] :
+       {Case{96, 3, "ncclReduceScatter", 1}, Case{50, 3, "ncclReduce", 3}, Case{96, 2, "ncclReduce", 2}, Case{50, 1, "ncclReduce", 1}}) {
     fake().reset();
-    on_nccl_ranks(place(), world_size, [&, numel = numel](Executor& executor, Runner&, const Place& place) {
+    on_nccl_ranks(place(), world_size, [&, numel = numel, owners = owners](Executor& executor, Runner&, const Place& place) {
       Values values(numel);
       for (int i = 0; i < numel; ++i) values[i] = static_cast<float>(i + executor.rank());
       const Array<float> array(place, values);
-      executor.reduce_scatter(place, array.data(), numel, true, generous);
-      executor.all_gather(place, array.data(), numel, generous);
+      executor.reduce_scatter(place, array.data(), numel, owners, true, generous);
+      executor.all_gather(place, array.data(), numel, owners, generous);
       for (int i = 0; i < numel; ++i) values[i] = static_cast<float>(i + 1);
       EXPECT_EQ(array.values(), values);
       executor.all_reduce_natively(place, array.data(), numel, Number::fp32, false, generous);
       EXPECT_EQ(array.values()[numel - 1], static_cast<float>(world_size * numel));
     });
-    EXPECT_EQ(calls(call(0, function)), numel == 96 ? 1 : world_size);
+    EXPECT_EQ(calls(call(0, function)), times);
     EXPECT_EQ(calls(call(0, "ncclAllReduce")), 1);
   }
 }

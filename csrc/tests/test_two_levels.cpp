@@ -1,6 +1,8 @@
 #include "comm/two_levels.h"
 
+#include <algorithm>
 #include <latch>
+#include <numeric>
 #include <thread>
 
 #include "tests/places.h"
@@ -9,26 +11,30 @@
 namespace dltrain::comm {
 namespace {
 
-// Runs body(levels, inside, across, rank, the rank's place) on hosts * per_host ranks, each a thread.
+// Runs body(levels, inside, across, rank, the rank's place) on so many ranks of each host, each a thread.
 template <class Body>
-void on_hosts(const Place& kind, int hosts, int per_host, Body body) {
+void on_hosts(const Place& kind, const std::vector<int>& hosts, Body body) {
   const auto wrapped = [&](std::unique_ptr<Transport> end) -> std::unique_ptr<Transport> {
     if (kind.on_cuda()) return end;
     return std::make_unique<Envelopes>(std::move(end));
   };
-  std::vector<std::vector<std::unique_ptr<Transport>>> inside(hosts), across(per_host);
-  for (auto& ends : inside) ends = in_process_group(per_host);
-  for (auto& ends : across) ends = in_process_group(hosts);
+  const int shares = std::ranges::min(hosts), world_size = std::accumulate(hosts.begin(), hosts.end(), 0);
+  std::vector<std::vector<std::unique_ptr<Transport>>> across(shares);
+  for (auto& ends : across) ends = in_process_group(static_cast<int>(hosts.size()));
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < hosts * per_host; ++rank) {
-    threads.emplace_back([&, rank] {
-      const int host = rank / per_host, local = rank % per_host;
-      const OwnPlace own(kind);
-      Executor in(wrapped(std::move(inside[host][local]))), out(wrapped(std::move(across[local][host])));
-      TwoLevels levels(in, out);
-      body(levels, in, out, rank, own.place());
-      Event::record(own.place()).synchronize();
-    });
+  for (size_t host = 0; host < hosts.size(); ++host) {
+    auto inside = in_process_group(hosts[host]);
+    for (int local = 0; local < hosts[host]; ++local) {
+      auto to_host = std::move(inside[local]), to_others = std::move(local < shares ? across[local][host] : in_process_group(1)[0]);
+      const auto rank = static_cast<int>(threads.size());
+      threads.emplace_back([&, rank, to_host = std::move(to_host), to_others = std::move(to_others)]() mutable {
+        const OwnPlace own(kind);
+        Executor in(wrapped(std::move(to_host))), out(wrapped(std::move(to_others)));
+        TwoLevels levels(in, out, shares, world_size);
+        body(levels, in, out, rank, own.place());
+        Event::record(own.place()).synchronize();
+      });
+    }
   }
   for (auto& thread : threads) thread.join();
 }
@@ -38,11 +44,11 @@ DLT_ON_EVERY_PLACE(TwoLevelsOn);
 
 TEST_P(TwoLevelsOn, AddUp) {
   const bool all = !is_slow(place());
-  for (const auto& [hosts, per_host] : {std::pair{2, 2}, std::pair{3, 2}, std::pair{2, 3}}) {
-    const int world_size = hosts * per_host;
+  for (const std::vector<int>& hosts : {std::vector{2, 2}, {2, 2, 2}, {3, 3}, {3, 2}, {1, 3, 2}}) {
+    const int world_size = std::accumulate(hosts.begin(), hosts.end(), 0);
     for (const int64_t numel : all ? std::vector<int64_t>{0, 1, 31, 33, 1000, 2'100'001} : std::vector<int64_t>{33}) {
       std::vector<std::vector<float>> results(world_size);
-      on_hosts(place(), hosts, per_host, [&](TwoLevels& levels, Executor&, Executor&, int rank, const Place& place) {
+      on_hosts(place(), hosts, [&](TwoLevels& levels, Executor&, Executor&, int rank, const Place& place) {
         std::vector<float> values(numel);
         for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>((i * 7 + rank * 13) % 31 - 15);
         const Array<float> array(place, values);
@@ -54,9 +60,35 @@ TEST_P(TwoLevelsOn, AddUp) {
       for (int64_t i = 0; i < numel; ++i) {
         float sum = 0;
         for (int rank = 0; rank < world_size; ++rank) sum += static_cast<float>((i * 7 + rank * 13) % 31 - 15);
-        for (const auto& result : results) ASSERT_EQ(result[i], sum) << hosts << " x " << per_host << " n=" << numel << " i=" << i;
+        for (const auto& result : results) ASSERT_EQ(result[i], sum) << testing::PrintToString(hosts) << " n=" << numel << " i=" << i;
       }
     }
+  }
+}
+
+// Averages weigh every rank alike, whatever its host; and a host's link carries what one rank would send, as many as it has.
+TEST_P(TwoLevelsOn, WeighRanksAlike) {
+  constexpr int64_t numel = 96;
+  for (const std::vector<int>& hosts : {std::vector{4, 4}, {5, 3}, {8, 1}}) {
+    const int world_size = std::accumulate(hosts.begin(), hosts.end(), 0);
+    std::vector<int64_t> sent(world_size);
+    std::vector<std::vector<float>> results(world_size);
+    on_hosts(place(), hosts, [&](TwoLevels& levels, Executor&, Executor& across, int rank, const Place& place) {
+      const Array<float> array(place, std::vector<float>(numel, static_cast<float>(rank)));
+      AllReduce call;
+      call.algorithm = "direct";
+      call.average = true;
+      levels.all_reduce(place, array.data(), numel, call);
+      results[rank] = array.values();
+      sent[rank] = across.wire_bytes();
+    });
+    for (const auto& result : results) {
+      EXPECT_EQ(result, results[0]);
+      EXPECT_FLOAT_EQ(result[0], static_cast<float>(world_size - 1) / 2) << testing::PrintToString(hosts);
+    }
+    const auto other = sent.begin() + hosts[0];
+    EXPECT_EQ(std::accumulate(sent.begin(), other, int64_t{0}), numel * 4) << testing::PrintToString(hosts);
+    EXPECT_EQ(std::accumulate(other, sent.end(), int64_t{0}), numel * 4) << testing::PrintToString(hosts);
   }
 }
 
@@ -67,7 +99,7 @@ TEST_P(TwoLevelsOn, KeepRegionsApart) {
       {{5, 1030}, &find_codec("int8"), 0}, {{1040, 61}, &find_codec("raw"), 1032}, {{1101, 1500}, &find_codec("int4"), 1096}};
   const auto given = [](int64_t i, int rank) { return static_cast<float>((i * 7 + rank * 13) % 31 - 15); };
   std::vector<std::vector<float>> results(4);
-  on_hosts(place(), 2, 2, [&](TwoLevels& levels, Executor&, Executor&, int rank, const Place& place) {
+  on_hosts(place(), {2, 2}, [&](TwoLevels& levels, Executor&, Executor&, int rank, const Place& place) {
     std::vector<float> values(numel);
     for (int64_t i = 0; i < numel; ++i) values[i] = given(i, rank);
     const Array<float> array(place, values);
@@ -91,7 +123,7 @@ TEST_P(TwoLevelsOn, KeepRegionsApart) {
 // A rank that is gone is an error on all others, also on those that wait for none of its messages.
 TEST(TwoLevels, FailOnEveryRank) {
   std::latch over(3);
-  on_hosts({}, 2, 2, [&](TwoLevels& levels, Executor& inside, Executor& across, int rank, const Place& place) {
+  on_hosts({}, {2, 2}, [&](TwoLevels& levels, Executor& inside, Executor& across, int rank, const Place& place) {
     if (rank == 3) return over.wait();
     std::vector<float> values(2'100'001, 1.0f);
     AllReduce call;

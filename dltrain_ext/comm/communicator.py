@@ -61,9 +61,10 @@ class Communicator:
     CPU tensors go over Gloo. CUDA tensors go over NCCL: their calls enqueue, no host waits, and the result is there in
     the order of the current stream; connections for a device are made by the first call with a tensor on it.
 
-    Where each of several hosts has the same number of ranks, more than one, all-reduces go in two levels: the ranks of
-    a host add up their parts, and each takes one share of the sum across the hosts, by the algorithm and the codec of
-    the call. So a host's link carries what one rank would send.
+    Where there are several hosts, and several ranks on one of them, all-reduces go in two levels: the ranks of a host
+    add up their parts, and each takes one share of the sum across the hosts, by the algorithm and the codec of the
+    call. So a host's link carries what one rank would send. There are as many shares as the smallest host has ranks;
+    the other ranks of a larger one have none.
 
     ``torch.profiler`` shows each call as it shows torch's own collectives: a range ``record_param_comms`` with the
     collective's name, its elements, their dtype, and the group.
@@ -307,12 +308,9 @@ class Communicator:
     def usual_plan(self) -> str:
         """For large tensors, where nothing was measured and runs are to have the same bits.
 
-        ``"direct"`` has the fewest rounds, and on CUDA a fifth of the ring's launches, but where ranks share a host's
-        link it sends over it what each of them sends to all others: so where hosts have different numbers of ranks it
-        is ``"ring"``. On the CPU that was also a little faster on up to 8 ranks; each of its hops encodes once more.
+        ``"direct"`` has the fewest rounds, and on CUDA a fifth of the ring's launches. On the CPU the ring was a little
+        faster on up to 8 ranks; each of its hops encodes once more.
         """
-        if self._connections.are_uneven:
-            return "ring"
         return "ring" if self._device.type == "cpu" and self._world_size <= 8 else "direct"
 
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from dltrain_ext.comm.meeting import Meetings, Part, Work, comes
 TRANSPORTS = ("auto", "nccl", "c10d")
 _CONNECTING = timedelta(minutes=5)  # is enough for NCCL
 Make = Callable[[Part, torch.device], "_ops.Level"]
+Levels = tuple["_ops.Level", "_ops.Level | None", int]  # across the hosts, inside this one, and the shares of a host
 
 
 class Connections:
@@ -59,14 +60,13 @@ class Connections:
         self._round_trip = max(float(trip) for trip, _ in said)
         hosts = [host for _, host in said]
         self._layout = layout(hosts, self._rank, ranks_per_host)
-        self.are_uneven = ranks_per_host is None and are_uneven(hosts)
         self._number = itertools.count()
         self._gloo_devices: list[Any] = []
 
     @property
     def ranks_per_host(self) -> int:
-        """1 where all-reduces go in one level."""
-        return 1 if self._layout is None else len(self._layout[0])
+        """Of the largest host; 1 where all-reduces go in one level."""
+        return 1 if self._layout is None else self._layout.largest
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device, whose number may differ between the ranks."""
@@ -95,14 +95,14 @@ class Connections:
         """Makes no more; what was made belongs to the communicators."""
         self._gloo_devices = []
 
-    def _levels(self, work: Work, device: torch.device, make: Make) -> tuple["_ops.Level", "_ops.Level | None"]:
-        """Across the hosts and inside this one; of all ranks, and none, where there is one level."""
+    def _levels(self, work: Work, device: torch.device, make: Make) -> Levels:
+        """Of all ranks, and none, where there is one level."""
         if self._layout is None:
-            return make(work.part(f"{make.__name__}/all"), device), None
-        neighbours, counterparts = self._layout
+            return make(work.part(f"{make.__name__}/all"), device), None, 1
+        neighbours, counterparts, shares, _ = self._layout
         inside = make(work.part(f"{make.__name__}/inside/{neighbours[0]}", neighbours), device)
         across = make(work.part(f"{make.__name__}/across/{counterparts[0]}", counterparts), device)
-        return across, inside
+        return across, inside, shares
 
     def _over_gloo(self, part: Part, device: torch.device) -> "_ops.Level":
         return _ops.Level.over_backend(self._gloo(part, threads=1), device, part.ranks)
@@ -143,9 +143,7 @@ class Connections:
             answer = str(error)
         return self._all_say(lambda said: said.startswith("version "), work.part("nccl"), answer)
 
-    def _over_nccl_if_all_can(
-        self, work: Work, device: torch.device
-    ) -> tuple["_ops.Level", "_ops.Level | None"] | None:
+    def _over_nccl_if_all_can(self, work: Work, device: torch.device) -> Levels | None:
         if not self._all_have_nccl(work):
             return None
         levels, answer = None, "connected"
@@ -169,10 +167,26 @@ class Connections:
         return False
 
 
-def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> tuple[list[int], list[int]] | None:
-    """Who shares the host of a rank, and who has its place on each host, as members of the group; None for one level.
+class Layout(NamedTuple):
+    """Of two levels, as one member of the group sees it.
 
-    hosts: where each member is. Two levels need as many ranks, and more than one, on each of several hosts.
+    Attributes:
+        neighbours: the members on its host.
+        counterparts: those that stand for the same share of each host; itself alone where it has no share.
+        shares: of each host: as many as the smallest has members. The first members have one each.
+        largest: how many members are on the largest host.
+    """
+
+    neighbours: list[int]
+    counterparts: list[int]
+    shares: int
+    largest: int
+
+
+def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> Layout | None:
+    """None for one level: where there is one host, or one member on each.
+
+    hosts: where each member is.
     """
     if ranks_per_host is not None:
         if len(hosts) % ranks_per_host:
@@ -181,17 +195,14 @@ def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> tuple
             )
         hosts = [str(member // ranks_per_host) for member in range(len(hosts))]
     members = {host: [m for m, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)}
-    per_host = {len(some) for some in members.values()}
-    if len(members) == 1 or len(per_host) > 1 or per_host == {1}:
+    sizes = [len(some) for some in members.values()]
+    shares, largest = min(sizes), max(sizes)
+    if len(members) == 1 or largest == 1:
         return None
     neighbours = members[hosts[rank]]
     place = neighbours.index(rank)
-    return neighbours, [some[place] for some in members.values()]
-
-
-def are_uneven(hosts: Sequence[str]) -> bool:
-    """Whether some of several hosts have more members than others: they go in one level then, although they share."""
-    return len({hosts.count(host) for host in hosts}) > 1
+    counterparts = [some[place] for some in members.values()] if place < shares else [rank]
+    return Layout(neighbours, counterparts, shares, largest)
 
 
 def _trip_to(store: dist.Store) -> float:

@@ -38,7 +38,7 @@ class Network:
     Args:
         latency: seconds until the first byte of a message comes to another host.
         bandwidth: bytes a second of a host's link, each way.
-        ranks_per_host: neighbouring ranks that share a host and its link.
+        ranks_per_host: neighbouring ranks that share a host and its link; the last host has what is left.
         inside_latency, inside_bandwidth: between ranks of one host; each has that bandwidth to itself, each way.
         burst: bytes that a host's link has let through at once after a pause, as token buckets do (``tc tbf``; many
             cloud instances). Each all-reduce begins after a pause.
@@ -201,21 +201,23 @@ def _in_two_levels(
 ) -> Estimate:
     """Pieces go through the three stages one after another, so that inside and across are busy at once."""
     per_host = network.ranks_per_host
-    if world_size % per_host or world_size == per_host or per_host == 1:
+    if not 1 < per_host < world_size:
         raise ValueError(
             f"levels: expected 1 where there are not several hosts of several ranks, got 2 for {world_size} ranks, "
             f"{per_host} per host"
         )
     pieces = _ops.two_level_pieces(numel)
     length = numel // pieces
-    # A host's ranks work each at a share of the piece, and share the link.
-    share = replace(network, bandwidth=network.bandwidth / per_host, burst=network.burst / per_host, ranks_per_host=1)
+    hosts = math.ceil(world_size / per_host)
+    shares = world_size - (hosts - 1) * per_host  # as many as the last host, which may be smaller, has ranks
+    # Of a host that many ranks work each at a share of the piece, and share the link.
+    share = replace(network, bandwidth=network.bandwidth / shares, burst=network.burst / shares, ranks_per_host=1)
     inside = [
-        _in_one_level(half, per_host, length, "raw", network, 1, ()).seconds
+        _in_one_level(half, per_host, length * per_host // shares, "raw", network, 1, ()).seconds
         for half in ("reduce_scatter", "all_gather")
     ]
     across, later = (
-        _in_one_level(algorithm, world_size // per_host, length // per_host, codec, link, segments, ())
+        _in_one_level(algorithm, hosts, length // shares, codec, link, segments, ())
         for link in (share, replace(share, burst=0))  # the first piece has used it up
     )
     slowest = max(sum(inside), later.seconds)

@@ -146,6 +146,7 @@ void Transport::reduce_scatter(const Place& place, float* values, const std::vec
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
+      if (shares[root].count == 0) continue;
       float* const share = values + shares[root].first;
       check("ncclReduce", library_->reduce(share, share, static_cast<size_t>(shares[root].count), fp32, op, root, comm_, stream));
     }
@@ -160,6 +161,7 @@ void Transport::all_gather(const Place& place, float* values, const std::vector<
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
+      if (shares[root].count == 0) continue;
       float* const share = values + shares[root].first;
       check("ncclBroadcast", library_->broadcast(share, share, static_cast<size_t>(shares[root].count), fp32, root, comm_, stream));
     }
