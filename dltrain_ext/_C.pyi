@@ -218,7 +218,7 @@ class Communicator:
         self,
         across: Level,
         inside: Level | None,
-        shares: int,
+        hosts: tuple[int, int],
         control: Backend | None,
         members: Ranks,
         device: torch.device,

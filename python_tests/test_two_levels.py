@@ -24,19 +24,19 @@ from dltrain_ext.comm.connections import layout
 @pytest.mark.parametrize(
     ("hosts", "rank", "per_host", "expected"),
     [
-        ("aabb", 0, None, ([0, 1], [0, 2], 2, 2)),
-        ("aabb", 3, None, ([2, 3], [1, 3], 2, 2)),
-        ("abab", 2, None, ([0, 2], [2, 3], 2, 2)),  # ranks need not be neighbours
-        ("abcabc", 4, None, ([1, 4], [3, 4, 5], 2, 2)),
-        ("aaaabb", 1, None, ([0, 1, 2, 3], [1, 5], 2, 4)),
-        ("aaaabb", 2, None, ([0, 1, 2, 3], [2], 2, 4)),  # has no share
-        ("aab", 2, None, ([2], [0, 2], 1, 2)),
+        ("aabb", 0, None, ([0, 1], [0, 2], 2, 2, 2)),
+        ("aabb", 3, None, ([2, 3], [1, 3], 2, 2, 2)),
+        ("abab", 2, None, ([0, 2], [2, 3], 2, 2, 2)),  # ranks need not be neighbours
+        ("abcabc", 4, None, ([1, 4], [3, 4, 5], 3, 2, 2)),
+        ("aaaabb", 1, None, ([0, 1, 2, 3], [1, 5], 2, 2, 4)),
+        ("aaaabb", 2, None, ([0, 1, 2, 3], [2], 2, 2, 4)),  # has no share
+        ("aab", 2, None, ([2], [0, 2], 2, 1, 2)),
         ("aaaa", 1, None, None),  # one host
         ("abcd", 1, None, None),  # one rank on each
         ("aaaa", 1, 1, None),
         ("aaaa", 1, 4, None),
-        ("aaaa", 1, 2, ([0, 1], [1, 3], 2, 2)),  # what one says counts
-        ("abcdef", 4, 3, ([3, 4, 5], [1, 4], 3, 3)),
+        ("aaaa", 1, 2, ([0, 1], [1, 3], 2, 2, 2)),  # what one says counts
+        ("abcdef", 4, 3, ([3, 4, 5], [1, 4], 2, 3, 3)),
     ],
 )
 def test_layouts(hosts, rank, per_host, expected):

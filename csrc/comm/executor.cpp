@@ -31,7 +31,21 @@ class UnderWay {
   std::atomic<bool>& flag_;
 };
 
+// For what may be messages as well as values: two of its NaNs make one of fp32, in a value or a scale.
+Elements as_bytes(void* data) { return {data, Dtype::bf16}; }
+
 int codec_index(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
+
+Choice choice(const AllReduce& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr) {
+  const int64_t wire_bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
+  return choose(call.algorithm, call.segments, world_size, numel, codec, wire_bytes, crossover);
+}
+
+std::vector<std::vector<Piece>> cut(const AllReduce& call, const Codec& codec, int64_t numel, int world_size, int segments) {
+  if (call.layout) return cut_by_region(*call.layout, segments);
+  if (call.share.data) return cut_in_shares(numel, world_size, codec, segments);
+  return call.owners ? cut_for_owners(numel, call.owners, codec, segments) : cut_evenly(numel, codec, segments);
+}
 
 }  // namespace
 
@@ -46,6 +60,14 @@ void check_names(const std::string& algorithm, const std::string& codec) {
   }
   const std::string argument = lossy ? text("algorithm (for the codec ", codec, ")") : "algorithm";
   if (std::find(names.begin(), names.end(), algorithm) == names.end()) unknown_name(argument.c_str(), names, algorithm);
+}
+
+Encoded encoded(const AllReduce& call, int64_t numel, int world_size) {
+  const Codec& codec = find_codec(call.codec);
+  const auto [algorithm, segments] = choice(call, codec, numel, world_size);
+  if (!leaves_final_bytes(algorithm)) return {};
+  const int chunks = make_plan(plan_names()[algorithm], 0, world_size).chunks;
+  return encoded(chunks, cut(call, codec, numel, world_size, segments));
 }
 
 Executor::Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks)
@@ -71,13 +93,14 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
   const bool measures = call.measures && call.algorithm == "auto" && world_size() > 1 && !place.on_cuda();
   if (measures && !crossover_) look_for_crossover(place, call.timeout);
   const Codec& codec = find_codec(call.codec);
-  const bool in_place = !call.layout && !call.share.data && call.codec == "raw" && values.dtype == Dtype::fp32;
-  const Program& program = this->program(call, codec, numel, in_place);
+  const bool is_its_message = !call.layout && !call.share.data && call.codec == "raw" && values.dtype == Dtype::fp32;
+  const Result result = call.message ? Result::message : is_its_message ? Result::values_in_place : Result::values;
+  const Program& program = this->program(call, codec, numel, result);
   const int64_t number = calls_ + 1;
   transport_->begin(
       {number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.layout ? digest(*call.layout) : 0});
   Work work = work_of(numel > 0 ? program : meeting_, plan_names()[program.algorithm], call, place, values, numel);
-  work.slots = static_cast<char*>(in_place ? values.data : slots_.reserve(place, program.slots));
+  work.slots = slots(work);
   work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
   work.step = call.step.value_or(static_cast<uint32_t>(number));
   run(work);
@@ -87,6 +110,15 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
   }
   calls_ = number;
   wire_bytes_ += program.sent;
+}
+
+char* Executor::slots(const Work& work) {
+  switch (work.program.result) {
+    case Result::values_in_place: return static_cast<char*>(work.values.data);
+    case Result::message: return work.call.message;
+    case Result::values: break;
+  }
+  return static_cast<char*>(slots_.reserve(work.place, work.program.slots));
 }
 
 void Executor::reduce_scatter(const Place& place, const Elements& share, const Elements& values, int64_t numel, AllReduce call) {
@@ -137,7 +169,8 @@ void Executor::reduce_scatter(const Place& place, float* values, int64_t numel, 
 
 void Executor::all_gather(const Place& place, float* values, int64_t numel, int owners, std::chrono::milliseconds timeout) {
   if (Collectives* const backend = transport_->collectives()) {
-    return enqueue("all_gather", place, {values}, numel, timeout, [&] { backend->all_gather(place, values, shares(numel, owners)); });
+    return enqueue("all_gather", place, as_bytes(values), 2 * numel, timeout,
+                   [&] { backend->all_gather(place, values, shares(numel, owners)); });
   }
   AllReduce half;
   half.algorithm = "all_gather";
@@ -190,22 +223,16 @@ std::vector<Span> Executor::shares(int64_t numel, int owners) const {
   return all;
 }
 
-const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place) {
+const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, Result result) {
   constexpr size_t most = 256;
-  const int64_t wire_bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
-  const auto [algorithm, segments] =
-      choose(call.algorithm, call.segments, world_size(), numel, codec, wire_bytes, call.measures && crossover_ ? &*crossover_ : nullptr);
+  const auto [algorithm, segments] = choice(call, codec, numel, world_size(), call.measures && crossover_ ? &*crossover_ : nullptr);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
-  const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, in_place, call.owners);
+  const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, result, call.owners);
   if (const auto found = programs_.find(std::tie(key, layout)); found != programs_.end()) return found->second;
   const Plan plan = make_plan(plan_names()[algorithm], rank(), world_size());
   if (programs_.size() == most) programs_.clear();
-  const auto pieces = call.layout       ? cut_by_region(layout, segments)
-                      : call.share.data ? cut_in_shares(numel, world_size(), codec, segments)
-                      : call.owners     ? cut_for_owners(numel, call.owners, codec, segments)
-                                        : cut_evenly(numel, codec, segments);
-  return programs_[{key, layout}] = lower(plan, pieces, in_place);
+  return programs_[{key, layout}] = lower(plan, cut(call, codec, numel, world_size(), segments), result);
 }
 
 Work Executor::work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place,
@@ -232,7 +259,9 @@ void Executor::run(const Work& work) {
 
 // For what has only been enqueued.
 void Executor::watch_over(const Work& work, std::vector<Stage> stages, Clock::time_point start) {
-  if (work.call.share.data) {
+  if (work.call.message) {
+    failure_.spoil(work.place, as_bytes(work.call.message), work.program.slots / 2);
+  } else if (work.call.share.data) {
     failure_.spoil(work.place, work.call.share, work.numel / world_size());
   } else if (work.values.data) {
     failure_.spoil(work.place, work.values, work.numel);

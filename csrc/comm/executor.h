@@ -32,6 +32,9 @@ class AllReduceError : public std::runtime_error {
 // Throws std::invalid_argument naming what there is, and what fits what.
 void check_names(const std::string& algorithm, const std::string& codec);
 
+// How the message of a call that leaves one is laid out; nothing where its plan leaves none. "auto" goes by size.
+Encoded encoded(const AllReduce& call, int64_t numel, int world_size);
+
 // Runs plans over a transport, one at a time: whoever calls brings the order (a Queue).
 class Executor {
  public:
@@ -93,7 +96,8 @@ class Executor {
  private:
   Waiting in_the_world(Waiting waiting) const;
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
-  const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, bool in_place);
+  const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, Result result);
+  char* slots(const Work& work);
   Work work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place, const Elements& values,
                int64_t numel);
   void look_for_crossover(const Place& place, std::chrono::milliseconds timeout);
@@ -116,7 +120,7 @@ class Executor {
   Buffer slots_, inbox_;
   Lists lists_;
   const Program meeting_;
-  using Key = std::tuple<std::tuple<int, int, int64_t, int, bool, int>, Layout>;
+  using Key = std::tuple<std::tuple<int, int, int64_t, int, Result, int>, Layout>;
   std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
   std::atomic<bool> under_way_ = false, broken_ = false;

@@ -80,6 +80,13 @@ const std::vector<std::string>& other_algorithms() {
   return names;
 }
 
+bool leaves_final_bytes(int index) {
+  const auto is_final = [](const Step& step) { return step.op == Op::finalize || step.op == Op::recv_final; };
+  const Plan plan = registry()[index].build(0, 2);
+  return std::any_of(plan.rounds.begin(), plan.rounds.end(),
+                     [&](const Round& round) { return std::any_of(round.begin(), round.end(), is_final); });
+}
+
 bool is_pipelined(int index) { return registry()[index].pipelined; }
 
 int index_of(std::string_view algorithm) {

@@ -64,6 +64,9 @@ Plan make_plan(const std::string& algorithm, int rank, int world_size);
 // A plan's place in plan_names().
 int index_of(std::string_view algorithm);
 
+// Whether every rank ends with the final bytes of all, and not with a sum of its own.
+bool leaves_final_bytes(int index);
+
 // Whether a rank has nothing to do in most rounds, so that many segments are what keeps all busy.
 bool is_pipelined(int index);
 

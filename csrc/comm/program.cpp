@@ -41,10 +41,39 @@ class Inbox {
   std::vector<int64_t> free_;
 };
 
-struct Chunk {
+struct Slot {  // of a chunk
   std::vector<Region> regions;
   std::vector<int64_t> offsets;  // of their messages in the chunk's
   int64_t slot = 0, bytes = 0;
+};
+
+// By segment; in all they take so many bytes.
+std::vector<std::vector<Slot>> slots_of(int chunks, const std::vector<std::vector<Piece>>& segments, bool in_place, int64_t& bytes) {
+  std::vector<std::vector<Slot>> out;
+  bytes = 0;
+  for (const std::vector<Piece>& pieces : segments) {
+    auto& slots = out.emplace_back();
+    // The chunks of one piece travel together, side by side: it is cut where messages may begin. Shares end anywhere.
+    const int64_t border = pieces.size() > 1 || (!pieces.empty() && pieces.front().stride > 0) ? vector : 1;
+    for (int c = 0; c < chunks; ++c) {
+      Slot& slot = slots.emplace_back();
+      slot.slot = aligned(bytes, border);
+      for (const Piece& piece : pieces) {
+        const Piece part = piece.part(chunks, c);
+        if (part.span.count == 0) continue;
+        const int64_t offset = aligned(slot.bytes, border);
+        slot.regions.push_back(part);
+        slot.offsets.push_back(offset);
+        slot.bytes = offset + part.codec->bytes(part.span.count);
+      }
+      bytes = slot.slot + slot.bytes;
+    }
+    if (!in_place) bytes = aligned(bytes);
+  }
+  return out;
+}
+
+struct Chunk : Slot {
   std::vector<Location> received;  // not yet added up
   int own_place = 0;
   int encoded_in = -1;  // the round; from then on my own contribution is part of the message in the slot
@@ -74,16 +103,15 @@ struct Segment {
 
 class Lowering {
  public:
-  Lowering(const Plan& plan, const std::vector<std::vector<Piece>>& segments, bool in_place)
-      : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())) {
+  Lowering(const Plan& plan, const std::vector<std::vector<Piece>>& segments, Result result)
+      : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())), in_place_(result == Result::values_in_place) {
     program_.algorithm = index_of(plan.algorithm);
-    program_.in_place = in_place;
+    program_.result = result;
     program_.rounds = rounds_;
     program_.segments = static_cast<int>(segments.size());
-    for (const std::vector<Piece>& pieces : segments) {
+    for (std::vector<Slot>& slots : slots_of(plan.chunks, segments, in_place_, program_.slots)) {
       Segment& segment = segments_.emplace_back();
-      for (int c = 0; c < plan.chunks; ++c) segment.chunks.push_back(chunk(pieces, c));
-      if (!in_place) program_.slots = aligned(program_.slots);
+      for (Slot& slot : slots) segment.chunks.emplace_back().Slot::operator=(std::move(slot));
       for (const Round& round : plan.rounds) {
         for (const Step& step : round) {
           if (step.op == Op::recv_reduce) inbox_.place_size = std::max(inbox_.place_size, aligned(segment.bytes_of(step.chunks)));
@@ -103,28 +131,11 @@ class Lowering {
       }
     }
     program_.inbox = inbox_.size();
-    if (program_.in_place) program_.slots = 0;
+    if (in_place_) program_.slots = 0;
     return std::move(program_);
   }
 
  private:
-  Chunk chunk(const std::vector<Piece>& pieces, int index) {
-    // The chunks of one piece travel together, side by side: it is cut where messages may begin. Shares end anywhere.
-    const int64_t border = pieces.size() > 1 || (!pieces.empty() && pieces.front().stride > 0) ? vector : 1;
-    Chunk chunk;
-    chunk.slot = program_.slots = aligned(program_.slots, border);
-    for (const Piece& piece : pieces) {
-      const Piece part = piece.part(plan_.chunks, index);
-      if (part.span.count == 0) continue;
-      const int64_t offset = aligned(chunk.bytes, border);
-      chunk.regions.push_back(part);
-      chunk.offsets.push_back(offset);
-      chunk.bytes = offset + part.codec->bytes(part.span.count);
-    }
-    program_.slots += chunk.bytes;
-    return chunk;
-  }
-
   std::vector<Transfer> lower_receives(int index, int round) {
     std::vector<Transfer> out;
     if (index == static_cast<int>(segments_.size()) || round >= rounds_) return out;
@@ -159,7 +170,8 @@ class Lowering {
       if (receives(step.op)) continue;
       for (int c = step.chunks.begin; c < step.chunks.end; ++c) {
         Chunk& chunk = segment.chunks[c];
-        if (step.op != Op::send_final && chunk.encoded_in != round) sum(chunk, true, step.op == Op::finalize, part);
+        if (step.op != Op::send_final && chunk.encoded_in != round)
+          sum(chunk, true, step.op == Op::finalize && program_.result != Result::message, part);
         if (step.op != Op::send_final) chunk.encoded_in = round;
         chunk.final |= step.op == Op::finalize;
       }
@@ -199,7 +211,7 @@ class Lowering {
       for (int c = range.begin; c < range.end; ++c) {
         Chunk& chunk = segment.chunks[c];
         chunk.final = true;
-        if (program_.in_place) continue;
+        if (program_.result != Result::values) continue;
         for (size_t i = 0; i < chunk.regions.size(); ++i) part.decodes.push_back({chunk.regions[i], chunk.slot + chunk.offsets[i]});
       }
     }
@@ -218,12 +230,13 @@ class Lowering {
       const int64_t offset = chunk.offsets[i], slot = encodes ? chunk.slot + offset : -1;
       std::vector<Location> messages = received;
       for (Location& message : messages) message.offset += offset;
-      part.sums.push_back({chunk.regions[i], std::move(messages), own, own_place, slot, decodes && !(encodes && program_.in_place)});
+      part.sums.push_back({chunk.regions[i], std::move(messages), own, own_place, slot, decodes && !(encodes && in_place_)});
     }
   }
 
   const Plan& plan_;
   const int rounds_;
+  const bool in_place_;
   Program program_;
   std::vector<Segment> segments_;
   Inbox inbox_;
@@ -231,8 +244,18 @@ class Lowering {
 
 }  // namespace
 
-Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments, bool in_place) {
-  return Lowering(plan, segments, in_place).run();
+Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments, Result result) {
+  return Lowering(plan, segments, result).run();
+}
+
+Encoded encoded(int chunks, const std::vector<std::vector<Piece>>& segments) {
+  Encoded out;
+  for (const std::vector<Slot>& slots : slots_of(chunks, segments, false, out.bytes)) {
+    for (const Slot& slot : slots) {
+      for (size_t i = 0; i < slot.regions.size(); ++i) out.parts.push_back({slot.regions[i], slot.slot + slot.offsets[i]});
+    }
+  }
+  return out;
 }
 
 Program meeting(int rank, int world_size) {

@@ -58,9 +58,13 @@ struct Part {
   std::vector<DecodeStep> decodes;  // nobody waits for these
 };
 
+// What becomes of the final bytes: the tensor's values, or, for a tensor evenly cut whose messages are its very bytes, they lie in the
+// tensor from the start, or they stay in the slots, which are the call's result.
+enum class Result { values, values_in_place, message };
+
 struct Program {
-  int algorithm = 0;      // a place in plan_names()
-  bool in_place = false;  // the slots are the tensor itself
+  int algorithm = 0;  // a place in plan_names()
+  Result result = Result::values;
   int rounds = 0;
   int segments = 0;
   int64_t slots = 0, inbox = 0;  // bytes
@@ -69,8 +73,15 @@ struct Program {
   std::vector<std::vector<Part>> ticks;
 };
 
-// Lowers a verified plan onto what is to be reduced, by segment. In place: for a tensor evenly cut whose messages are its very bytes.
-Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments, bool in_place);
+// Lowers a verified plan onto what is to be reduced, by segment. A message needs a plan that leaves_final_bytes.
+Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments, Result result);
+
+// What a message, as a result, holds.
+struct Encoded {
+  int64_t bytes = 0;
+  std::vector<DecodeStep> parts;
+};
+Encoded encoded(int chunks, const std::vector<std::vector<Piece>>& segments);
 
 // Where there is nothing to reduce: the ranks only say which call they are in, each to the next.
 Program meeting(int rank, int world_size);

@@ -253,7 +253,7 @@ Estimate simulate(const std::string& algorithm, int world_size, int64_t numel, c
     // One rank's chunks stand for those of all, so they must not differ: then all are like the longest.
     const int64_t grain = codec.alignment * plan.chunks * count;
     const int64_t length = walkers < world_size ? (numel + grain - 1) / grain * grain : numel;
-    const Program program = lower(plan, cut_evenly(length, codec, count), codec.name == "raw");
+    const Program program = lower(plan, cut_evenly(length, codec, count), codec.name == "raw" ? Result::values_in_place : Result::values);
     programs.push_back(costs_of(program, walkers, rank, network, speed));
     const double share = static_cast<double>(numel) / static_cast<double>(std::max<int64_t>(length, 1));
     estimate.wire_bytes = std::max(estimate.wire_bytes, static_cast<int64_t>(static_cast<double>(program.sent) * share));

@@ -3,9 +3,14 @@
 #include <algorithm>
 #include <future>
 #include <utility>
-#include <vector>
 
 namespace dltrain::comm {
+
+namespace {
+
+constexpr int64_t border = 64;  // bytes; where the messages of shares, which are as long as each other, may begin
+
+}  // namespace
 
 // Enough to hide one level behind the other; more only add messages.
 int64_t pieces_of(int64_t numel) {
@@ -14,29 +19,33 @@ int64_t pieces_of(int64_t numel) {
 }
 
 void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call) {
-  const auto pieces = static_cast<int>(pieces_of(numel));
+  const std::vector<Piece>& pieces = this->pieces(numel, call);
+  const int rank = inside_.rank();
   std::vector<Wait> under_way;
-  std::vector<Layout> layouts(pieces);
+  std::vector<char*> messages(pieces.size(), nullptr);
+  messages_.resize(std::max(messages_.size(), pieces.size()));
   try {
-    for (int i = 0; i < pieces; ++i) {
-      const Span piece = share(numel, pieces, i);
-      const Span mine = share(piece.count, shares_, inside_.rank());
-      inside_.reduce_scatter(place, values + piece.first, piece.count, shares_, call.average, call.timeout);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const Piece& piece = pieces[i];
+      inside_.reduce_scatter(place, values + piece.span.first, piece.span.count, hosts_.shares, call.average, call.timeout);
       AllReduce part = call;
-      part.weight = static_cast<float>(inside_.world_size()) / static_cast<float>(world_size_);  // of this host's average
-      part.first = piece.first + mine.first;
+      part.weight = static_cast<float>(inside_.world_size()) / static_cast<float>(hosts_.ranks);  // of this host's average
+      part.first = piece.shares[rank].first;
       part.feedback = call.feedback.from(part.first);
       if (call.layout) {
-        layouts[i] = within(*call.layout, {part.first, mine.count});
-        part.layout = &layouts[i];
+        part.layout = &piece.layouts[rank];
         part.first = 0;
       }
-      under_way.push_back(start_across(place, values + piece.first + mine.first, mine.count, part, pieces == 1));
+      if (piece.message_bytes > 0) {
+        messages[i] = static_cast<char*>(messages_[i].reserve(place, piece.message_bytes * hosts_.shares));
+        if (rank < hosts_.shares) part.message = messages[i] + piece.message_bytes * rank;
+      }
+      under_way.push_back(start_across(place, values + piece.shares[rank].first, piece.shares[rank].count, part, pieces.size() == 1));
     }
-    for (int i = 0; i < pieces; ++i) {
-      const Span piece = share(numel, pieces, i);
+    for (size_t i = 0; i < pieces.size(); ++i) {
       std::exchange(under_way[i], {})();
-      inside_.all_gather(place, values + piece.first, piece.count, shares_, call.timeout);
+      share_out(place, values, pieces[i], messages[i], call.timeout);
+      if (place.on_cuda()) messages_[i] = {};  // a captured graph has memory of its own
     }
   } catch (const AllReduceError& error) {
     for (Executor* level : {&inside_, &across_}) level->abort(error.what());
@@ -49,6 +58,55 @@ void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, con
     }
     throw;
   }
+}
+
+const std::vector<TwoLevels::Piece>& TwoLevels::pieces(int64_t numel, const AllReduce& call) {
+  constexpr size_t most = 256;
+  static const Layout whole;
+  const auto key = std::make_tuple(numel, call.algorithm, call.codec, call.segments, call.measures);
+  const Layout& layout = call.layout ? *call.layout : whole;
+  if (const auto found = pieces_.find(std::tie(key, layout)); found != pieces_.end()) return found->second;
+  if (pieces_.size() == most) pieces_.clear();
+  std::vector<Piece>& out = pieces_[{key, layout}];
+  const auto count = static_cast<int>(pieces_of(numel));
+  for (int i = 0; i < count; ++i) out.push_back(piece(share(numel, count, i), call));
+  return out;
+}
+
+TwoLevels::Piece TwoLevels::piece(const Span& span, const AllReduce& call) const {
+  Piece piece;
+  piece.span = span;
+  for (int rank = 0; rank < inside_.world_size(); ++rank) {
+    const Span share = comm::share(span.count, hosts_.shares, rank);
+    piece.shares.push_back({span.first + share.first, share.count});
+    if (call.layout) piece.layouts.push_back(within(*call.layout, piece.shares.back()));
+  }
+  if (call.measures && call.algorithm == "auto") return piece;  // times decide about the plan, and may find another for each share
+  std::vector<Encoded> messages;
+  for (int rank = 0; rank < hosts_.shares; ++rank) {
+    AllReduce part = call;
+    if (call.layout) part.layout = &piece.layouts[rank];
+    messages.push_back(encoded(part, piece.shares[rank].count, hosts_.count));
+    if (messages.back().parts.empty()) return piece;
+  }
+  const auto longest = std::ranges::max_element(messages, {}, &Encoded::bytes)->bytes;
+  const int64_t bytes = (longest + border - 1) / border * border;
+  if (span.count * static_cast<int64_t>(sizeof(float)) - bytes * hosts_.shares < saving_) return piece;
+  piece.message_bytes = bytes;
+  for (int rank = 0; rank < hosts_.shares; ++rank) {
+    for (auto& [region, slot] : messages[rank].parts) {
+      region.span.first += piece.shares[rank].first;
+      piece.decodes.push_back({region, slot + bytes * rank});
+    }
+  }
+  return piece;
+}
+
+void TwoLevels::share_out(const Place& place, float* values, const Piece& piece, char* messages, std::chrono::milliseconds timeout) {
+  if (!messages) return inside_.all_gather(place, values + piece.span.first, piece.span.count, hosts_.shares, timeout);
+  const int64_t words = piece.message_bytes * hosts_.shares / static_cast<int64_t>(sizeof(float));
+  inside_.all_gather(place, reinterpret_cast<float*>(messages), words, hosts_.shares, timeout);
+  decode(place, piece.decodes, messages, {values}, decodings_);
 }
 
 TwoLevels::Wait TwoLevels::start_across(const Place& place, float* values, int64_t numel, const AllReduce& call, bool alone) {

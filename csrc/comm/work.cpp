@@ -29,7 +29,7 @@ std::optional<Sum> Work::sum_of(const SumStep& step) const {
     if (call.average) sum.scale = call.weight > 0 ? call.weight : 1.0f / static_cast<float>(world_size);
     if (encodes) sum.feedback = call.feedback.from(step.region.span.first);
     // The message of what is there already.
-    if (program.in_place && step.received.empty() && sum.scale == 1.0f && !sum.feedback.residual.data) return {};
+    if (program.result == Result::values_in_place && step.received.empty() && sum.scale == 1.0f && !sum.feedback.residual.data) return {};
   }
   sum.received = lists->received.data() + lists->received.size();
   sum.count = static_cast<int>(step.received.size());
@@ -48,14 +48,19 @@ Elements Work::result(const Span& span) const {
 
 void Work::decode(const std::vector<DecodeStep>& steps) const {
   const During during(call.observer, Phase::decode);
+  comm::decode(place, steps, slots, values, lists->decodings);
+}
+
+void decode(const Place& place, std::span<const DecodeStep> steps, const char* messages, const Elements& values,
+            std::vector<Decoding>& decodings) {
   for (const Codec& codec : codecs()) {
-    lists->decodings.clear();
+    decodings.clear();
     for (const auto& [region, slot] : steps) {
       if (region.codec != &codec) continue;
-      const auto* const message = reinterpret_cast<const uint8_t*>(slots + slot);
-      lists->decodings.push_back({region.span.count, message, values.from(region.span.first)});
+      const auto* const message = reinterpret_cast<const uint8_t*>(messages + slot);
+      decodings.push_back({region.span.count, message, values.from(region.span.first)});
     }
-    if (!lists->decodings.empty()) codec.decode_all(place, lists->decodings);
+    if (!decodings.empty()) codec.decode_all(place, decodings);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,8 @@ struct AllReduce {
   bool measures = false;  // on the CPU "auto" goes by times, for which its first call makes some more; else by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 
+  char* message = nullptr;  // where given, the final bytes stay there, as Executor::encoded says, and the values as they are
+
   Elements share;  // where given, this rank's share of the sum goes there, and the values stay as they are: a reduce-scatter
 
   const Layout* layout = nullptr;  // null: the tensor as a whole, in the codec; not null: that codec is the one to choose by
@@ -33,6 +36,10 @@ struct AllReduce {
   std::optional<uint32_t> step;  // of the stream of random numbers; the number of the call where there is none
   Observer* observer = nullptr;
 };
+
+// Has the messages decoded that lie at such distances from `messages`, those of a codec together. decodings: room, which is kept.
+void decode(const Place& place, std::span<const DecodeStep> steps, const char* messages, const Elements& values,
+            std::vector<Decoding>& decodings);
 
 // Room for what is done at once, kept from call to call.
 struct Lists {

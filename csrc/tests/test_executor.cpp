@@ -159,7 +159,7 @@ TEST(Executor, SendsInsideEnvelopesWhatJustFits) {
 }
 
 TEST(Executor, CutsNoMoreSegmentsThanThereAreBlocks) {
-  const Program program = lower(make_plan("ring", 0, 3), cut_evenly(1000, find_codec("int8"), 1'000'000), false);
+  const Program program = lower(make_plan("ring", 0, 3), cut_evenly(1000, find_codec("int8"), 1'000'000), Result::values);
   EXPECT_EQ(program.segments, 4);
   EXPECT_EQ(std::ssize(program.ticks), program.rounds + program.segments);
 }
@@ -208,7 +208,7 @@ TEST(Executor, AbortEndsAWait) {
 }
 
 TEST(Program, ReusesItsInbox) {
-  const Program program = lower(make_plan("ring", 0, 8), cut_evenly(8 * 1600, find_codec("raw"), 1), true);
+  const Program program = lower(make_plan("ring", 0, 8), cut_evenly(8 * 1600, find_codec("raw"), 1), Result::values_in_place);
   EXPECT_EQ(program.inbox, 2 * 1600 * 4);
   EXPECT_EQ(program.sent, 2 * 7 * 1600 * 4);
   EXPECT_EQ(program.slots, 0);

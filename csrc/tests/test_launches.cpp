@@ -69,7 +69,7 @@ std::map<std::string, Layout> buckets() {  // of about 25 MiB
 }
 
 Program program_of(const Layout& layout, const std::string& algorithm, int rank, int ranks, int segments) {
-  return lower(make_plan(algorithm, rank, ranks), cut_by_region(layout, segments), false);
+  return lower(make_plan(algorithm, rank, ranks), cut_by_region(layout, segments), Result::values);
 }
 
 // By `direct`, which the hook takes on a device. Before regions were launched together it took 237 for a layer of GPT-2, and the ring 497

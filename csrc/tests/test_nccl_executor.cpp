@@ -230,6 +230,23 @@ TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
   });
 }
 
+// What it decodes to is NaN, whatever the codec.
+TEST_P(NcclDeadline, SpoilsAMessageToo) {
+  for (const char* codec : {"int8", "fp16", "bf16"}) {
+    expect_spoilt(2, [codec](Executor& executor, Runner& runner, const Place& place, const Array<float>& array) {
+      AllReduce call = by_ring(std::chrono::milliseconds(300));
+      call.codec = codec;
+      const Encoded message = encoded(call, 100, 2);
+      const Array<float> bytes(place, Values(message.bytes / sizeof(float), 1.0f));
+      call.message = reinterpret_cast<char*>(bytes.data());
+      runner.all_reduce(executor, {array.data()}, 100, call);
+      executor.drain();
+      std::vector<Decoding> room;
+      decode(place, message.parts, call.message, {array.data()}, room);
+    });
+  }
+}
+
 TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
   auto channels = in_process_channels(3);
   std::latch begun(3), over(3);

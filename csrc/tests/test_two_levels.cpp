@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <latch>
+#include <map>
 #include <numeric>
 #include <thread>
 
@@ -13,7 +14,7 @@ namespace {
 
 // Runs body(levels, inside, across, rank, the rank's place) on so many ranks of each host, each a thread.
 template <class Body>
-void on_hosts(const Place& kind, const std::vector<int>& hosts, Body body) {
+void on_hosts(const Place& kind, const std::vector<int>& hosts, Body body, int64_t saving = TwoLevels::enough) {
   const auto wrapped = [&](std::unique_ptr<Transport> end) -> std::unique_ptr<Transport> {
     if (kind.on_cuda()) return end;
     return std::make_unique<Envelopes>(std::move(end));
@@ -30,7 +31,7 @@ void on_hosts(const Place& kind, const std::vector<int>& hosts, Body body) {
       threads.emplace_back([&, rank, to_host = std::move(to_host), to_others = std::move(to_others)]() mutable {
         const OwnPlace own(kind);
         Executor in(wrapped(std::move(to_host))), out(wrapped(std::move(to_others)));
-        TwoLevels levels(in, out, shares, world_size);
+        TwoLevels levels(in, out, {static_cast<int>(hosts.size()), shares, world_size}, saving);
         body(levels, in, out, rank, own.place());
         Event::record(own.place()).synchronize();
       });
@@ -116,6 +117,52 @@ TEST_P(TwoLevelsOn, KeepRegionsApart) {
       for (int rank = 0; rank < 4; ++rank) sum += given(i, rank);
       for (const auto& result : results) ASSERT_EQ(result[i], results[0][i]);
       ASSERT_NEAR(results[0][i], sum, codec->nearest_error.max * 3 * 60) << i;
+    }
+  }
+}
+
+// What is shared inside a host as messages has the same bits as what is shared as values, and fewer bytes.
+TEST_P(TwoLevelsOn, ShareMessagesInside) {
+  constexpr int64_t numel = 4000, always = 1, never = int64_t{1} << 40;
+  const Layout layout = {
+      {{0, 1030}, &find_codec("int8"), 0}, {{1030, 70}, &find_codec("raw"), 1032}, {{1100, 2900}, &find_codec("int4"), 1104}};
+  struct Case {
+    const char *algorithm, *codec;
+    const Layout* layout;
+    std::vector<int> hosts;
+    bool encoded = true;
+  };
+  for (const Case& given :
+       {Case{"direct", "int8", nullptr, {2, 2}}, Case{"ring", "fp16", nullptr, {3, 2}}, Case{"tree", "int4", &layout, {2, 2}},
+        Case{"oneshot", "int8", nullptr, {2, 2}, false}, Case{"direct", "raw", nullptr, {2, 2}, false}}) {
+    const int world_size = std::accumulate(given.hosts.begin(), given.hosts.end(), 0);
+    std::map<int64_t, std::vector<std::vector<float>>> results;
+    std::map<int64_t, std::vector<int64_t>> sent;
+    for (const int64_t saving : {always, never}) {
+      auto& result = results[saving];
+      auto& bytes = sent[saving];
+      result.resize(world_size);
+      bytes.resize(world_size);
+      const auto body = [&](TwoLevels& levels, Executor& inside, Executor&, int rank, const Place& place) {
+        std::vector<float> values(numel);
+        for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>((i * 7 + rank * 13) % 31) / 7;
+        const Array<float> array(place, values);
+        AllReduce call;
+        call.algorithm = given.algorithm;
+        call.codec = given.codec;
+        call.layout = given.layout;
+        call.average = true;
+        for (int step = 0; step < 2; ++step) levels.all_reduce(place, array.data(), numel, call);
+        result[rank] = array.values();
+        bytes[rank] = inside.wire_bytes();
+      };
+      on_hosts(place(), given.hosts, body, saving);
+    }
+    EXPECT_EQ(results[always], results[never]) << given.algorithm << " " << given.codec;
+    for (const auto& result : results[always]) EXPECT_EQ(result, results[always][0]) << given.algorithm << " " << given.codec;
+    for (int rank = 0; rank < world_size; ++rank) {
+      const bool has_share = rank % given.hosts[0] < given.hosts.back();
+      EXPECT_EQ(sent[always][rank] < sent[never][rank], given.encoded && has_share) << given.algorithm << " " << rank;
     }
   }
 }

@@ -25,7 +25,8 @@ from dltrain_ext.comm.meeting import Meetings, Part, Work, comes
 TRANSPORTS = ("auto", "nccl", "c10d")
 _CONNECTING = timedelta(minutes=5)  # is enough for NCCL
 Make = Callable[[Part, torch.device], "_ops.Level"]
-Levels = tuple["_ops.Level", "_ops.Level | None", int]  # across the hosts, inside this one, and the shares of a host
+# Across the hosts, and inside one; how many hosts there are, and shares of each.
+Levels = tuple["_ops.Level", "_ops.Level | None", tuple[int, int]]
 
 
 class Connections:
@@ -98,11 +99,11 @@ class Connections:
     def _levels(self, work: Work, device: torch.device, make: Make) -> Levels:
         """Of all ranks, and none, where there is one level."""
         if self._layout is None:
-            return make(work.part(f"{make.__name__}/all"), device), None, 1
-        neighbours, counterparts, shares, _ = self._layout
+            return make(work.part(f"{make.__name__}/all"), device), None, (1, 1)
+        neighbours, counterparts, hosts, shares, _ = self._layout
         inside = make(work.part(f"{make.__name__}/inside/{neighbours[0]}", neighbours), device)
         across = make(work.part(f"{make.__name__}/across/{counterparts[0]}", counterparts), device)
-        return across, inside, shares
+        return across, inside, (hosts, shares)
 
     def _over_gloo(self, part: Part, device: torch.device) -> "_ops.Level":
         return _ops.Level.over_backend(self._gloo(part, threads=1), device, part.ranks)
@@ -173,12 +174,14 @@ class Layout(NamedTuple):
     Attributes:
         neighbours: the members on its host.
         counterparts: those that stand for the same share of each host; itself alone where it has no share.
+        hosts: how many there are.
         shares: of each host: as many as the smallest has members. The first members have one each.
         largest: how many members are on the largest host.
     """
 
     neighbours: list[int]
     counterparts: list[int]
+    hosts: int
     shares: int
     largest: int
 
@@ -202,7 +205,7 @@ def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> Layou
     neighbours = members[hosts[rank]]
     place = neighbours.index(rank)
     counterparts = [some[place] for some in members.values()] if place < shares else [rank]
-    return Layout(neighbours, counterparts, shares, largest)
+    return Layout(neighbours, counterparts, len(members), shares, largest)
 
 
 def _trip_to(store: dist.Store) -> float:

@@ -64,28 +64,27 @@ int stride_of(const std::vector<int>& ranks) {
 
 }  // namespace
 
-Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, int shares,
+Communicator::Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const comm::Hosts& hosts,
                            c10::intrusive_ptr<c10d::Backend> control, Ranks members, const c10::Device& device,
                            std::chrono::milliseconds timeout, const comm::Patience& patience, bool measures)
     : device_(device),
-      work_(std::make_shared<Work>(std::move(across), std::move(inside), shares, std::move(control), std::move(members), timeout, patience,
+      work_(std::make_shared<Work>(std::move(across), std::move(inside), hosts, std::move(control), std::move(members), timeout, patience,
                                    measures)) {
   if constexpr (built_with_cuda) {
     if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
   }
 }
 
-Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, int shares,
+Communicator::Work::Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const comm::Hosts& hosts,
                          c10::intrusive_ptr<c10d::Backend> control, Ranks members, std::chrono::milliseconds timeout,
                          const comm::Patience& patience, bool measures)
     : members(std::move(members)),
       across(std::move(across)),
       inside(std::move(inside)),
-      shares(shares),
+      hosts(hosts),
       timeout(timeout),
       measures(measures) {
-  const int world_size = static_cast<int>(this->members.ranks.size());
-  if (this->inside) two_levels.emplace(this->inside->executor(), this->across->executor(), shares, world_size);
+  if (this->inside) two_levels.emplace(this->inside->executor(), this->across->executor(), hosts);
   if (!control) return;
   lookout = std::make_shared<comm::Lookout>(
       std::make_unique<GlooChannel>(std::move(control)), this->members.ranks,
@@ -147,7 +146,7 @@ void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor
     } else {
       comm::AllReduce call = options.call;
       call.timeout = timeout;
-      call.measures = measures && !options.bucket;  // whose bits may not depend on noise
+      call.measures = measures && !options.bucket && !place.on_cuda();  // a bucket's bits may not depend on noise
       call.feedback = options.feedback.elements();
       if (options.bucket) {
         call.layout = options.bucket->layout();
@@ -182,10 +181,10 @@ void Communicator::Work::reduce_scatter(const Place& place, const at::Tensor& te
 // In two levels each rank that has a share takes all of it across the hosts, and tells the ranks of its host that have none.
 void Communicator::Work::all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average) {
   if (!inside) return across->all_reduce_natively(place, tensor, average, timeout);
-  if (average) tensor.div_(static_cast<int64_t>(members.ranks.size()));
+  if (average) tensor.div_(hosts.ranks);
   inside->all_reduce_natively(place, tensor, false, timeout);
   across->all_reduce_natively(place, tensor, false, timeout);
-  if (inside->executor().world_size() == shares) return;
+  if (inside->executor().world_size() == hosts.shares) return;
   if (inside->executor().rank() > 0) tensor.zero_();
   inside->all_reduce_natively(place, tensor, false, timeout);
 }

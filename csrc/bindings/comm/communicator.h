@@ -30,9 +30,10 @@ struct Ranks {
 // across the hosts, in two.
 class Communicator {
  public:
-  // shares: of the ranks inside. control: of all ranks; null where there is one. measures: whether "auto" may take the time to.
-  Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, int shares, c10::intrusive_ptr<c10d::Backend> control,
-               Ranks members, const c10::Device& device, std::chrono::milliseconds timeout, const comm::Patience& patience, bool measures);
+  // inside: null where there is one level. control: of all ranks; null where there is one. measures: whether "auto" may take the time to.
+  Communicator(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const comm::Hosts& hosts,
+               c10::intrusive_ptr<c10d::Backend> control, Ranks members, const c10::Device& device, std::chrono::milliseconds timeout,
+               const comm::Patience& patience, bool measures);
   ~Communicator();
 
   // In place, or into the share: on the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current
@@ -61,8 +62,8 @@ class Communicator {
 
  private:
   struct Work {
-    Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, int shares, c10::intrusive_ptr<c10d::Backend> control, Ranks members,
-         std::chrono::milliseconds timeout, const comm::Patience& patience, bool measures);
+    Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const comm::Hosts& hosts, c10::intrusive_ptr<c10d::Backend> control,
+         Ranks members, std::chrono::milliseconds timeout, const comm::Patience& patience, bool measures);
     ~Work();
     void run(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
     void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
@@ -79,7 +80,7 @@ class Communicator {
 
     const Ranks members;
     std::shared_ptr<Level> across, inside;  // inside: null where there is one level
-    const int shares;
+    const comm::Hosts hosts;
     std::optional<comm::TwoLevels> two_levels;
     const std::chrono::milliseconds timeout;
     const bool measures;

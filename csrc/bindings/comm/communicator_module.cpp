@@ -61,16 +61,17 @@ void bind_communicator(py::module_& module) {
       .def_readonly("rank", &Ranks::rank);
   py::class_<Communicator> communicator(module, "Communicator");
   communicator
-      .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside, int shares,
+      .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside, std::pair<int, int> hosts,
                        const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, Ranks members, const c10::Device& device,
                        double timeout, double answer_timeout, double round_trip, bool measures) {
              using Seconds = comm::Patience::Seconds;
-             return std::make_unique<Communicator>(std::move(across), std::move(inside), shares,
+             return std::make_unique<Communicator>(std::move(across), std::move(inside),
+                                                   comm::Hosts{hosts.first, hosts.second, static_cast<int>(members.ranks.size())},
                                                    control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(members), device,
                                                    std::chrono::floor<std::chrono::milliseconds>(Seconds(timeout)),
                                                    comm::Patience(Seconds(answer_timeout), Seconds(round_trip)), measures);
            }),
-           py::arg("across"), py::arg("inside"), py::arg("shares"), py::arg("control"), py::arg("members"), py::arg("device"),
+           py::arg("across"), py::arg("inside"), py::arg("hosts"), py::arg("control"), py::arg("members"), py::arg("device"),
            py::arg("timeout"), py::arg("answer_timeout"), py::arg("round_trip"), py::arg("measures"))
       .def("wait", &Communicator::wait, py::arg("future"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
