@@ -173,6 +173,26 @@ def test_direct_where_links_are_not_shared(hosts, ring, direct):
         assert sent_across("direct", "ab"[: len(levels.counterparts)]) == 1.0  # of a share, by each that has one
 
 
+def connected(rank, world_size):
+    """On a device, by an all-reduce of the kind that buckets will be, which is not counted."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm.Communicator, "all_reduce", lambda self, tensor, **options: calls.append((tensor, options)))
+        communicator = comm.Communicator()
+        parameters, asked = [torch.zeros(300), torch.zeros(5)], choice.Reduction("int8", "direct")
+        assert choice.choose(communicator, dist.group.WORLD, asked, parameters) == asked and not calls
+        communicator._device = torch.device("meta")
+        assert choice.choose(communicator, dist.group.WORLD, asked, parameters) == asked
+    ((tensor, options),) = calls
+    assert tensor.numel() == 305 and tensor.dtype == torch.float32 and tensor.is_meta
+    assert options == {"codec": "int8", "algorithm": "direct", "segments": None}
+    assert communicator.stats()["calls"] == 0
+
+
+def test_ranks_connect_before_the_first_backward_pass():
+    run_ranks(2, connected)
+
+
 def nobody_says(rank, world_size):
     state = ddp.register(make())
     assert state.codec == "int8" and choice.usual_codec(None, []) == "int8"

@@ -103,7 +103,7 @@ void Executor::all_reduce(const Place& place, const Elements& values, int64_t nu
   work.slots = slots(work);
   work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
   work.step = call.step.value_or(static_cast<uint32_t>(number));
-  run(work);
+  run(work, [&](Deadline deadline) { return traffic_->run(work, deadline); });
   if (place.on_cuda()) {  // a captured graph has memory of its own
     slots_ = {};
     inbox_ = {};
@@ -148,7 +148,8 @@ void Executor::meet(Call call, std::chrono::milliseconds timeout) {
   AllReduce waits;
   waits.algorithm = "native";
   waits.timeout = timeout;
-  run(work_of(meeting_, waits.algorithm, waits, {}, {}, 0));
+  const Work work = work_of(meeting_, waits.algorithm, waits, {}, {}, 0);
+  run(work, [&](Deadline deadline) { return traffic_->run(work, deadline); });
   calls_ = call.number;
 }
 
@@ -204,15 +205,13 @@ void Executor::enqueue(const std::string& name, const Place& place, const Elemen
     for (int rank = 0; rank < world_size(); ++rank) {
       if (rank != this->rank()) waiting.peers.push_back(rank);
     }
-    const auto start = Clock::now();
     traffic_->wait_for(waiting);
-    const UnderWay under_way(under_way_);
-    try {
+    run(work, [&](Deadline) {
       collective();
-      if (place.on_cuda()) watch_over(work, {{Event::record(place), waiting}}, start);
-    } catch (const std::exception& error) {
-      fail(work, waiting, error, Clock::now() - start);
-    }
+      std::vector<Stage> stages;
+      if (place.on_cuda()) stages.push_back({Event::record(place), waiting});
+      return stages;
+    });
   }
   ++calls_;
 }
@@ -246,19 +245,26 @@ void Executor::check_open() const {
   if (const std::string reason = failure(); !reason.empty()) throw AllReduceError(reason);
 }
 
-void Executor::run(const Work& work) {
+// enqueue: returns when all is done or, on a device, the stages. There it may have to wait for peers, so the watch looks after it, too.
+template <class Enqueue>
+void Executor::run(const Work& work, Enqueue enqueue) {
   const auto start = Clock::now();
+  const Deadline deadline = start + work.call.timeout;
   const UnderWay under_way(under_way_);
+  std::optional<int64_t> watched;
   try {
-    auto stages = traffic_->run(work, start + work.call.timeout);
-    if (!stages.empty()) watch_over(work, std::move(stages), start);
+    if (work.place.on_cuda() && !is_captured(work.place)) watched = watch_.begin({work.place.device, deadline, giving_up(work, start)});
+    std::vector<Stage> stages = enqueue(deadline);
+    if (!stages.empty()) spoil(work);
+    if (watched) watch_.enqueued(*watched, std::move(stages));
   } catch (const std::exception& error) {
+    if (watched) watch_.enqueued(*watched, {});
     fail(work, traffic_->waiting(), error, Clock::now() - start);
   }
 }
 
-// For what has only been enqueued.
-void Executor::watch_over(const Work& work, std::vector<Stage> stages, Clock::time_point start) {
+// What is not to be taken for a result, if this fails.
+void Executor::spoil(const Work& work) {
   if (work.call.message) {
     failure_.spoil(work.place, as_bytes(work.call.message), work.program.slots / 2);
   } else if (work.call.share.data) {
@@ -266,14 +272,17 @@ void Executor::watch_over(const Work& work, std::vector<Stage> stages, Clock::ti
   } else if (work.values.data) {
     failure_.spoil(work.place, work.values, work.numel);
   }
-  if (is_captured(work.place)) return failure_.captured();  // and its events never pass
-  const auto give_up = [this, start, algorithm = work.algorithm, timeout = work.call.timeout, rounds = work.program.rounds](
-                           const Stage& stage, const std::string& why) {
+  if (is_captured(work.place)) failure_.captured();
+}
+
+std::function<void(const Waiting*, const std::string&)> Executor::giving_up(const Work& work, Clock::time_point start) {
+  return [this, start, algorithm = work.algorithm, timeout = work.call.timeout, rounds = work.program.rounds](const Waiting* enqueued,
+                                                                                                              const std::string& why) {
+    const Waiting waiting = enqueued ? *enqueued : traffic_->waiting();
     const auto after = Clock::now() - start;
-    const std::string finding = find_culprit(stage.waiting);
-    abort(describe(algorithm, stage.waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
+    const std::string finding = find_culprit(waiting);
+    abort(describe(algorithm, waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
   };
-  watch_.add({work.place.device, std::move(stages), start + work.call.timeout, give_up});
 }
 
 std::string Executor::find_culprit(const Waiting& waiting, const std::exception* error) {

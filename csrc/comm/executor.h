@@ -102,10 +102,12 @@ class Executor {
                int64_t numel);
   void look_for_crossover(const Place& place, std::chrono::milliseconds timeout);
   void check_open() const;
-  void run(const Work& work);
+  template <class Enqueue>
+  void run(const Work& work, Enqueue enqueue);
+  void spoil(const Work& work);
   void enqueue(const std::string& name, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
                const std::function<void()>& collective);
-  void watch_over(const Work& work, std::vector<Stage> stages, Clock::time_point start);
+  std::function<void(const Waiting*, const std::string&)> giving_up(const Work& work, Clock::time_point start);
   [[noreturn]] void fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
   std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
   std::vector<Span> shares(int64_t numel, int owners) const;

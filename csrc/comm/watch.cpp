@@ -1,5 +1,6 @@
 #include "comm/watch.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/cuda/runtime.h"
@@ -24,11 +25,20 @@ void Watch::forget(Call call) {
   if (failed_) of_faults.push_back(std::move(call));
 }
 
-void Watch::add(Call call) {
-  if (call.stages.empty()) return;
+int64_t Watch::begin(Call call) {
   std::lock_guard lock(mutex_);
+  call.number = ++begun_;
   calls_.push_back(std::move(call));
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_all();
+  return begun_;
+}
+
+void Watch::enqueued(int64_t number, std::vector<Stage> stages) {
+  std::lock_guard lock(mutex_);
+  const auto call = std::find_if(calls_.begin(), calls_.end(), [number](const Call& each) { return each.number == number; });
+  if (call == calls_.end()) return;  // it was given up
+  call->stages = std::move(stages);
   changed_.notify_all();
 }
 
@@ -44,7 +54,8 @@ bool Watch::is_over(std::chrono::milliseconds moment) {
 
 Waiting Watch::waiting() {
   std::lock_guard lock(mutex_);
-  return calls_.empty() ? Waiting() : calls_.front().stages[passed_].waiting;
+  if (calls_.empty() || !calls_.front().stages || calls_.front().stages->empty()) return {};
+  return (*calls_.front().stages)[passed_].waiting;
 }
 
 void Watch::run() {
@@ -56,23 +67,25 @@ void Watch::run() {
       changed_.wait(lock, [this] { return closed_ || !calls_.empty(); });
       continue;
     }
-    Call& call = calls_.front();  // adding others does not move it
+    Call& call = calls_.front();                                       // adding others does not move it
+    const auto* const stages = call.stages ? &*call.stages : nullptr;  // which change no more
     lock.unlock();
     size_t done = 0;
+    bool over = false;
     std::string why;
     try {
       if constexpr (built_with_cuda) {
         if (!begun) cuda::stay_out_of_captures(call.device);
         begun = true;
       }
-      while (done < call.stages.size() && call.stages[done].passed.passed()) ++done;
-      if (done < call.stages.size()) why = error_();
+      while (stages && done < stages->size() && (*stages)[done].passed.passed()) ++done;
+      over = stages && done == stages->size();
+      if (!over) why = error_();
     } catch (const std::exception& error) {
       why = error.what();  // the device's own
     }
-    if (why.empty() && Clock::now() > call.deadline) why = "nothing came";
-    const bool over = done == call.stages.size();
-    if (!over && !why.empty()) call.give_up(call.stages[done], why);
+    if (!over && why.empty() && Clock::now() > call.deadline) why = "nothing came";
+    if (!over && !why.empty()) call.give_up(stages ? &(*stages)[done].waiting : nullptr, why);
     lock.lock();
     failed_ = failed_ || !why.empty();
     passed_ = over || !why.empty() ? 0 : done;

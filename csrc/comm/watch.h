@@ -4,6 +4,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -12,23 +13,26 @@
 
 namespace dltrain::comm {
 
-// Looks after calls whose work has only been enqueued: gives up on the one that is not done at its deadline, or when the connections fail.
+// Looks after calls whose work is only enqueued: gives up on the one that is not done at its deadline, or when the connections fail. Also
+// while it is being enqueued, since that may have to wait for peers.
 class Watch {
  public:
   struct Call {
     int device;
-    std::vector<Stage> stages;  // in the order of the place's work
     Deadline deadline;
-    std::function<void(const Stage& stage, const std::string& why)> give_up;
+    std::function<void(const Waiting* waiting, const std::string& why)> give_up;  // waiting: null before all is enqueued
+    int64_t number = 0;
+    std::optional<std::vector<Stage>> stages = {};  // in the order of the place's work, when all is enqueued
   };
 
   // error: what has become of the connections, asked from the watch's thread; empty while they are well.
   explicit Watch(std::function<std::string()> error) : error_(std::move(error)) {}
   ~Watch();
 
-  void add(Call call);
-  void drain();                                    // returns when all calls are done or given up
-  bool is_over(std::chrono::milliseconds moment);  // whether they are, then or before
+  int64_t begin(Call call);
+  void enqueued(int64_t number, std::vector<Stage> stages);  // or nothing, of a call that has failed, or whose events never pass
+  void drain();                                              // returns when all calls are done or given up
+  bool is_over(std::chrono::milliseconds moment);            // whether they are, then or before
 
   // What the first call that is not done waits for; none where all are.
   Waiting waiting();
@@ -41,6 +45,7 @@ class Watch {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Call> calls_;
+  int64_t begun_ = 0;
   size_t passed_ = 0;  // stages of the first
   bool closed_ = false, failed_ = false;
   std::thread thread_;  // started by the first call

@@ -188,6 +188,7 @@ class NcclDeadline : public OverNccl {
     std::latch over(world_size - 1);
     on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
       const Array<float> array(place, Values(100, 1.0f));
+      executor.all_reduce_natively(place, array.data(), 100, Number::fp32, true, generous);
       runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
       EXPECT_EQ(array.values(), Values(100, static_cast<float>(world_size)));
       if (executor.rank() == world_size - 1) {
@@ -214,6 +215,24 @@ TEST_P(NcclDeadline, ARankThatNeverComes) {
     expect_in(text("all_reduce with ring on rank ", rank, " in a group of 3: waiting for rank ", (rank + 2) % 3, " in round 0 of 4"),
               error);
     expect_in("(deadline 0.3 s): nothing came", error);
+  });
+}
+
+// In the first call, where the host has to wait for it.
+TEST_P(NcclDeadline, ARankThatNeverConnects) {
+  std::latch over(2);
+  on_nccl_ranks(place(), 3, [&](Executor& executor, Runner& runner, const Place& place) {
+    const int rank = executor.rank();
+    if (rank == 2) return over.wait();
+    const Array<float> array(place, Values(100, 1.0f));
+    const std::string error =
+        error_of<AllReduceError>([&] { runner.all_reduce(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300))); });
+    expect_in(text("all_reduce with ring on rank ", rank, " in a group of 3: waiting for rank ", (rank + 2) % 3, " in round 0 of 4"),
+              error);
+    expect_in("(deadline 0.3 s): nothing came", error);
+    EXPECT_EQ(executor.failure(), error);
+    EXPECT_EQ(next_error(executor, runner, array), error);
+    over.count_down();
   });
 }
 
@@ -299,7 +318,7 @@ TEST_P(NcclDeadline, AnErrorInTheBackgroundComesBeforeIt) {
 
 TEST_P(NcclDeadline, ARankThatAbortsComesBeforeIt) {
   const auto abort = [](Executor& executor) {
-    while (calls(call(0, "ncclGroupEnd")) < 2 * 2) std::this_thread::yield();  // two calls of two rounds
+    while (calls(call(0, "ncclGroupEnd")) < 1 + 2 * 2) std::this_thread::yield();  // one, and two calls of two rounds
     fake().tell_of_aborts();
     executor.abort("closed by the test");
   };
@@ -315,10 +334,11 @@ TEST_P(NcclDeadline, ARankThatAbortsComesBeforeIt) {
 TEST_P(NcclDeadline, AnExecutorThatIsDroppedComesBeforeIt) {
   std::latch over(1);
   on_transports(place(), 2, [&](std::unique_ptr<Transport> transport, const Place& place) {
-    if (transport->rank() == 1) return over.wait();
     Runner runner(place);
     const Array<float> array(place, Values(100, 1.0f));
     auto executor = std::make_unique<Executor>(std::move(transport));
+    runner.all_reduce(*executor, {array.data()}, 100, by_ring(generous));
+    if (executor->rank() == 1) return over.wait();
     runner.all_reduce(*executor, {array.data()}, 100, by_ring(generous));
     executor.reset();
     EXPECT_TRUE(std::isnan(array.values()[0]));

@@ -295,6 +295,16 @@ class Communicator:
         yield timing.Group(self._rank, self._world_size, self._device, self._try, self._connections.meetings.share)
         self._measuring.update(self._counted() - before)
 
+    def connect(self, numel: int, dtype: torch.dtype, *, codec: str, algorithm: str, segments: int | None) -> None:
+        """Has those connect, on CUDA, that such an all-reduce needs, so that the first one does not keep its caller
+        until all ranks have come to theirs. Collective."""
+        if self._device.type == "cpu":
+            return  # whose connections are there
+        with self._measured():
+            tensor = torch.zeros(numel, dtype=dtype, device=self._device)
+            self.all_reduce(tensor, algorithm=algorithm, codec=codec, segments=segments)
+        timing.synchronize(self._device)
+
     def _try(self, tensor: torch.Tensor, trial: timing.Trial) -> None:
         codec = "raw" if trial.codec == "native" else trial.codec
         self.all_reduce(tensor, algorithm=trial.algorithm, codec=codec, segments=trial.segments, step=0)

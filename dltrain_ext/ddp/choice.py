@@ -79,6 +79,7 @@ def choose(
     if algorithm == "auto":
         algorithm = communicator.usual_plan
     choice = Reduction(codec, algorithm, segments)
+    communicator.connect(numel, dtype, **choice.to_dict())
     if asked.codec == "auto" and dist.get_rank(group) == 0:
         _log.warning("codec 'auto': gradients travel as %s, for buckets of %d elements of %s", choice, numel, dtype)
     return choice

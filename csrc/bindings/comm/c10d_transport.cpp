@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/place.h"
+#include "core/in_time.h"
 
 namespace dltrain::bindings {
 
@@ -76,6 +77,23 @@ at::ScalarType type_of(comm::Number number) {
     case comm::Number::fp32: break;
   }
   return at::kFloat;
+}
+
+// All that was sent arrives. Whoever has to wait for a peer there is left behind.
+void shut_down(const c10::intrusive_ptr<c10d::Backend>& backend, std::chrono::milliseconds timeout) noexcept {
+  const auto shut_down = [backend] {
+    try {
+      backend->shutdown();
+    } catch (const std::exception&) {
+      return false;
+    }
+    return true;
+  };
+  try {
+    in_time(timeout, shut_down, [](bool) {});
+  } catch (const std::exception&) {
+    shut_down();  // there was no thread
+  }
 }
 
 c10d::ReduceOp op_of(bool average) { return average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM; }
@@ -205,6 +223,7 @@ std::string C10dTransport::error() {
 
 void C10dTransport::abort() noexcept {
   if (!in_groups()) return;
+  aborted_ = true;
   try {
     backend()->abort();
   } catch (const std::exception&) {
@@ -213,11 +232,12 @@ void C10dTransport::abort() noexcept {
 }
 
 void C10dTransport::close() noexcept {
-  abort();
-  // The backend goes when its work has ended, which Gloo cannot break off.
+  constexpr auto timeout = std::chrono::milliseconds(2000);
   std::unique_lock lock(mutex_);
   auto backend = std::move(backend_);
   lock.unlock();
+  if (in_groups() && backend && !aborted_.exchange(true)) shut_down(backend, timeout);
+  // The backend goes when its work has ended, which Gloo cannot break off.
   if (native_ && !native_->isCompleted()) std::thread([backend = std::move(backend)]() mutable { backend.reset(); }).detach();
 }
 

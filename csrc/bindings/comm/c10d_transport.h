@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <utility>
@@ -32,7 +33,7 @@ class C10dTransport : public comm::Transport, public comm::Collectives {
 
   std::string error() override;
   void abort() noexcept override;
-  void close() noexcept override;
+  void close() noexcept override;  // on a CUDA device in good order, unless it was aborted
 
   // On the CPU: the backend's own all-reduce, in place. Throws TransportError, and when given_up() says so.
   void all_reduce(at::Tensor tensor, comm::Deadline deadline, const std::function<bool()>& given_up);
@@ -45,6 +46,7 @@ class C10dTransport : public comm::Transport, public comm::Collectives {
   mutable std::mutex mutex_;  // guards what follows
   c10::intrusive_ptr<c10d::Backend> backend_;
   c10::intrusive_ptr<c10d::Work> native_;  // the latest
+  std::atomic<bool> aborted_ = false;
   const c10::Device device_;
   const int rank_, world_size_;
 };

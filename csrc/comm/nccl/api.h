@@ -12,11 +12,11 @@ struct ncclComm;
 
 namespace dltrain::comm::nccl {
 
-inline constexpr int oldest = 21400;  // non-blocking communicators
+inline constexpr int oldest = 21400;  // configurations
 
 using Comm = ncclComm*;
 using Result = int;
-inline constexpr Result success = 0, internal_error = 3, remote_error = 6, in_progress = 7;
+inline constexpr Result success = 0, internal_error = 3, remote_error = 6;
 
 struct UniqueId {
   char bytes[128];
@@ -26,7 +26,7 @@ struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = oldest;  // what this struct holds
-  int blocking = 0;
+  int blocking = 1;           // else each group is launched by a new thread
 };
 
 using DataType = int;

@@ -1,12 +1,12 @@
 #include "comm/nccl/transport.h"
 
 #include <algorithm>
-#include <future>
 #include <optional>
 #include <thread>
 #include <utility>
 
 #include "core/check.h"
+#include "core/in_time.h"
 
 namespace dltrain::comm::nccl {
 
@@ -58,35 +58,13 @@ class OnDevice {
   std::shared_ptr<cuda::DeviceGuard> guard_;  // shared: a build without CUDA has no destructor of it
 };
 
-constexpr auto patience = std::chrono::microseconds(200);          // with NCCL, before a thread sleeps: that takes longer than a launch
 constexpr auto most_for_an_end = std::chrono::milliseconds(2000);  // that whoever closes waits
+constexpr auto most_for_a_launch = std::chrono::milliseconds(50);  // unless NCCL waits for a peer
 
-// All messages have left, or arrived. Ranks of one host are to do this together, and whoever is alone in it may wait for nothing.
-bool finalize(const Library& library, Comm comm, std::chrono::milliseconds timeout) {
-  const auto end = Clock::now() + timeout;
-  Result result = library->comm_finalize(comm);
-  while (result == in_progress && Clock::now() < end) {
-    std::this_thread::sleep_for(patience);
-    if (library->comm_get_async_error(comm, &result) != success) return false;
-  }
-  return result == success;
-}
-
-// Returns when `end` has, or has not in that time: then it goes on by itself.
-template <class End>
-void in_time(std::chrono::milliseconds timeout, End end) noexcept {
-  try {
-    const auto ended = std::make_shared<std::promise<void>>();
-    const auto future = ended->get_future();
-    std::thread thread([ended, end] {
-      end();
-      ended->set_value();
-    });
-    future.wait_for(timeout) == std::future_status::ready ? thread.join() : thread.detach();
-  } catch (const std::exception&) {
-    end();  // there was no thread
-  }
-}
+struct Initialised {
+  Result result;
+  Comm comm;
+};
 
 }  // namespace
 
@@ -103,13 +81,21 @@ Transport::Transport(const Library& library, const UniqueId& id, int rank, int w
   if constexpr (built_with_cuda) {
     if (device >= 0) stream_ = std::make_shared<cuda::Stream>(device);
   }
-  Config config;
-  try {
-    settle("ncclCommInitRankConfig", library->comm_init_rank_config(&comm_, world_size, id, rank, &config));
-  } catch (...) {
-    abort();
-    throw;
-  }
+  constexpr const char* what = "ncclCommInitRankConfig";
+  const auto initialise = [&library, id, rank, world_size, device] {
+    const OnDevice guard(device);
+    Config config;
+    Comm comm = nullptr;
+    const Result result = library->comm_init_rank_config(&comm, world_size, id, rank, &config);
+    return Initialised{result, comm};
+  };
+  const auto found = in_time(timeout, initialise, [&library, device](const Initialised& late) {
+    const OnDevice guard(device);
+    if (late.result == success) library->comm_abort(late.comm);
+  });
+  if (!found) throw TransportError(text(what, ": not done in ", std::chrono::duration<double>(timeout).count(), " s"));
+  check(what, found->result);
+  comm_ = found->comm;
 }
 
 std::unique_ptr<Request> Transport::send(const Place& place, int peer, const void* data, int64_t bytes, int) {
@@ -121,49 +107,49 @@ std::unique_ptr<Request> Transport::recv(const Place& place, int peer, void* dat
 }
 
 std::unique_ptr<Request> Transport::exchange(const Place& place, const std::vector<Posting>& postings) {
-  return std::make_unique<Launched>(place, launch(place, [&](CUstream_st* stream) {
+  return std::make_unique<Launched>(place, launch(place, [&](Comm comm, CUstream_st* stream) {
                                       for (const Posting& each : postings) {
                                         const auto bytes = static_cast<size_t>(each.bytes);
-                                        each.sent ? check("ncclSend", library_->send(each.data, bytes, uint8, each.peer, comm_, stream))
-                                                  : check("ncclRecv", library_->recv(each.data, bytes, uint8, each.peer, comm_, stream));
+                                        each.sent ? check("ncclSend", library_->send(each.data, bytes, uint8, each.peer, comm, stream))
+                                                  : check("ncclRecv", library_->recv(each.data, bytes, uint8, each.peer, comm, stream));
                                       }
                                     }));
 }
 
 void Transport::all_reduce(const Place& place, void* values, int64_t numel, Number number, bool average) {
-  launch(place, [&](CUstream_st* stream) {
+  launch(place, [&](Comm comm, CUstream_st* stream) {
     check("ncclAllReduce",
-          library_->all_reduce(values, values, static_cast<size_t>(numel), type_of(number), average ? avg : sum, comm_, stream));
+          library_->all_reduce(values, values, static_cast<size_t>(numel), type_of(number), average ? avg : sum, comm, stream));
   }).wait(place);
 }
 
 void Transport::reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) {
   const RedOp op = average ? avg : sum;
-  launch(place, [&](CUstream_st* stream) {
+  launch(place, [&](Comm comm, CUstream_st* stream) {
     if (are_equal(shares)) {
       const auto count = static_cast<size_t>(shares[rank_].count);
-      check("ncclReduceScatter", library_->reduce_scatter(values, values + shares[rank_].first, count, fp32, op, comm_, stream));
+      check("ncclReduceScatter", library_->reduce_scatter(values, values + shares[rank_].first, count, fp32, op, comm, stream));
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
       if (shares[root].count == 0) continue;
       float* const share = values + shares[root].first;
-      check("ncclReduce", library_->reduce(share, share, static_cast<size_t>(shares[root].count), fp32, op, root, comm_, stream));
+      check("ncclReduce", library_->reduce(share, share, static_cast<size_t>(shares[root].count), fp32, op, root, comm, stream));
     }
   }).wait(place);
 }
 
 void Transport::all_gather(const Place& place, float* values, const std::vector<Span>& shares) {
-  launch(place, [&](CUstream_st* stream) {
+  launch(place, [&](Comm comm, CUstream_st* stream) {
     if (are_equal(shares)) {
       const auto count = static_cast<size_t>(shares[rank_].count);
-      check("ncclAllGather", library_->all_gather(values + shares[rank_].first, values, count, fp32, comm_, stream));
+      check("ncclAllGather", library_->all_gather(values + shares[rank_].first, values, count, fp32, comm, stream));
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
       if (shares[root].count == 0) continue;
       float* const share = values + shares[root].first;
-      check("ncclBroadcast", library_->broadcast(share, share, static_cast<size_t>(shares[root].count), fp32, root, comm_, stream));
+      check("ncclBroadcast", library_->broadcast(share, share, static_cast<size_t>(shares[root].count), fp32, root, comm, stream));
     }
   }).wait(place);
 }
@@ -172,84 +158,77 @@ void Transport::all_gather(const Place& place, float* values, const std::vector<
 template <class Give>
 Event Transport::launch(const Place& place, Give&& give) {
   const std::lock_guard lock(mutex_);
-  if (!comm_ || aborted_) throw TransportError("the connections were closed");
+  const Comm comm = comm_;
+  if (!comm || aborted_) throw TransportError("the connections were closed");
   const OnDevice guard(device_);
   Place mine = place;
   if constexpr (built_with_cuda) {
     if (stream_) mine = stream_->place();
   }
   Event::record(place).wait(mine);
-  check("ncclGroupStart", library_->group_start());
+  check("ncclGroupStart", library_->group_start(), comm);
   std::optional<TransportError> error;  // a group that was begun has to be ended
   try {
-    give(mine.stream);
+    give(comm, mine.stream);
   } catch (const TransportError& caught) {
     error = caught;
   }
   const Result result = library_->group_end();
+  if (aborted_) throw TransportError("aborted");  // and the communicator may be gone
   if (error) throw *error;
-  settle("ncclGroupEnd", result);
+  check("ncclGroupEnd", result, comm);
   return Event::record(mine);
 }
 
-void Transport::check(const char* what, Result result) {
-  if (result == success || result == in_progress) return;
-  throw TransportError(text("NCCL ", library_.version_text(), ": ", library_.describe(what, result, comm_)));
-}
-
-// Without blocking, NCCL goes on with what it was given in a thread of its own; until it is done it takes nothing more.
-void Transport::settle(const char* what, Result result) {
-  const auto start = Clock::now();
-  while (result == in_progress) {
-    if (aborted_) throw TransportError("aborted");
-    const auto now = Clock::now();
-    if (now > start + timeout_) throw TransportError(text(what, ": not done in ", std::chrono::duration<double>(timeout_).count(), " s"));
-    now < start + patience ? std::this_thread::yield() : std::this_thread::sleep_for(patience);
-    check("ncclCommGetAsyncError", library_->comm_get_async_error(comm_, &result));
-  }
-  check(what, result);
+void Transport::check(const char* what, Result result, Comm comm) const {
+  if (result != success) throw TransportError(text("NCCL ", library_.version_text(), ": ", library_.describe(what, result, comm)));
 }
 
 std::string Transport::error() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || !comm_) return {};  // whoever has it is told himself
+  const Comm comm = comm_;
+  if (!lock || !comm) return {};  // whoever has it is told himself
   Result result = success;
-  const Result asked = library_->comm_get_async_error(comm_, &result);
+  const Result asked = library_->comm_get_async_error(comm, &result);
   if (asked != success) result = asked;
-  return result == success || result == in_progress
-             ? ""
-             : text("NCCL ", library_.version_text(), ": ", library_.describe("in the background", result, comm_));
+  return result == success ? "" : text("NCCL ", library_.version_text(), ": ", library_.describe("in the background", result, comm));
 }
 
-// Nobody else gives it anything from now on. Who has the mutex for long is blocked in NCCL, and is to be ended.
+// Nobody else gives it anything from now on. Who has the mutex for long waits in NCCL for a peer, and is to be ended.
 Comm Transport::take() noexcept {
   std::unique_lock lock(mutex_, std::defer_lock);
-  for (const auto end = Clock::now() + std::chrono::seconds(1); !lock.try_lock() && Clock::now() < end;) {
-    std::this_thread::sleep_for(patience);
+  for (const auto end = Clock::now() + most_for_a_launch; !lock.try_lock() && Clock::now() < end;) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
-  return std::exchange(comm_, nullptr);
+  return comm_.exchange(nullptr);
 }
 
 void Transport::abort() noexcept {
   aborted_ = true;
-  const Comm comm = take();
-  if (!comm) return;
-  in_time(std::min(timeout_, most_for_an_end), [&library = library_, comm, device = device_] {
-    const OnDevice guard(device);
-    library->comm_abort(comm);
+  end(take(), [&library = library_](Comm comm) { library->comm_abort(comm); });
+}
+
+// Ranks of one host are to do this together.
+void Transport::close() noexcept {
+  if (aborted_.exchange(true)) return abort();
+  end(take(), [&library = library_](Comm comm) {
+    library->comm_finalize(comm) == success ? library->comm_destroy(comm) : library->comm_abort(comm);
   });
 }
 
-void Transport::close() noexcept {
-  const bool in_good_order = !aborted_;
-  aborted_ = true;
-  const Comm comm = take();
+template <class End>
+void Transport::end(Comm comm, End end) const noexcept {
   if (!comm) return;
-  const auto timeout = std::min(timeout_, most_for_an_end);
-  in_time(2 * timeout, [&library = library_, comm, device = device_, timeout, in_good_order] {
+  const auto ended = [comm, end, device = device_] {
     const OnDevice guard(device);
-    in_good_order&& finalize(library, comm, timeout) ? library->comm_destroy(comm) : library->comm_abort(comm);
-  });
+    end(comm);
+    return true;
+  };
+  try {
+    in_time(std::min(timeout_, most_for_an_end), ended, [](bool) {});
+  } catch (const std::exception&) {
+    ended();  // there was no thread
+  }
 }
 
 }  // namespace dltrain::comm::nccl

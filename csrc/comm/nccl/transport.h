@@ -14,10 +14,11 @@ namespace dltrain::comm::nccl {
 UniqueId make_unique_id(const Library& library);
 
 // A communicator of one's own, on a stream of its own: a group of messages is one launch, which events order with the place's work.
-// Messages travel bare, so ranks that disagree meet their deadline.
+// Messages travel bare, so ranks that disagree meet their deadline. The first messages between two ranks keep the caller until both have
+// come to them; abort() ends that.
 class Transport : public comm::Transport, public Collectives {
  public:
-  // Collective. timeout: how long this, and any later wait of the host for NCCL to take what it is given, may last. Throws TransportError.
+  // Collective. timeout: how long this may last. Throws TransportError.
   Transport(const Library& library, const UniqueId& id, int rank, int world_size, int device, std::chrono::milliseconds timeout);
   ~Transport() override { abort(); }
 
@@ -36,7 +37,8 @@ class Transport : public comm::Transport, public Collectives {
 
   std::string error() override;
 
-  // Neither is waited for long: NCCL keeps whoever aborts or destroys until the last graph that has captured its work is gone.
+  // Neither is waited for long: NCCL keeps whoever aborts or destroys until the last graph that has captured its work is gone, and
+  // whoever closes in good order until all that was sent has arrived.
   void abort() noexcept override;
   void close() noexcept override;  // in good order: what was sent arrives, also where it has only left this rank
 
@@ -44,16 +46,17 @@ class Transport : public comm::Transport, public Collectives {
   Comm take() noexcept;
   template <class Give>
   Event launch(const Place& place, Give&& give);
-  void check(const char* what, Result result);
-  void settle(const char* what, Result result);
+  void check(const char* what, Result result, Comm comm = nullptr) const;
+  template <class End>
+  void end(Comm comm, End end) const noexcept;
 
   const Library& library_;
   const int rank_, world_size_, device_;
   const std::chrono::milliseconds timeout_;
   std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of it
   std::atomic<bool> aborted_ = false;
-  std::mutex mutex_;     // NCCL takes one caller at a time
-  Comm comm_ = nullptr;  // null: closed
+  std::mutex mutex_;                  // NCCL takes one caller at a time
+  std::atomic<Comm> comm_ = nullptr;  // null: closed
 };
 
 }  // namespace dltrain::comm::nccl

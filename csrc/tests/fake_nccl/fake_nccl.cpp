@@ -1,6 +1,7 @@
 // NCCL for machines without GPUs: ranks are threads of one process, and data lies on the host or on the emulated device. It is as strict as
-// NCCL: a send ends when it is received, a group when all its messages have, and later work comes after it; who is aborted tells nobody.
-// What NCCL leaves undefined, like more work for a communicator in progress, is refused.
+// NCCL: a send ends when it is received, a group when all its messages have, and later work comes after it; the first messages of two ranks
+// keep both until both have come to them; who is aborted tells nobody. What NCCL leaves undefined, like two threads in one communicator, is
+// refused.
 
 #include "tests/fake_nccl/fake_nccl.h"
 
@@ -68,9 +69,16 @@ struct Channel {  // from one rank to another
 
 using Meeting = std::vector<std::optional<Posted>>;  // each rank's part in a collective
 
+struct Ends {  // of a way from one rank to another: who has come to its first message
+  bool sender = false, receiver = false;
+};
+
 struct Clique {
-  explicit Clique(int size) : came(size), channels(size, std::vector<Channel>(size)) {}
+  explicit Clique(int size)
+      : came(size), meets(size), connects(size, std::vector<Ends>(size)), channels(size, std::vector<Channel>(size)) {}
   std::vector<bool> came;                      // which ranks
+  std::vector<bool> meets;                     // likewise, to their first collective
+  std::vector<std::vector<Ends>> connects;     // [from][to]
   std::vector<std::vector<Channel>> channels;  // [from][to]
   std::map<int64_t, Meeting> meetings;         // by their number
 
@@ -94,8 +102,7 @@ struct ncclComm {
   bool aborted = false, finalized = false;
   Result error = success;
   std::optional<CUstream_st*> stream;  // of all that was launched
-  int questions = 0;                   // before the launch that waits
-  std::shared_ptr<Launch> waiting, under_way;
+  bool busy = false;                   // a thread is in it
   int64_t meetings = 0;
   int enqueued = 0;  // launches that their stream has not done
 
@@ -103,12 +110,6 @@ struct ncclComm {
   bool has_unsent() const {
     const auto& sent = clique->channels[rank];
     return std::any_of(sent.begin(), sent.end(), [](const Channel& channel) { return !channel.sends.empty(); });
-  }
-
-  Result state() const {
-    if (error != success) return error;
-    if (finalized && (enqueued > 0 || has_unsent())) return in_progress;
-    return waiting || (under_way && under_way->left > 0) || !clique->is_complete() ? in_progress : success;
   }
 };
 
@@ -125,7 +126,7 @@ const char* last_error = "";
 std::vector<std::string> calls;
 std::vector<Wish> wishes;
 std::vector<int> held_back;
-int version = good_version, questions = 0;
+int version = good_version, resets = 0;
 bool tells_of_aborts = false, buffers_sends = false, graph_lives = false;
 
 struct Group {
@@ -265,7 +266,10 @@ void carry_out(const Meeting& parts) {
   for (const auto& part : parts) finish(*part);
 }
 
-void spoil(const Posted& posted, const char* why) { posted.launch->comm->error = refuse(internal_error, why); }
+void spoil(const Posted& posted, const char* why) {
+  posted.launch->comm->error = refuse(internal_error, why);
+  changed.notify_all();
+}
 
 void match(Channel& channel) {
   while (!channel.sends.empty() && !channel.receives.empty()) {
@@ -346,6 +350,7 @@ void enqueue(const std::shared_ptr<Launch>& launch) {
     run(launch);
     const std::lock_guard lock(mutex);
     --launch->comm->enqueued;
+    changed.notify_all();
   });
 }
 #else
@@ -353,30 +358,55 @@ constexpr bool takes_streams = false;
 void enqueue(const std::shared_ptr<Launch>&) {}
 #endif
 
-Result start(const std::shared_ptr<Launch>& launch) {
-  if (launch->stream) {
-    enqueue(launch);
-    return success;
-  }
-  launch->comm->under_way = launch;
-  post(launch);
-  return launch->left == 0 ? success : in_progress;
+// Keeps the calling thread until `done`, or until nobody waits for that any more.
+template <class Done>
+Result wait(std::unique_lock<std::mutex>& lock, ncclComm& comm, Done done) {
+  comm.busy = true;
+  changed.wait(lock, [&, before = resets] { return done() || comm.aborted || comm.error != success || resets != before; });
+  comm.busy = false;
+  if (comm.error != success) return comm.error;
+  return done() ? success : refuse(remote_error, "nobody waits any more");
 }
 
-Result end_group() {
+Result connect(std::unique_lock<std::mutex>& lock, const Launch& launch) {
+  ncclComm& comm = *launch.comm;
+  Clique& clique = *comm.clique;
+  for (const Operation& operation : launch.operations) {
+    if (operation.kind == Kind::send) {
+      clique.connects[comm.rank][operation.peer].sender = true;
+    } else if (operation.kind == Kind::recv) {
+      clique.connects[operation.peer][comm.rank].receiver = true;
+    } else {
+      clique.meets[comm.rank] = true;
+    }
+  }
+  changed.notify_all();
+  return wait(lock, comm, [&] {
+    return std::all_of(launch.operations.begin(), launch.operations.end(), [&](const Operation& operation) {
+      if (operation.kind == Kind::send) return clique.connects[comm.rank][operation.peer].receiver;
+      if (operation.kind == Kind::recv) return clique.connects[operation.peer][comm.rank].sender;
+      return std::find(clique.meets.begin(), clique.meets.end(), false) == clique.meets.end();
+    });
+  });
+}
+
+Result end_group(std::unique_lock<std::mutex>& lock) {
   const Group ended = std::exchange(group, {});
   if (ended.error != success || ended.operations.empty()) return ended.error;
   const auto launch = std::make_shared<Launch>(Launch{ended.comm, *ended.stream, ended.operations, ended.operations.size()});
-  if (questions == 0) return start(launch);
-  ended.comm->questions = questions;
-  ended.comm->waiting = launch;
-  return in_progress;
+  if (!launch->stream) {
+    post(launch);
+    return wait(lock, *launch->comm, [&] { return launch->left == 0; });
+  }
+  const Result result = connect(lock, *launch);
+  if (result == success) enqueue(launch);
+  return result;
 }
 
 Result judge(const ncclComm& comm, const Operation& operation, CUstream_st* stream) {
   const bool is_message = operation.kind == Kind::send || operation.kind == Kind::recv;
   if (comm.error != success) return comm.error;
-  if (comm.state() != success) return refuse(invalid_argument, "the communicator is in progress");
+  if (comm.busy) return refuse(invalid_usage, "another thread is in the communicator");
   if (size_of(operation.type) == 0) return refuse(invalid_argument, "no such type");
   if (operation.peer < 0 || operation.peer >= comm.clique->size()) return refuse(invalid_argument, "no such rank");
   if (!is_message && operation.op != sum && operation.op != avg) return refuse(invalid_argument, "no such reduction");
@@ -387,7 +417,7 @@ Result judge(const ncclComm& comm, const Operation& operation, CUstream_st* stre
 }
 
 Result give(const char* function, Comm handle, CUstream_st* stream, const Operation& operation) {
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   const auto comm = find(handle);
   const bool alone = group.depth == 0;
   const std::string details = text(" peer ", operation.peer, " bytes ", operation.count * size_of(operation.type));
@@ -402,7 +432,7 @@ Result give(const char* function, Comm handle, CUstream_st* stream, const Operat
   } else {
     group.error = result;
   }
-  return alone ? end_group() : result;
+  return alone ? end_group(lock) : result;
 }
 
 void abort(ncclComm& comm) {
@@ -416,7 +446,6 @@ void abort(ncclComm& comm) {
   for (auto& [handle, other] : comms) {
     if (tells_of_aborts && other->clique == comm.clique && handle != &comm) other->error = refuse(remote_error, "a rank has aborted");
   }
-  comm.waiting = comm.under_way = nullptr;
   changed.notify_all();
 }
 
@@ -455,13 +484,13 @@ Result ncclGetUniqueId(UniqueId* id) {
 }
 
 Result ncclCommInitRankConfig(Comm* out, int ranks, UniqueId id, int rank, Config* config) {
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   *out = nullptr;
   const Result result =
       note("ncclCommInitRankConfig", rank, text(" ranks ", ranks, " size ", config->size, " blocking ", config->blocking));
   if (result != success) return result;
-  // NCCL 2.14's own struct. Blocking communicators, which NCCL has, would stop the tests.
-  if (config->size != 24 || config->magic != 0xcafebeef || config->version < 21400 || config->blocking != 0) {
+  // NCCL 2.14's own struct. Of others, which NCCL has, each group has a thread of its own.
+  if (config->size != 24 || config->magic != 0xcafebeef || config->version < 21400 || config->blocking != 1) {
     return refuse(invalid_argument, "a configuration of another kind");
   }
   const auto found = cliques.find({id.bytes, sizeof(id.bytes)});
@@ -471,10 +500,20 @@ Result ncclCommInitRankConfig(Comm* out, int ranks, UniqueId id, int rank, Confi
   if (!clique || clique->size() != ranks) return refuse(invalid_argument, "the ranks differ in how many they are");
   if (rank < 0 || rank >= ranks || clique->came[rank]) return refuse(invalid_argument, "no such rank, or it is here already");
   const auto comm = std::make_shared<ncclComm>(rank, clique);
-  clique->came[rank] = std::find(held_back.begin(), held_back.end(), rank) == held_back.end();
   comms[comm.get()] = comm;
-  *out = comm.get();
-  return in_progress;
+  const auto may_come = [rank] { return std::find(held_back.begin(), held_back.end(), rank) == held_back.end(); };
+  Result ended = wait(lock, *comm, may_come);
+  if (ended == success) {
+    clique->came[rank] = true;
+    changed.notify_all();
+    ended = wait(lock, *comm, [&] { return clique->is_complete(); });
+  }
+  if (ended == success) {
+    *out = comm.get();
+  } else {
+    comms.erase(comm.get());
+  }
+  return ended;
 }
 
 Result ncclCommGetAsyncError(Comm handle, Result* out) {
@@ -483,19 +522,18 @@ Result ncclCommGetAsyncError(Comm handle, Result* out) {
   const Result result = note("ncclCommGetAsyncError", comm ? comm->rank : -1);
   if (result != success) return result;
   if (!comm) return refuse(invalid_argument, "no such communicator");
-  if (comm->waiting && --comm->questions == 0) start(std::exchange(comm->waiting, nullptr));
-  *out = comm->state();
+  *out = comm->error;
   return success;
 }
 
 Result ncclCommFinalize(Comm handle) {
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   const auto comm = find(handle);
   const Result result = note("ncclCommFinalize", comm ? comm->rank : -1);
   if (result != success) return result;
   if (!comm || comm->finalized) return refuse(invalid_argument, "no such communicator, or it was finalized before");
   comm->finalized = true;
-  return comm->state();
+  return wait(lock, *comm, [&] { return comm->enqueued == 0 && !comm->has_unsent(); });
 }
 
 Result ncclCommDestroy(Comm handle) {
@@ -503,8 +541,7 @@ Result ncclCommDestroy(Comm handle) {
   const auto comm = find(handle);
   const Result result = note("ncclCommDestroy", comm ? comm->rank : -1);
   if (result != success) return result;
-  if (!comm || !comm->finalized || comm->state() != success) return refuse(invalid_usage, "expected one that was finalized");
-  comm->under_way = nullptr;
+  if (!comm || !comm->finalized || comm->error != success) return refuse(invalid_usage, "expected one that was finalized");
   changed.wait(lock, [] { return !graph_lives; });
   comms.erase(handle);
   return success;
@@ -530,12 +567,12 @@ Result ncclGroupStart() {
 }
 
 Result ncclGroupEnd() {
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   const Result result = note("ncclGroupEnd", group.rank, text(" operations ", group.operations.size()));
   if (group.depth == 0) return refuse(invalid_usage, "no group was begun");
   if (--group.depth > 0) return result;
   if (result != success) group.error = result;
-  return end_group();
+  return end_group(lock);
 }
 
 Result ncclSend(const void* from, size_t count, DataType type, int peer, Comm comm, CUstream_st* stream) {
@@ -576,7 +613,7 @@ DLT_EXPORTED const dltrain::fake_nccl::Controls* fake_nccl_controls() {
             held_back.clear();
             last_error = "";
             version = good_version;
-            questions = 0;
+            ++resets;
             tells_of_aborts = buffers_sends = graph_lives = false;
             changed.notify_all();
           },
@@ -607,6 +644,7 @@ DLT_EXPORTED const dltrain::fake_nccl::Controls* fake_nccl_controls() {
             return static_cast<int>(std::count_if(comms.begin(), comms.end(), [&](const auto& each) {
               const bool meant = each.second->rank == rank;
               if (meant) each.second->error = refuse(result, "as the test wishes");
+              changed.notify_all();
               return meant;
             }));
           },
@@ -615,10 +653,11 @@ DLT_EXPORTED const dltrain::fake_nccl::Controls* fake_nccl_controls() {
             const std::lock_guard lock(mutex);
             held_back.push_back(rank);
           },
-      .linger =
-          [](int wish) {
+      .let_go =
+          [] {
             const std::lock_guard lock(mutex);
-            questions = wish;
+            held_back.clear();
+            changed.notify_all();
           },
       .tell_of_aborts =
           [] {

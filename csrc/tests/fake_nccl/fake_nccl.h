@@ -8,7 +8,7 @@
 namespace dltrain::fake_nccl {
 
 struct Controls {
-  // Forgets all that was asked for below, and the calls.
+  // Forgets all that was asked for below, and the calls. Whoever waits in NCCL is told of a remote error.
   void (*reset)();
   // "rank 2: ncclSend peer 1 bytes 400"; rank -1 where a call names no communicator.
   std::vector<std::string> (*calls)();
@@ -22,10 +22,9 @@ struct Controls {
   void (*fail)(const char* function, int rank, int n, int result);
   // How many communicators there were to set it on.
   int (*set_error)(int rank, int result);
-  // This rank is never initialised, nor are those that wait for it.
+  // This rank is not initialised, nor are those that wait for it, until they are let go.
   void (*hold_back)(int rank);
-  // Every group is in progress for so many questions, and is only then launched.
-  void (*linger)(int questions);
+  void (*let_go)();
   // Aborting a communicator is a remote error to the others. Else they hang.
   void (*tell_of_aborts)();
   // A send is over when its bytes are in a buffer, as over a network: an abort loses them, which finalizing does not.

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+namespace dltrain {
+
+// What a call comes to that may take for ever, and that nobody may break off. Where it takes too long it is left behind, in a thread of its
+// own, in which `late` then gets what it comes to. Neither may throw.
+template <class Call, class Late>
+auto in_time(std::chrono::milliseconds timeout, Call call, Late late) -> std::optional<decltype(call())> {
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::optional<decltype(call())> result;
+    bool left_behind = false;
+  };
+  const auto state = std::make_shared<State>();
+  std::thread thread([state, call = std::move(call), late = std::move(late)]() mutable {
+    auto result = call();
+    std::unique_lock lock(state->mutex);
+    if (state->left_behind) return late(std::move(result));
+    state->result = std::move(result);
+    state->changed.notify_all();
+  });
+  std::unique_lock lock(state->mutex);
+  state->changed.wait_for(lock, timeout, [&] { return state->result.has_value(); });
+  state->left_behind = !state->result.has_value();
+  lock.unlock();
+  state->left_behind ? thread.detach() : thread.join();
+  return std::move(state->result);
+}
+
+}  // namespace dltrain
