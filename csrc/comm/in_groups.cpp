@@ -32,11 +32,10 @@ class InGroups : public Traffic {
     keep(work.program.first);
     for (const auto& tick : work.program.ticks) {
       for (int half = 0; half < halves; ++half) {
-        const auto each_part = [&](auto visit) {
-          for (const Part& part : tick) {
-            if (part.segment % halves == half) visit(part);
-          }
-        };
+        parts_.clear();
+        for (const Part& part : tick) {
+          if (part.segment % halves == half) parts_.push_back(&part);
+        }
         Group& group = groups_[half];
         if (group.request) {
           complete(work, group, deadline);
@@ -44,18 +43,16 @@ class InGroups : public Traffic {
         }
         sends_.clear();
         receives_.clear();
-        each_part([&](const Part& part) {
-          work.sum(part.sums);
-          sends_.insert(sends_.end(), part.sends.begin(), part.sends.end());
-          auto& due = due_[part.segment];
+        work.sum(parts_);
+        for (const Part* part : parts_) {
+          sends_.insert(sends_.end(), part->sends.begin(), part->sends.end());
+          auto& due = due_[part->segment];
           receives_.insert(receives_.end(), due.begin(), due.end());
           due.clear();
-        });
+        }
         if (!sends_.empty() || !receives_.empty()) post(work, group);
-        each_part([&](const Part& part) {
-          work.decode(part.decodes);
-          keep(part.ahead);
-        });
+        work.decode(parts_);
+        for (const Part* part : parts_) keep(part->ahead);
       }
     }
     return stages;
@@ -114,6 +111,7 @@ class InGroups : public Traffic {
 
   Transport& transport_;
   std::vector<std::vector<Transfer>> due_;  // by segment: the receives of its next round
+  std::vector<const Part*> parts_;          // of half a tick
   std::vector<Transfer> sends_, receives_;  // of the next group
 
   std::mutex mutex_;  // guards what follows

@@ -31,10 +31,11 @@ class OneByOne : public Traffic {
     for (const auto& tick : program.ticks) {
       for (const Part& part : tick) {
         complete(work, segments_[part.segment], deadline);
-        work.sum(part.sums);
+        const Part* const alone[] = {&part};
+        work.sum(alone);
         post(work, part.sends, true);
         post(work, part.ahead, false);
-        work.decode(part.decodes);
+        work.decode(alone);
       }
     }
     return {};

@@ -3,17 +3,21 @@
 namespace dltrain::comm {
 
 // Each codec's are given to it together: they are of different regions, or of different chunks of one.
-void Work::sum(const std::vector<SumStep>& steps) const {
+void Work::sum(std::span<const Part* const> parts) const {
   const During during(call.observer, Phase::encode);
   size_t messages = 0;
-  for (const SumStep& step : steps) messages += step.received.size();
+  for (const Part* part : parts) {
+    for (const SumStep& step : part->sums) messages += step.received.size();
+  }
   lists->received.clear();
   lists->received.reserve(messages);  // where they lie is noted
   for (const Codec& codec : codecs()) {
     lists->sums.clear();
-    for (const SumStep& step : steps) {
-      if (step.region.codec != &codec) continue;
-      if (const auto sum = sum_of(step)) lists->sums.push_back(*sum);
+    for (const Part* part : parts) {
+      for (const SumStep& step : part->sums) {
+        if (step.region.codec != &codec) continue;
+        if (const auto sum = sum_of(step)) lists->sums.push_back(*sum);
+      }
     }
     if (!lists->sums.empty()) codec.encode_sums(place, lists->sums);
   }
@@ -46,9 +50,11 @@ Elements Work::result(const Span& span) const {
   return call.share.data ? call.share.from(span.first - numel / world_size * rank) : values.from(span.first);
 }
 
-void Work::decode(const std::vector<DecodeStep>& steps) const {
+void Work::decode(std::span<const Part* const> parts) const {
   const During during(call.observer, Phase::decode);
-  comm::decode(place, steps, slots, values, lists->decodings);
+  lists->decodes.clear();
+  for (const Part* part : parts) lists->decodes.insert(lists->decodes.end(), part->decodes.begin(), part->decodes.end());
+  comm::decode(place, lists->decodes, slots, values, lists->decodings);
 }
 
 void decode(const Place& place, std::span<const DecodeStep> steps, const char* messages, const Elements& values,

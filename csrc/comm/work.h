@@ -45,6 +45,7 @@ void decode(const Place& place, std::span<const DecodeStep> steps, const char* m
 struct Lists {
   std::vector<const uint8_t*> received;
   std::vector<Sum> sums;
+  std::vector<DecodeStep> decodes;
   std::vector<Decoding> decodings;
 };
 
@@ -62,8 +63,9 @@ struct Work {
   Lists* lists = nullptr;
 
   char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : inbox) + location.offset; }
-  void sum(const std::vector<SumStep>& steps) const;
-  void decode(const std::vector<DecodeStep>& steps) const;
+  // Those of some parts at once, which on a device are one launch for each codec.
+  void sum(std::span<const Part* const> parts) const;
+  void decode(std::span<const Part* const> parts) const;
 
  private:
   std::optional<Sum> sum_of(const SumStep& step) const;

@@ -1,7 +1,7 @@
 #include "kernels/codec.h"
 
 #include <algorithm>
-#include <array>
+#include <iterator>
 
 #include "core/check.h"
 #include "core/memory.h"
@@ -18,17 +18,14 @@ constexpr int64_t cache = 16 << 20;  // bytes: what is written and more than thi
 // map_blocks of what makes a job of each of the list.
 template <class Operation, class Given, class Make>
 void map_all(const Place& place, std::span<const Given> list, Make make) {
-  constexpr size_t most = 64;
+  static thread_local std::vector<Job<Operation>> jobs;  // room, which is kept
   if (list.size() == 1) {
     const Job<Operation> job = make(list.front());
     return map_blocks(place, job.numel, job.operation);
   }
-  std::array<Job<Operation>, most> jobs;
-  for (; !list.empty(); list = list.subspan(std::min(most, list.size()))) {
-    const size_t count = std::min(most, list.size());
-    std::transform(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(count), jobs.begin(), make);
-    map_blocks(place, std::span<const Job<Operation>>(jobs.data(), count));
-  }
+  jobs.clear();
+  std::transform(list.begin(), list.end(), std::back_inserter(jobs), make);
+  map_blocks(place, std::span<const Job<Operation>>(jobs));
 }
 
 template <class C>

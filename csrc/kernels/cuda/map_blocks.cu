@@ -86,14 +86,24 @@ void enqueue_up_to(const Place& place, std::span<const Job<Operation>> jobs) {
 }
 
 template <class Operation>
-void enqueue(const Place& place, std::span<const Job<Operation>> jobs) {
-  constexpr int few_messages = Receives<Operation> ? 16 : 1, messages = Receives<Operation> ? 2000 : 1;
-  bool is_small = jobs.size() == 1;
-  if constexpr (Receives<Operation>) is_small = is_small && jobs.front().operation.count <= few_messages;
-  if constexpr (InLists<Operation>) {
-    if (!is_small) return enqueue_up_to<64, messages>(place, jobs);
+bool fit(std::span<const Job<Operation>> jobs, size_t capacity, int messages) {
+  if constexpr (Receives<Operation>) {
+    for (const auto& [numel, operation] : jobs) messages -= operation.count;
   }
-  enqueue_up_to<1, few_messages>(place, jobs);
+  return jobs.size() <= capacity && messages >= 0;
+}
+
+// A launch takes the longer the more parameters it has, also where most of them say nothing.
+template <class Operation>
+void enqueue(const Place& place, std::span<const Job<Operation>> jobs) {
+  constexpr int few_messages = Receives<Operation> ? 128 : 1, messages = Receives<Operation> ? 1200 : 1;
+  constexpr auto a_job = static_cast<int>(sizeof(Job<Operation>) + sizeof(int64_t) + sizeof(int));
+  constexpr int few = InLists<Operation> ? 16 : 1;
+  constexpr int most = (parameter_bytes - 64 - messages * static_cast<int>(sizeof(void*))) / a_job;
+  if constexpr (InLists<Operation>) {
+    if (!fit(jobs, few, few_messages)) return enqueue_up_to<most, messages>(place, jobs);
+  }
+  enqueue_up_to<few, few_messages>(place, jobs);
 }
 
 }  // namespace
