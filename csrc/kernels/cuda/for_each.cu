@@ -104,7 +104,9 @@ __global__ void __launch_bounds__(threads, Operation::streams <= 4 ? resident : 
   if (batch.operation.skip()) return;
   __shared__ typename Operation::Element prepared;
   int known = -1;  // the row that it is prepared for
-  for (int64_t chunk = blockIdx.x; chunk < batch.chunks; chunk += gridDim.x) {
+  // Side by side, so that most are of one row.
+  const int64_t end = batch.chunks * (blockIdx.x + 1) / gridDim.x;
+  for (int64_t chunk = batch.chunks * blockIdx.x / gridDim.x; chunk < end; ++chunk) {
     const int index = batch.row_of(chunk);
     const auto& row = batch.rows[index];
     if (index != known) {
