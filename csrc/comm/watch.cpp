@@ -54,8 +54,9 @@ bool Watch::is_over(std::chrono::milliseconds moment) {
 
 Waiting Watch::waiting() {
   std::lock_guard lock(mutex_);
-  if (calls_.empty() || !calls_.front().stages || calls_.front().stages->empty()) return {};
-  return (*calls_.front().stages)[passed_].waiting;
+  if (calls_.empty()) return {};
+  const auto& stages = calls_.front().stages;
+  return stages && !stages->empty() ? (*stages)[passed_].waiting : Waiting();
 }
 
 void Watch::run() {
