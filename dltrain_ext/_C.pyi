@@ -30,44 +30,31 @@ class StepArguments:
 class FusedGroup:
     """A parameter group as it has been read for one step."""
 
-class AdamWGroup(FusedGroup):
-    def __init__(self) -> None: ...
-    def gather(self, state: dict[Any, Any], params: list[Tensor], masters: bool, amsgrad: bool) -> list[Tensor]: ...
-    def release(self) -> None: ...
-    def step(
-        self, arguments: StepArguments, *, beta1: float, beta2: float, eps: float, weight_decay: float
-    ) -> None: ...
-
-class LARSGroup(FusedGroup):
-    def __init__(self) -> None: ...
     def gather(
-        self, state: dict[Any, Any], params: list[Tensor], masters: bool, momentum: bool, adapt_from: int
-    ) -> list[Tensor]: ...
-    def release(self) -> None: ...
-    def step(
         self,
-        arguments: StepArguments,
+        state: dict[Any, Any],
+        params: list[Tensor],
         *,
-        momentum: float,
-        weight_decay: float,
-        trust_coefficient: float,
-        eps: float,
-        nesterov: bool,
-        lr_inside: bool,
-        clip: bool,
-        decays_excluded: bool,
-        decays_at_zero_norm: bool,
-    ) -> None: ...
-
-class SGDGroup(FusedGroup):
-    def __init__(self) -> None: ...
-    def gather(
-        self, state: dict[Any, Any], params: list[Tensor], masters: bool, momentum: bool, first: list[Tensor]
+        masters: bool,
+        optional: list[str],
+        flagged: list[Tensor],
+        flagged_from: int,
     ) -> list[Tensor]: ...
     def release(self) -> None: ...
-    def step(
-        self, arguments: StepArguments, *, momentum: float, dampening: float, weight_decay: float, nesterov: bool
-    ) -> None: ...
+    def step(self, arguments: StepArguments, **hyper: float | bool) -> None: ...
+
+def make_group(name: str) -> FusedGroup: ...
+def optimizers() -> list[
+    tuple[
+        str,
+        dict[str, float | bool],
+        list[tuple[str, bool, float, bool]],
+        list[tuple[str, float]],
+        str | None,
+    ]
+]:
+    """Of each its name, hyper-parameters with their defaults, states (key, optional, initial, nonnegative), counters
+    (key, initial), and flag."""
 
 def sum_squares_of(groups: Sequence[FusedGroup]) -> list[Tensor]:
     """For each device the sum of squares of all gradients that the groups have read there, a float64 number."""

@@ -14,18 +14,15 @@ if torch.__version__ != TORCH:
     )
 
 from dltrain_ext._C import (
-    AdamWGroup,
     Bucket,
     Codec,
     Communicator,
     Estimate,
     FusedGroup,
     Judgement,
-    LARSGroup,
     Level,
     Plan,
     Ranks,
-    SGDGroup,
     Step,
     StepArguments,
     algorithms,
@@ -38,9 +35,11 @@ from dltrain_ext._C import (
     instruction_sets,
     is_supported,
     judge,
+    make_group,
     make_plan,
     nccl_unique_id,
     nccl_version,
+    optimizers,
     simulate,
     sum_squares_of,
     supported_devices,
@@ -50,21 +49,17 @@ from dltrain_ext._C import (
 )
 
 __all__ = [
-    "AdamWGroup",
     "Bucket",
     "Codec",
     "Communicator",
     "Estimate",
     "FusedGroup",
     "Judgement",
-    "LARSGroup",
     "Level",
     "Plan",
     "Ranks",
-    "SGDGroup",
     "Step",
     "StepArguments",
-    "adamw_",
     "algorithms",
     "built_with_cuda",
     "check_feedback",
@@ -77,11 +72,11 @@ __all__ = [
     "instruction_sets",
     "is_supported",
     "judge",
-    "lars_",
+    "make_group",
     "make_plan",
     "nccl_unique_id",
     "nccl_version",
-    "sgd_",
+    "optimizers",
     "simulate",
     "sum_squares_of",
     "supported_devices",
@@ -92,17 +87,13 @@ __all__ = [
 
 
 # What each means, and takes, is the function of that name in reference.
-adamw_: Callable[..., None] = torch.ops.dltrain_ext.adamw_
 decode_: Callable[..., None] = torch.ops.dltrain_ext.decode_
 encode_sum_: Callable[..., None] = torch.ops.dltrain_ext.encode_sum_
-lars_: Callable[..., None] = torch.ops.dltrain_ext.lars_
-sgd_: Callable[..., None] = torch.ops.dltrain_ext.sgd_
 
 
-@library.register_fake("dltrain_ext::adamw_")  # type: ignore[untyped-decorator]
-@library.register_fake("dltrain_ext::decode_")  # type: ignore[untyped-decorator]
-@library.register_fake("dltrain_ext::encode_sum_")  # type: ignore[untyped-decorator]
-@library.register_fake("dltrain_ext::lars_")  # type: ignore[untyped-decorator]
-@library.register_fake("dltrain_ext::sgd_")  # type: ignore[untyped-decorator]
 def _changes_its_arguments(*given: object, **options: object) -> None:
     """And returns nothing."""
+
+
+for _name in ("decode_", "encode_sum_", *(f"{name}_" for name, *_ in optimizers())):
+    library.register_fake(f"dltrain_ext::{_name}", _changes_its_arguments)

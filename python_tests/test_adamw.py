@@ -8,7 +8,7 @@ from optimizers import SHAPES, Pair, assert_same, assert_same_bits_for_any_numbe
 from properties import property_test, st
 from torch import library
 
-from dltrain_ext import _ops, optim, reference
+from dltrain_ext import optim, reference
 
 OPTIONS = [
     {},
@@ -265,7 +265,7 @@ def test_the_op_is_the_reference(amsgrad, device):
     ours, hyper = op_arguments(device, amsgrad)
     theirs = copy.deepcopy(ours)
     scale = torch.tensor(4.0, device=device)
-    _ops.adamw_(*ours, **hyper, maximize=True, grad_scale=scale)
+    torch.ops.dltrain_ext.adamw_(*ours, **hyper, maximize=True, grad_scale=scale)
     reference.adamw_(*theirs, **hyper, maximize=True, grad_scale=scale)
     for a, b in zip(ours, theirs, strict=True):
         assert_same(a, b)
@@ -281,4 +281,4 @@ def test_the_op_names_what_does_not_fit():
     lists, hyper = op_arguments()
     lists[2] = lists[2][:2]
     with pytest.raises(ValueError, match="exp_avgs: expected 3 tensors, one for each of params, got 2"):
-        _ops.adamw_(*lists, **hyper)
+        torch.ops.dltrain_ext.adamw_(*lists, **hyper)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import OPS, call_op, give_grads, make_params
 
-from dltrain_ext import _ops, amp, optim
+from dltrain_ext import amp, optim
 
 KINDS = [optim.AdamW, optim.SGD, optim.LARS]
 SHAPES = [(4,), (2, 3)]
@@ -228,7 +228,7 @@ def test_an_expanded_list_entry_is_refused_before_anything_is_changed(name):
     params, grads = [torch.ones(3), torch.zeros(1).expand(4)], [torch.ones(3), torch.ones(4)]
     states = [[torch.zeros(3), torch.zeros(4)] for _ in range(2)]
     with pytest.raises(ValueError, match=r"params\[1\]: expected elements that each have a place of their own"):
-        call_op(_ops, name, params, grads, states, [])
+        call_op(torch.ops.dltrain_ext, name, params, grads, states, [])
     assert torch.equal(params[0], torch.ones(3)) and not states[0][0].any()
 
 

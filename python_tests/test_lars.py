@@ -8,7 +8,7 @@ from optimizers import assert_same, assert_untouched, everything, give_grads, gi
 from properties import property_test, st
 from torch import library
 
-from dltrain_ext import _ops, optim, reference
+from dltrain_ext import optim, reference
 from dltrain_ext.amp import LossScaler
 
 PRESETS = ["paper", "tensorflow", "larc"]
@@ -302,7 +302,7 @@ def test_the_op_is_the_reference(sizes, momentum, zero, flags, hyper, tensors, d
     values = {"tensor_lr": 0.7, "grad_scale": 8.0, "found_inf": 0.0}
     scalars = {name: torch.full((), values[name], device=device) for name in tensors}
     for _ in range(2):
-        _ops.lars_(*lists, momentum=momentum, **hyper, **flags, **scalars)
+        torch.ops.dltrain_ext.lars_(*lists, momentum=momentum, **hyper, **flags, **scalars)
         reference.lars_(*exact, momentum=momentum, **hyper, **flags, **scalars)
     for ours, want in zip(params + lists[2], exact[0] + exact[2], strict=True):
         torch.testing.assert_close(ours.double(), want, rtol=1e-5, atol=3e-5)

@@ -21,7 +21,7 @@ from optimizers import (
 from properties import property_test, st
 from torch import library
 
-from dltrain_ext import _ops, optim, reference
+from dltrain_ext import optim, reference
 from dltrain_ext.amp import LossScaler
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -98,7 +98,7 @@ def test_any_dtypes_sizes_and_layouts(op, rows, masters, scale, seed, device):
     given = {} if scale is None else {"grad_scale": torch.full((), scale, device=device)}
     before = [g.clone() for g in grads]
     gaps = [m == 77.0 for m in memory]
-    call_op(_ops, op, list(params), list(grads), states, list(kept) if masters else [], **given)
+    call_op(torch.ops.dltrain_ext, op, list(params), list(grads), states, list(kept) if masters else [], **given)
     call_op(reference, op, *exact[:2], exact[2:], [], **given)
     assert_untouched(list(grads), before)
     for m, gap in zip(memory, gaps, strict=True):
@@ -124,7 +124,7 @@ def test_every_kind_of_float_is_rounded_to_nearest_even(dtype, device):
     masters = masters.to(torch.int32).view(torch.float32).to(device)
     params = torch.zeros_like(masters, dtype=dtype)
     before = masters.clone()
-    _ops.sgd_([params], [torch.zeros_like(params)], [], [masters], lr=0.0)
+    torch.ops.dltrain_ext.sgd_([params], [torch.zeros_like(params)], [], [masters], lr=0.0)
     assert_untouched([masters, params], [before, before.to(dtype)])
 
 
@@ -319,7 +319,7 @@ def test_more_elements_than_31_bits_count():
     p = torch.zeros(numel, dtype=torch.bfloat16)
     g = torch.ones(numel, dtype=torch.bfloat16)
     g[places] = torch.arange(1.0, 1 + len(places)).bfloat16()
-    _ops.sgd_([p], [g], [], [], lr=0.5)
+    torch.ops.dltrain_ext.sgd_([p], [g], [], [], lr=0.5)
     assert p[places].tolist() == [-0.5 * (1 + index) for index in range(len(places))]
     assert (p[-5000:-4100] == -0.5).all()
     assert (p[-4000:-100] == -0.5).all()

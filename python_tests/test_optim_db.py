@@ -19,7 +19,7 @@ from optimizers import (
 )
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
-from dltrain_ext import _ops, optim
+from dltrain_ext import optim
 from dltrain_ext.amp import LossScaler
 
 INFOS = {info.optim_cls: info for info in optim_db}
@@ -330,15 +330,15 @@ def test_a_post_hook_has_the_last_word(dtype, device):
 def test_dtypes_that_do_not_fit_are_named(device):
     p, g, master = (torch.zeros(3, device=device, dtype=d) for d in (torch.bfloat16, torch.float16, torch.float32))
     with pytest.raises(ValueError, match="masters: expected 2 tensors, one for each of params, got 1"):
-        _ops.sgd_([p, p.clone()], [g, g], [], [master], lr=0.1)
+        torch.ops.dltrain_ext.sgd_([p, p.clone()], [g, g], [], [master], lr=0.1)
     with pytest.raises(TypeError, match=r"masters\[0\]: expected dtype float32, got BFloat16"):
-        _ops.sgd_([p], [g], [], [p.clone()], lr=0.1)
+        torch.ops.dltrain_ext.sgd_([p], [g], [], [p.clone()], lr=0.1)
     with pytest.raises(ValueError, match=r"masters\[0\]: expected shape \[3\].*, got \[1\]"):
-        _ops.lars_([p], [g], [], [master[:1]], lr=0.1)
+        torch.ops.dltrain_ext.lars_([p], [g], [], [master[:1]], lr=0.1, momentum=0.0)
     with pytest.raises(TypeError, match=r"grads\[0\]: expected dtype float32, float16 or bfloat16, got Double"):
-        _ops.sgd_([p], [g.double()], [], [], lr=0.1)
+        torch.ops.dltrain_ext.sgd_([p], [g.double()], [], [], lr=0.1)
     with pytest.raises(TypeError, match=r"momentum_buffers\[0\]: expected dtype float32, got Half"):
-        _ops.sgd_([p], [g], [g.clone()], [], lr=0.1, momentum=0.9)
+        torch.ops.dltrain_ext.sgd_([p], [g], [g.clone()], [], lr=0.1, momentum=0.9)
     double = torch.nn.Parameter(torch.zeros(3, device=device, dtype=torch.float64))
     double.grad = torch.zeros_like(double)
     with pytest.raises(TypeError, match=r"params\[0\]: expected dtype float32, float16 or bfloat16, got Double"):

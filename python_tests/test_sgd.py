@@ -7,7 +7,7 @@ import torch
 from optimizers import assert_same, give_grads
 from torch import library
 
-from dltrain_ext import _ops, optim, reference
+from dltrain_ext import optim, reference
 
 SHAPES = [(3, 5), (7,), (), (0, 4), (64, 33)]
 OPTIONS = [
@@ -96,7 +96,7 @@ def test_against_double(device):
     scale = torch.tensor(8.0, device=device)
     for step in range(5):
         grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(device) for p in params]
-        _ops.sgd_(params, grads, buffers, [], first=step == 0, grad_scale=scale, **hyper)
+        torch.ops.dltrain_ext.sgd_(params, grads, buffers, [], first=step == 0, grad_scale=scale, **hyper)
         doubles = [g.double() for g in grads]
         reference.sgd_(exact, doubles, exact_buffers, [], first=step == 0, grad_scale=scale, **hyper)
     for ours, want in zip(params + buffers, exact + exact_buffers, strict=True):
@@ -123,4 +123,4 @@ def test_what_does_not_fit_is_named(device):
     with pytest.raises(ValueError, match="differentiable: expected False, got True"):
         optim.SGD(params, differentiable=True)
     with pytest.raises(ValueError, match="momentum_buffers: expected 2 tensors, one for each of params, got 0"):
-        _ops.sgd_(before, before, [], [], lr=0.1, momentum=0.9)
+        torch.ops.dltrain_ext.sgd_(before, before, [], [], lr=0.1, momentum=0.9)

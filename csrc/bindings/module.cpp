@@ -5,15 +5,14 @@
 
 // Tensors that stand for other values than their memory holds reach the ops as they are. Torch would bring copies, and write back what the
 // op returns, which is nothing: it would read beyond its stack.
-#define DLT_AS_THEY_ARE(KEY)                                                       \
-  TORCH_LIBRARY_IMPL(dltrain_ext, KEY, library) {                                  \
-    for (const char* op : {"adamw_", "decode_", "encode_sum_", "lars_", "sgd_"}) { \
-      library.impl(op, torch::CppFunction::makeFallthrough());                     \
-    }                                                                              \
-  }
-DLT_AS_THEY_ARE(Negative)
-DLT_AS_THEY_ARE(Conjugate)
-DLT_AS_THEY_ARE(ZeroTensor)
+static void take_as_they_are(torch::Library& library) {
+  std::vector<std::string> ops = dltrain::bindings::optimizer_ops();
+  ops.insert(ops.end(), {"decode_", "encode_sum_"});
+  for (const std::string& op : ops) library.impl(op.c_str(), torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(dltrain_ext, Negative, library) { take_as_they_are(library); }
+TORCH_LIBRARY_IMPL(dltrain_ext, Conjugate, library) { take_as_they_are(library); }
+TORCH_LIBRARY_IMPL(dltrain_ext, ZeroTensor, library) { take_as_they_are(library); }
 
 PYBIND11_MODULE(_C, module) {
   // Errors keep the type and the text that torch gives them; those of the torch-free rooms are pybind11's to translate.
@@ -26,9 +25,7 @@ PYBIND11_MODULE(_C, module) {
   });
   dltrain::bindings::bind_build(module);
   dltrain::bindings::bind_groups(module);
-  dltrain::bindings::bind_adamw(module);
-  dltrain::bindings::bind_lars(module);
-  dltrain::bindings::bind_sgd(module);
+  dltrain::bindings::bind_optimizers(module);
   dltrain::bindings::bind_codecs(module);
   dltrain::bindings::bind_plans(module);
   dltrain::bindings::bind_simulate(module);

@@ -2,13 +2,14 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <string>
+#include <vector>
+
 namespace dltrain::bindings {
 
 // Each file of this room adds its part of the module.
 void bind_groups(py::module_& module);
-void bind_adamw(py::module_& module);
-void bind_lars(py::module_& module);
-void bind_sgd(py::module_& module);
+void bind_optimizers(py::module_& module);
 void bind_codecs(py::module_& module);
 void bind_plans(py::module_& module);
 void bind_simulate(py::module_& module);
@@ -16,5 +17,8 @@ void bind_buckets(py::module_& module);
 void bind_levels(py::module_& module);
 void bind_communicator(py::module_& module);
 void bind_build(py::module_& module);
+
+// The names of the ops of the optimizers.
+std::vector<std::string> optimizer_ops();
 
 }  // namespace dltrain::bindings

@@ -27,17 +27,23 @@ struct Form {
   }
 };
 
+// Of a row that has no numbers.
+struct None {};
+
 // K parallel lists of tensors. Row i is one element-wise operation: K pointers to numel elements each, e.g. the parameter, the gradient and
 // the moments of one AdamW update, and where the row has any, numbers of its own, e.g. its step count. The rows lie end to end in one index
 // space [0, numel()), which a kernel cuts into equal parts whatever the sizes of the tensors.
-template <int K>
+template <int K, class Numbers = None>
 class TensorList {
  public:
+  static constexpr int streams = K;
+  using RowNumbers = Numbers;
+
   struct Row {
     std::array<void*, K> data;
     void* copy;  // of the first stream, in the form's type: the half parameter beside its fp32 master
     int64_t numel;
-    const void* scalars;  // where the tensors lie
+    Numbers numbers;
   };
 
   explicit TensorList(const Form<K>& form = {}) : form_(form) {}
@@ -47,8 +53,8 @@ class TensorList {
     ends_.clear();
   }
 
-  void add(const std::array<void*, K>& data, int64_t numel, const void* scalars = nullptr, void* copy = nullptr) {
-    rows_.push_back({data, copy, numel, scalars});
+  void add(const std::array<void*, K>& data, int64_t numel, const Numbers& numbers = {}, void* copy = nullptr) {
+    rows_.push_back({data, copy, numel, numbers});
     ends_.push_back(this->numel() + numel);
   }
 
@@ -106,5 +112,9 @@ class TensorList {
   std::vector<Row> rows_;
   std::vector<int64_t> ends_;
 };
+
+// What an operation of for_each goes over.
+template <class Operation>
+using ListOf = TensorList<Operation::streams, typename Operation::Numbers>;
 
 }  // namespace dltrain

@@ -7,20 +7,28 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels/adamw.h"
-#include "kernels/advance.h"
 #include "kernels/codecs.h"
 #include "kernels/decode.h"
 #include "kernels/encode_sum.h"
 #include "kernels/judge.h"
-#include "kernels/lars.h"
-#include "kernels/sgd.h"
+#include "kernels/optimizers.h"
 #include "kernels/spoil.h"
+#include "kernels/update.h"
 #include "math/sum_squares.h"
 
 namespace dltrain {
 
-using Elementwise = std::tuple<Advance, Spoil, AdamW<4>, AdamW<5>, SGD<2>, SGD<3>, LARS<2>, LARS<3>>;
+template <class Rule, std::size_t... I>
+std::tuple<Update<Rule, math::choices_of<Rule>()[I]>...> updates_of(std::index_sequence<I...>);
+template <class Rule>
+using UpdatesOf = decltype(updates_of<Rule>(std::make_index_sequence<math::choices_of<Rule>().size()>()));
+template <class Rule>
+using AdvanceOf = std::conditional_t<math::counters_of<Rule>().size() == 0, std::tuple<>, std::tuple<Advance<Rule>>>;
+template <class... Rules>
+auto elementwise_of(const std::tuple<Rules...>&)
+    -> decltype(std::tuple_cat(std::declval<std::tuple<Spoil>>(), std::declval<AdvanceOf<Rules>>()...,
+                               std::declval<UpdatesOf<Rules>>()...));
+using Elementwise = decltype(elementwise_of(std::declval<Optimizers>()));
 
 template <class... C>
 std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles, Judge> blockwise_of(const std::tuple<C...>&);

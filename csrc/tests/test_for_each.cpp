@@ -20,7 +20,7 @@ TEST(AdamW, OneElementAgainstDouble) {
   double p = 0.7, m = 0.1, v = 0.02;
   const double g = -0.3, lr = 1e-2, b1 = 0.8, b2 = 0.95, eps = 1e-6, wd = 0.1, step = 4;
   float pf = 0.7f, mf = 0.1f, vf = 0.02f;
-  math::AdamW{b1, b2, eps, wd}.at(step, lr, 1.0)(pf, static_cast<float>(g), mf, vf);
+  math::AdamW{b1, b2, eps, wd}.at({.counters = {step}}, lr, 1.0)(pf, static_cast<float>(g), mf, vf);
   p *= 1 - lr * wd;
   m = b1 * m + (1 - b1) * g;
   v = b2 * v + (1 - b2) * g * g;
@@ -31,7 +31,7 @@ TEST(AdamW, OneElementAgainstDouble) {
 }
 
 TEST(AdamW, AMSGradKeepsTheLargestAndANaN) {
-  const auto element = math::AdamW{}.at(1, 1e-3, 1.0);
+  const auto element = math::AdamW{}.at({.counters = {1.0}}, 1e-3, 1.0);
   float p = 1, m = 0, v = 0, max_v = 5;
   element(p, 1.0f, m, v, max_v);
   EXPECT_EQ(max_v, 5.0f);
@@ -97,14 +97,16 @@ void write(const Elements& to, int64_t i, float value) {
 }
 
 // A list of tensors with K streams each, of the same values whatever the place and the alignment, and copies where the form has them.
-template <int K>
+template <int K, class Numbers = None>
 struct Rows {
   Rows(const Place& place, const std::vector<int64_t>& sizes, bool aligned = true, const Form<K>& form = {})
       : counts(place, std::vector<float>(sizes.size(), 3.0f)), list(form) {
     for (size_t row = 0; row < sizes.size(); ++row) {
       std::array<void*, K> data;
       for (int k = 0; k < K; ++k) data[k] = add(place, form.dtypes[k], sizes[row], k, row, aligned);
-      list.add(data, sizes[row], counts.data() + row, form.copies ? add(place, form.copy, sizes[row], K, row, aligned) : nullptr);
+      Numbers numbers;
+      if constexpr (requires { numbers.counters().values[0]; }) numbers.counters().values[0] = counts.data() + row;
+      list.add(data, sizes[row], numbers, form.copies ? add(place, form.copy, sizes[row], K, row, aligned) : nullptr);
     }
   }
   // Of each stream of each row, and of its copy.
@@ -122,7 +124,7 @@ struct Rows {
   std::deque<Array<uint8_t>> arrays;
   std::vector<Dtype> dtypes;
   std::vector<int64_t> sizes;
-  TensorList<K> list;
+  TensorList<K, Numbers> list;
 
  private:
   void* add(const Place& place, Dtype dtype, int64_t size, int64_t k, size_t row, bool aligned) {
@@ -136,6 +138,9 @@ struct Rows {
     return arrays.emplace_back(place, bytes, aligned ? 0 : unit.bytes((static_cast<int64_t>(row) + k) % 4)).data();
   }
 };
+
+template <class Operation>
+using RowsOf = Rows<Operation::streams, typename Operation::Numbers>;
 
 constexpr Dtype fp32 = Dtype::fp32, fp16 = Dtype::fp16, bf16 = Dtype::bf16;
 
@@ -152,12 +157,20 @@ std::vector<Form<K>> forms() {
   return all;
 }
 
-const AdamW<4> adamw{{0.8, 0.95, 1e-6, 0.1}, {1e-2, false, {}}};
+using AdamW = Update<math::AdamW, 0b011>;
+using AMSGrad = Update<math::AdamW, 0b111>;
+using SGD = Update<math::SGD, 0b0>;
+using Momentum = Update<math::SGD, 0b1>;
+
+const AdamW adamw{{0.8, 0.95, 1e-6, 0.1}, {1e-2, false, {}}};
+const AMSGrad amsgrad{adamw.rule, adamw.step};
+const SGD sgd{{0.0, 0.0, 0.1, false}, {0.1, true, {}}};
+const Momentum momentum{{0.9, 0.0, 0.1, true}, {0.1, false, {}}};
 
 TEST(ForEach, TheSameBitsForAnyNumberOfThreads) {
   const std::vector<int64_t> sizes = {1, 0, 7, 40000, 3, 64, 100001};
   const auto run = [&](const Place& place) {
-    Rows<4> rows({}, sizes);
+    RowsOf<AdamW> rows({}, sizes);
     for_each(place, rows.list, adamw);
     return rows.values();
   };
@@ -167,9 +180,9 @@ TEST(ForEach, TheSameBitsForAnyNumberOfThreads) {
 TEST(ForEach, TheSameBitsForEveryInstructionSet) {
   const auto run = [](const auto& operation, const auto& form, const cpu::InstructionSet& set) {
     using Operation = std::decay_t<decltype(operation)>;
-    Rows<Operation::streams> rows({}, {1, 7, 1001, 20003}, false, form);
+    RowsOf<Operation> rows({}, {1, 7, 1001, 20003}, false, form);
     for (const auto& row : rows.list) {
-      std::get<cpu::ElementLoop<Operation>>(set.loops->elements).run(operation.at(row.scalars), rows.list.form(), row, 0, row.numel);
+      std::get<cpu::ElementLoop<Operation>>(set.loops->elements).run(operation.at(row.numbers), rows.list.form(), row, 0, row.numel);
     }
     return rows.values();
   };
@@ -180,21 +193,21 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
     }
   };
   same(adamw);
-  same(AdamW<5>{adamw.hyper, adamw.step});
-  same(SGD<2>{{0.0, 0.0, 0.1, false}, {0.1, true, {}}, false});
-  same(SGD<3>{{0.9, 0.0, 0.1, true}, {0.1, false, {}}, false});
+  same(amsgrad);
+  same(sgd);
+  same(momentum);
 }
 
 TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
   std::vector<uint16_t> all(65536 + 5), none(all.size());
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
-  const SGD<2> still{{}, {0.0, false, {}}, false};
+  const SGD still{{}, {0.0, false, {}}};
   for (const auto& set : cpu::instruction_sets()) {
     for (const Dtype dtype : {fp16, bf16}) {
       std::vector<uint16_t> values = all;
-      TensorList<2> list(Form<2>{{dtype, dtype}});
+      ListOf<SGD> list(Form<2>{{dtype, dtype}});
       list.add({values.data(), none.data()}, std::ssize(values));
-      std::get<cpu::ElementLoop<SGD<2>>>(set.loops->elements).run(still.at(nullptr), list.form(), list.row(0), 0, std::ssize(values));
+      std::get<cpu::ElementLoop<SGD>>(set.loops->elements).run(still.at({}), list.form(), list.row(0), 0, std::ssize(values));
       for (size_t i = 0; i < all.size(); ++i) {
         const auto expected = dtype == fp16 ? narrow<Half>(widen(Half{all[i]})).bits : narrow<BFloat16>(widen(BFloat16{all[i]})).bits;
         ASSERT_EQ(values[i], expected) << set.name << " " << i;
@@ -210,12 +223,13 @@ DLT_ON_EVERY_PLACE(ForEachOn);
 TEST_P(ForEachOn, IsTheElementsArithmetic) {
   const std::vector<int64_t> sizes = {1, 0, 7, 8192, 8193, 3, 64, 0, 10001, 4, 0};
   const auto check = [&](const auto& operation, const auto& form, bool aligned) {
-    constexpr int K = std::decay_t<decltype(operation)>::streams;
-    const Rows<K> rows(place(), sizes, aligned, form);
+    using Operation = std::decay_t<decltype(operation)>;
+    constexpr int K = Operation::streams;
+    const RowsOf<Operation> rows(place(), sizes, aligned, form);
     auto expected = rows.values();
     for_each(place(), rows.list, operation);
-    const float count = 3.0f;
-    const auto element = operation.at(&count);
+    const RowsOf<Operation> on_the_host({}, {1});  // whose counters are equal
+    const auto element = operation.at(on_the_host.list.row(0).numbers);
     const size_t streams = form.copies ? K + 1 : K;
     for (size_t row = 0; row < sizes.size(); ++row) {
       for (int64_t i = 0; i < sizes[row]; ++i) {
@@ -241,25 +255,25 @@ TEST_P(ForEachOn, IsTheElementsArithmetic) {
     }
   };
   check_all(adamw);
-  check_all(SGD<2>{{0.0, 0.0, 0.1, false}, {0.1, true, {}}, false});
-  check(AdamW<5>{adamw.hyper, adamw.step}, Form<5>{}, true);
-  check(SGD<3>{{0.9, 0.0, 0.1, true}, {0.1, false, {}}, false}, Form<3>{}, true);
+  check_all(sgd);
+  check(amsgrad, Form<5>{}, true);
+  check(momentum, Form<3>{}, true);
 }
 
 TEST_P(ForEachOn, TakesMoreRowsThanOneLaunch) {
   const Rows<1> rows(place(), std::vector<int64_t>(900, 1));
   auto expected = rows.values();
   for (auto& values : expected) values[0] += 1.0f;
-  for_each(place(), rows.list, Advance{});
+  for_each(place(), rows.list, Advance<math::AdamW>{});
   EXPECT_EQ(rows.values(), expected);
 }
 
 TEST_P(ForEachOn, ReadsItsScalarsWhereTheTensorsLie) {
   const Array<float> lr(place(), {0.25f}), found_inf(place(), {2.0f}), none(place(), {0.0f});
   const Array<double> grad_scale(place(), {8.0});
-  SGD<2> sgd{{}, {1.0, true, {lr.data(), grad_scale.data(), nullptr}}, false};
+  SGD sgd{{}, {1.0, true, {lr.data(), grad_scale.data(), nullptr}}};
   const Array<float> p(place(), {1.0f}), g(place(), {16.0f});
-  TensorList<2> list;
+  ListOf<SGD> list;
   list.add({p.data(), g.data()}, 1);
   for_each(place(), list, sgd);
   EXPECT_EQ(p.values()[0], 1.5f);  // 1 + 0.25 * 16 / 8
@@ -272,8 +286,8 @@ TEST_P(ForEachOn, ReadsItsScalarsWhereTheTensorsLie) {
 }
 
 TEST_P(ForEachOn, WritesTheCopyAsTheMasterRounded) {
-  const Rows<2> rows(place(), {5000}, false, {{fp32, fp16}, true, bf16});
-  for_each(place(), rows.list, SGD<2>{{}, {0.3, false, {}}, false});
+  const RowsOf<SGD> rows(place(), {5000}, false, {{fp32, fp16}, true, bf16});
+  for_each(place(), rows.list, SGD{{}, {0.3, false, {}}});
   const auto values = rows.values();
   for (size_t i = 0; i < values[0].size(); ++i) ASSERT_EQ(values[2][i], widen(narrow<BFloat16>(values[0][i])));
 }
@@ -281,12 +295,14 @@ TEST_P(ForEachOn, WritesTheCopyAsTheMasterRounded) {
 TEST_P(ForEachOn, AdaptsEachTensorByItsOwnSums) {
   const Array<float> p(place(), {3.0f, 4.0f, 1.0f}), g(place(), {0.6f, 0.8f, 0.5f});
   const Array<double> sums(place(), {25.0, 1.0});
-  TensorList<2> list;
-  list.add({p.data(), g.data()}, 2, sums.data());
-  list.add({p.data() + 2, g.data() + 2}, 1);
-  math::LARS hyper;
-  hyper.trust_coefficient = 0.1;
-  for_each(place(), list, LARS<2>{hyper, {2.0, false, {}}, 1});
+  using LARS = Update<math::LARS, 0b0>;
+  ListOf<LARS> adapted, excluded;
+  adapted.add({p.data(), g.data()}, 2, {{}, {{sums.data(), sums.data() + 1}}});
+  excluded.add({p.data() + 2, g.data() + 2}, 1);
+  math::LARS rule;
+  rule.trust_coefficient = 0.1;
+  for_each(place(), adapted, LARS{rule, {2.0, false, {}}, true});
+  for_each(place(), excluded, LARS{rule, {2.0, false, {}}, false});
   EXPECT_EQ(p.values(), (std::vector<float>{3.0f - 0.6f, 4.0f - 0.8f, 1.0f - 2.0f * 0.5f}));  // the ratio is 0.1 * 5 / 1
 }
 
@@ -306,9 +322,9 @@ TEST(TensorList, ExtendsARowWhereMemoryGoesOn) {
 }
 
 TEST_P(ForEachOn, TakesEmptyLists) {
-  for_each(place(), TensorList<1>{}, Advance{});
+  for_each(place(), TensorList<1>{}, Advance<math::AdamW>{});
   const Rows<1> rows(place(), {0, 0});
-  for_each(place(), rows.list, Advance{});
+  for_each(place(), rows.list, Advance<math::AdamW>{});
 }
 
 }  // namespace

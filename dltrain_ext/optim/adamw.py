@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_numbers
 from dltrain_ext.optim.fused import FusedStep, number_of
+from dltrain_ext.optim.rule import RULES
 
 
 class AdamW(FusedStep, torch.optim.AdamW):
@@ -33,8 +33,7 @@ class AdamW(FusedStep, torch.optim.AdamW):
             its group; no parameter has been changed then.
     """
 
-    _moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    _nonnegative = ("exp_avg_sq", "max_exp_avg_sq")
+    _rule = RULES["adamw"]
 
     def __init__(
         self,
@@ -69,11 +68,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
             master_weights=master_weights,
         )
 
-    def _make_fused(self) -> _ops.AdamWGroup:
-        return _ops.AdamWGroup()
-
-    def _gather(self, fused: _ops.AdamWGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
-        return fused.gather(self.state, group["params"], self._has_masters(group), bool(group["amsgrad"]))
+    def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:
+        return ["max_exp_avg_sq"] * bool(group["amsgrad"])
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         betas: Any = group.get("betas")
@@ -87,18 +83,6 @@ class AdamW(FusedStep, torch.optim.AdamW):
             "eps": number_of(group, "eps"),
             "weight_decay": number_of(group, "weight_decay"),
         }
-
-    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
-        plain: dict[str, Any] = {"dtype": torch.float32, "device": params[0].device}
-        # One counter each, although all are equal at first: torch's step would add to a shared one once a parameter.
-        steps = torch.zeros(len(params), **plain)
-        for index, p in enumerate(params):
-            step = self.state[p].get("step")
-            if not isinstance(step, Tensor | int | float | None):
-                raise TypeError(f"state['step']: expected a number, got {type(step).__name__}")
-            self.state[p]["step"] = steps[index] if step is None else torch.as_tensor(step, **plain)
-        self._lay_out(params, ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"]), group)
-        return params
 
 
 def _check_betas(betas: Any) -> None:

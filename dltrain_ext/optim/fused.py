@@ -9,9 +9,11 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense
+from dltrain_ext.optim.rule import Rule, State
 from dltrain_ext.optim.shards import Shards, any_sharded, local
 
 ALIGNMENT = 16  # elements: a cache line
+EVERY, NONE = 0, 2**62  # dimensions, from which on a rule's flag stands
 MASTER = "master_param"
 
 Judge = Callable[[Sequence[_ops.FusedGroup]], tuple[Tensor | None, Tensor | None]]
@@ -58,8 +60,7 @@ class FusedStep(torch.optim.Optimizer):
     judge: Judge | None = None
     """Who judges the next step's gradients; else a GradScaler's ``grad_scale`` and ``found_inf`` attributes do."""
     _shards: Shards | None = None  # during a step of DTensors
-    _moments: Sequence[str] = ()  # tensors of the state, shaped like their parameter
-    _nonnegative: Sequence[str] = ()  # those of them that are sums of squares
+    _rule: Rule
     _given: dict[str, Any] = {}  # defaults beside those of torch's optimizer
 
     def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
@@ -113,7 +114,8 @@ class FusedStep(torch.optim.Optimizer):
         """Raises TypeError, ValueError naming what no step could have made."""
         if not isinstance(entry, dict):
             raise TypeError(f"state: expected a dict for each parameter, got {type(entry).__name__}")
-        for name in (*self._moments, MASTER):
+        nonnegative = {state.key for state in self._rule.states if state.nonnegative}
+        for name in (*(state.key for state in self._rule.states), MASTER):
             if not isinstance(entry.get(name), Tensor):
                 continue  # the next step makes it, or refuses it
             value = local(entry[name])
@@ -121,7 +123,7 @@ class FusedStep(torch.optim.Optimizer):
             if entry[name].shape != p.shape:
                 expected, got = list(p.shape), list(entry[name].shape)
                 raise ValueError(f"state[{name!r}]: expected shape {expected}, got {got}")
-            if name in self._nonnegative and value.numel() and not value.is_meta and bool(value.min() < 0):
+            if name in nonnegative and value.numel() and not value.is_meta and bool(value.min() < 0):
                 raise ValueError(f"state[{name!r}]: expected no number below 0, got {float(value.min()):g}")
         step = as_number(entry.get("step", 0), "state['step']")
         if not 0 <= step < math.inf:
@@ -170,23 +172,49 @@ class FusedStep(torch.optim.Optimizer):
         self._fused: list[Any] = []
         self._step_supports_amp_scaling = True  # asks GradScaler to hand grad_scale and found_inf to step()
 
-    def _make_fused(self) -> Any:
-        """The compiled part of one parameter group."""
-        raise NotImplementedError
+    def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:
+        """Those that the parameters of the group shall have."""
+        return ()
 
-    def _gather(self, fused: Any, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Has ``fused`` read the group; returns the parameters whose state is incomplete. ``starting``: those whose
-        first step this is.
-        """
-        raise NotImplementedError
+    def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
+        """For which parameters the rule's flag stands: these, and those of at least so many dimensions. ``starting``:
+        those whose first step this is."""
+        return (), NONE
+
+    def _gather(self, fused: _ops.FusedGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Has ``fused`` read the group; returns the parameters whose state is incomplete."""
+        flagged, dimensions = self._flagged(group, starting)
+        return fused.gather(
+            self.state,
+            group["params"],
+            masters=self._has_masters(group),
+            optional=list(self._optional_states(group)),
+            flagged=list(flagged),
+            flagged_from=dimensions,
+        )
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         """Gives these parameters, all on one device, what their state lacks; returns those whose first step this is."""
-        raise NotImplementedError
+        plain: dict[str, Any] = {"dtype": torch.float32, "device": params[0].device}
+        for name, initial in self._rule.counters:
+            # One counter each, although all are equal at first: torch's step would add to a shared one once a
+            # parameter.
+            fresh = torch.full((len(params),), initial, **plain)
+            for index, p in enumerate(params):
+                count = self.state[p].get(name)
+                if not isinstance(count, Tensor | int | float | None):
+                    raise TypeError(f"state[{name!r}]: expected a number, got {type(count).__name__}")
+                self.state[p][name] = fresh[index] if count is None else torch.as_tensor(count, **plain)
+        optional = self._optional_states(group)
+        self._lay_out(params, [each for each in self._rule.states if not each.optional or each.key in optional], group)
+        return params
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the step beside ``lr`` and ``maximize``; raises TypeError naming one that is none."""
-        raise NotImplementedError
+        return {
+            name: bool(group[name]) if isinstance(default, bool) else number_of(group, name)
+            for name, default in self._rule.hyper.items()
+        }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -218,7 +246,7 @@ class FusedStep(torch.optim.Optimizer):
 
     def _step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         while len(self._fused) < len(param_groups):
-            self._fused.append(self._make_fused())
+            self._fused.append(_ops.make_group(self._rule.name))
         groups = list(zip(self._fused, param_groups, strict=False))
         before: list[tuple[Tensor, dict[str, Any] | None]] = []
         try:
@@ -286,15 +314,17 @@ class FusedStep(torch.optim.Optimizer):
             found_inf=found_inf,
         )
 
-    def _lay_out(self, params: Iterable[Tensor], names: Sequence[str], group: dict[str, Any]) -> None:
-        """Gives each parameter the zeroed state tensors of these names that it lacks, and a master where it shall have
-        one: views of one flat tensor, since thousands of small ones would lie all over memory, and large ones of equal
-        alignment get in each other's way in the cache.
+    def _lay_out(self, params: Iterable[Tensor], states: Iterable[State], group: dict[str, Any]) -> None:
+        """Gives each parameter those of these state tensors that it lacks, and a master where it shall have one.
+
+        They are views of one flat tensor, since thousands of small ones would lie all over memory, and large ones of
+        equal alignment get in each other's way in the cache.
         """
+        initial = {state.key: state.initial for state in states}
         places, total = [], 0
         for p in params:
             state = self.state[p]
-            wanted = [*names, MASTER] if self._has_masters(group) and p.dtype != torch.float32 else names
+            wanted = [*initial, MASTER] if self._has_masters(group) and p.dtype != torch.float32 else initial
             for name in wanted:
                 if name not in state:
                     places.append((p, name, total))
@@ -310,3 +340,5 @@ class FusedStep(torch.optim.Optimizer):
             self.state[p][name] = arena.as_strided(p.shape, dense.stride(), place)
             if name == MASTER:
                 self.state[p][name].copy_(p)
+            elif initial[name]:
+                self.state[p][name].fill_(initial[name])

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dltrain_ext import _ops
 from dltrain_ext._arguments import check_numbers
-from dltrain_ext.optim.fused import FusedStep, number_of
+from dltrain_ext.optim.fused import EVERY, NONE, FusedStep, number_of
+from dltrain_ext.optim.rule import RULES
 from dltrain_ext.optim.shards import any_sharded
 
 
@@ -28,7 +28,6 @@ PRESETS = {
     "tensorflow": Preset(1e-3, 0.0, True, False, False, True),
     "larc": Preset(2e-2, 1e-8, False, True, True, False),
 }
-EVERY, NONE = 0, 2**62  # from so many dimensions on parameters have a trust ratio
 
 
 class LARS(FusedStep):
@@ -71,7 +70,7 @@ class LARS(FusedStep):
             its group; no parameter has been changed then.
     """
 
-    _moments = ("momentum_buffer",)
+    _rule = RULES["lars"]
 
     def __init__(
         self,
@@ -122,14 +121,12 @@ class LARS(FusedStep):
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("nesterov: expected False without momentum, got True")
 
-    def _make_fused(self) -> _ops.LARSGroup:
-        return _ops.LARSGroup()
+    def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:
+        return ["momentum_buffer"] * (number_of(group, "momentum") != 0)
 
-    def _gather(self, fused: _ops.LARSGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
+    def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
         _check_form(group)
-        masters, momentum = self._has_masters(group), number_of(group, "momentum") != 0
-        adapt_from = {"auto": 2, True: EVERY, False: NONE}[group["adapt"]]
-        return fused.gather(self.state, group["params"], masters, momentum, adapt_from)
+        return (), {"auto": 2, True: EVERY, False: NONE}[group["adapt"]]
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         preset = PRESETS[group["preset"]]
@@ -144,10 +141,6 @@ class LARS(FusedStep):
             "nesterov": bool(group["nesterov"]),
             **preset._replace(**given)._asdict(),
         }
-
-    def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
-        self._lay_out(params, ["momentum_buffer"] * (number_of(group, "momentum") != 0), group)
-        return params
 
 
 def _check_form(group: dict[str, Any]) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dltrain_ext import _ops
 from dltrain_ext._arguments import check_numbers
-from dltrain_ext.optim.fused import FusedStep, number_of
+from dltrain_ext.optim.fused import NONE, FusedStep, number_of
+from dltrain_ext.optim.rule import RULES
 
 
 class SGD(FusedStep, torch.optim.SGD):
@@ -27,7 +27,7 @@ class SGD(FusedStep, torch.optim.SGD):
             its group; no parameter has been changed then.
     """
 
-    _moments = ("momentum_buffer",)
+    _rule = RULES["sgd"]
 
     def __init__(
         self,
@@ -59,25 +59,16 @@ class SGD(FusedStep, torch.optim.SGD):
             master_weights=master_weights,
         )
 
-    def _make_fused(self) -> _ops.SGDGroup:
-        return _ops.SGDGroup()
+    def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:
+        return ["momentum_buffer"] * (number_of(group, "momentum") != 0)
 
-    def _gather(self, fused: _ops.SGDGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
-        masters, momentum = self._has_masters(group), number_of(group, "momentum") != 0
-        return fused.gather(self.state, group["params"], masters, momentum, list(starting))
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "momentum": number_of(group, "momentum"),
-            "dampening": number_of(group, "dampening"),
-            "weight_decay": number_of(group, "weight_decay"),
-            "nesterov": bool(group["nesterov"]),
-        }
+    def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
+        return starting, NONE
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         for p in params:
             if self.state[p].get("momentum_buffer", p) is None:  # as some of torch's versions write it
                 del self.state[p]["momentum_buffer"]
         starting = [p for p in params if "momentum_buffer" not in self.state[p]]
-        self._lay_out(params, ["momentum_buffer"] * (number_of(group, "momentum") != 0), group)
+        super()._complete_state(params, group)
         return starting

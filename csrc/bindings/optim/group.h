@@ -16,33 +16,26 @@ namespace dltrain::bindings {
 class FusedGroup {
  public:
   virtual ~FusedGroup() = default;
+
+  // Reads the parameters that have a gradient; those whose state is incomplete are returned instead: the caller completes it, and has all
+  // read again. optional: the keys of the optional states that there shall be. The rule's flag stands for the flagged parameters, and for
+  // those of at least so many dimensions.
+  virtual py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
+                          const py::list& flagged, int64_t flagged_from) = 0;
   virtual void collect(Gradients& into) const = 0;
-};
-
-// A parameter, its gradient, which may be undefined, and what the optimizer's state has of it.
-struct Reading {
-  const at::Tensor* param;
-  const at::Tensor* grad;
-  std::array<const at::Tensor*, Member::max_keys> values;
-  const at::Tensor* master;  // where it shall have one; else null
-  bool complete;             // nothing is missing
-
-  // Whether one is of a Python class that answers for its sizes or device.
-  bool asks_python() const {
-    const auto asks = [](const at::Tensor* tensor) { return tensor && tensor->unsafeGetTensorImpl()->is_python_dispatch(); };
-    return asks(param) || asks(grad) || std::any_of(values.begin(), values.end(), asks) || asks(master);
-  }
+  virtual void step(const StepArguments& arguments, const py::kwargs& hyper) = 0;
+  virtual void release() = 0;
 };
 
 // What the groups of all optimizers do alike. Parameters may come, go or be replaced, and state may be edited by hand, so all of it is read
 // anew at every step: Python's dicts first, then the tensors, by several threads.
 //
-// Updates holds the updates of one step, and has clear(), append(others), collect(into) and run(hyper, arguments).
+// Updates holds the updates of one step, and has clear(), append(others), collect(into) and run(rule, arguments).
 template <class Updates>
 class GroupOf : public FusedGroup {
  public:
-  // What a parameter's entry in the optimizer's state is made of; "step", where it stands, comes first.
-  explicit GroupOf(const std::vector<const char*>& keys) : members_(keys), has_step_(std::string("step") == keys.front()) {}
+  // What a parameter's entry in the optimizer's state is made of: counters first.
+  explicit GroupOf(const std::array<const char*, Updates::keys>& keys) : keys_(keys), members_(keys) {}
 
   void collect(Gradients& into) const override {
     ranges_.front().updates.collect(into);
@@ -53,26 +46,26 @@ class GroupOf : public FusedGroup {
     }
   }
 
-  template <class Hyper>
-  void step(const Hyper& hyper, StepArguments arguments) {
-    {
-      py::gil_scoped_release no_gil;
-      ranges_.front().updates.run(hyper, arguments);
-    }
-    release();
-  }
-
-  void release() {
+  void release() override {
     for (Range& range : ranges_) range.clear();
     starting_grads_.clear();
     members_.release();
   }
 
  protected:
-  // Calls take(updates, index, reading, manner) for each parameter with a gradient. Those whose state is incomplete are returned instead:
-  // the caller completes it and gathers again.
+  template <class Rule>
+  void run(const Rule& rule, StepArguments arguments) {
+    {
+      py::gil_scoped_release no_gil;
+      ranges_.front().updates.run(rule, arguments);
+    }
+    release();
+  }
+
+  // Calls take(updates, index, reading, manner) for each parameter with a gradient whose state is complete; the others are returned. keys:
+  // the bits of those that it shall have.
   template <class Take>
-  py::list gather(const py::dict& state, const py::list& params, size_t keys, bool masters, Take&& take) {
+  py::list read_all(const py::dict& state, const py::list& params, unsigned keys, bool masters, Take&& take) {
     release();
     members_.look_up(state, params, keys);
     trail_.resize(members_.size());
@@ -115,29 +108,30 @@ class GroupOf : public FusedGroup {
   };
 
   template <class Take>
-  bool take_as_it_lies(Range& range, size_t index, size_t keys, bool masters, Take&& take) {
+  bool take_as_it_lies(Range& range, size_t index, unsigned keys, bool masters, Take&& take) {
     if (!is_tensor(members_[index].param)) return false;
-    const Reading reading = read(index, keys, masters);
+    const Reading<Updates::keys> reading = read(index, keys, masters);
     if (!reading.grad->defined()) return true;
     if (!reading.complete || reading.asks_python() || !take(range.updates, index, reading, Manner::as_it_lies)) return false;
-    const auto& [a, b, c, d] = reading.values;
-    trail_.note(index, {reading.param, reading.grad, a, b, c, d, reading.master});
+    trail_.note(index, reading);
     range.grads.push_back(*reading.grad);
     return true;
   }
 
   template <class Take>
-  bool take_any(size_t index, size_t keys, bool masters, Take&& take) {
+  bool take_any(size_t index, unsigned keys, bool masters, Take&& take) {
     PyObject* const object = members_[index].param;
     TORCH_CHECK_TYPE(is_tensor(object), "params[", index, "]: expected a tensor, got ", Py_TYPE(object)->tp_name);
-    const Reading reading = read(index, keys, masters);
+    const Reading<Updates::keys> reading = read(index, keys, masters);
     const at::Tensor &param = *reading.param, &grad = *reading.grad;
     if (reading.complete && is_counted(reading)) {
       take(ranges_.front().updates, index, reading, Manner::any);
       ranges_.front().grads.push_back(grad);
       return true;
     }
-    if (has_step_ && reading.values[0]) check_foreign_step(*reading.values[0], index);
+    for (int i = 0; i < Updates::counters; ++i) {
+      if (reading.values[i]) check_foreign_counter(*reading.values[i], std::string(keys_[i]) + "s", index);
+    }
     check_tensor(param, "params", index, param, true);
     check_written(param, c10::str("params[", index, "]"));
     if (!detail::is_lazy(grad)) check_tensor(grad, "grads", index, param, true);
@@ -145,24 +139,28 @@ class GroupOf : public FusedGroup {
     return false;
   }
 
-  Reading read(size_t index, size_t keys, bool masters) const {
-    const Member& member = members_[index];
+  Reading<Updates::keys> read(size_t index, unsigned keys, bool masters) const {
+    const Member<Updates::keys>& member = members_[index];
     const auto tensor = [](PyObject* object) { return object && is_tensor(object) ? &THPVariable_Unpack(object) : nullptr; };
     const at::Tensor& param = THPVariable_Unpack(member.param);
-    Reading reading{&param, &param.unsafeGetTensorImpl()->grad(), {}, nullptr, true};
-    for (size_t k = 0; k < keys; ++k) reading.complete &= (reading.values[k] = tensor(member.values[k])) != nullptr;
+    Reading<Updates::keys> reading{&param, &param.unsafeGetTensorImpl()->grad(), {}, nullptr, true};
+    for (size_t k = 0; k < Updates::keys; ++k) {
+      if (keys >> k & 1) reading.complete &= (reading.values[k] = tensor(member.values[k])) != nullptr;
+    }
     if (masters && dtype_of(param) != Dtype::fp32) reading.complete &= (reading.master = tensor(member.master)) != nullptr;
     return reading;
   }
 
-  // Else its step count, as another optimizer may have saved it, is first brought where it belongs.
-  bool is_counted(const Reading& reading) const {
-    return !has_step_ || (reading.values[0]->scalar_type() == at::kFloat && reading.values[0]->device() == reading.param->device());
+  // Else its counters, as another optimizer may have saved them, are first brought where they belong.
+  static bool is_counted(const Reading<Updates::keys>& reading) {
+    return std::all_of(reading.values.begin(), reading.values.begin() + Updates::counters, [&](const at::Tensor* counter) {
+      return counter->scalar_type() == at::kFloat && counter->device() == reading.param->device();
+    });
   }
 
-  Members members_;
-  bool has_step_;
-  Trail trail_;
+  const std::array<const char*, Updates::keys> keys_;
+  Members<Updates::keys> members_;
+  Trail<Updates::keys> trail_;
   std::vector<Range> ranges_ = std::vector<Range>(1);  // the first one has it all in the end
   std::vector<at::Tensor> starting_grads_;
 };

@@ -3,55 +3,128 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
+#include <bit>
 #include <vector>
 
 #include "bindings/module.h"
 
 namespace dltrain::bindings {
 
-// What Python holds of one parameter; borrowed. Null is what it does not hold.
-struct Member {
-  static constexpr size_t max_keys = 4;
+// THPVariable_Check asks a subclass, such as Parameter, in Python's slow way.
+inline bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)); }
 
+// A key of a state's entry, without a copy of its text: a dict finds the very object that is its key without comparing texts.
+inline py::object interned(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
+
+// The entry of a parameter in an optimizer's state, null where there is none. hold: what keeps what has been found so far, as other threads
+// may run meanwhile. A tensor's hash is its address, but asking for it calls Python code, which is a good part of what a small tensor
+// costs. Only a subclass may have a hash of its own.
+template <class Hold>
+PyObject* entry_of(PyObject* state, PyObject* param, Hold&& hold) {
+  PyObject* entry = _PyDict_GetItem_KnownHash(state, param, static_cast<Py_hash_t>(reinterpret_cast<uintptr_t>(param)));
+  if (!entry && is_tensor(param) && !THPVariable_CheckTypeExact(Py_TYPE(param))) {
+    hold();
+    entry = PyDict_GetItemWithError(state, param);
+  }
+  if (!entry && PyErr_Occurred()) throw py::error_already_set();
+  return entry && PyDict_Check(entry) ? entry : nullptr;
+}
+
+// Of a key that equals ours without being it, as those of an unpickled state.
+inline PyObject* find(PyObject* entry, const py::object& key) {
+  PyObject* const value = PyDict_GetItemWithError(entry, key.ptr());
+  if (!value && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+// What Python holds of one parameter; borrowed. Null is what it does not hold.
+template <size_t keys>
+struct Member {
   PyObject* param;
-  std::array<PyObject*, max_keys> values;
+  std::array<PyObject*, keys> values;
   PyObject* master;
 };
 
 // The parameters of a group with their entries in the optimizer's state, looked up anew at every step. Every call needs the GIL.
+template <size_t keys>
 class Members {
  public:
   // What an entry is made of, beside the master.
-  explicit Members(const std::vector<const char*>& keys);
+  explicit Members(const std::array<const char*, keys>& names) : master_key_(interned("master_param")) {
+    for (size_t k = 0; k < keys; ++k) keys_[k] = interned(names[k]);
+  }
 
-  // With the values of the first `keys` keys.
-  void look_up(const py::dict& state, const py::list& params, size_t keys);
+  // With the values of the keys whose bits are set.
+  void look_up(const py::dict& state, const py::list& params, unsigned wanted) {
+    constexpr size_t ahead = 8;
+    const size_t size = params.size();
+    release();
+    members_.assign(size, {});
+    places_.resize(size, {});
+    // The list may become shorter where a hash is Python code.
+    for (size_t index = 0; index < size && index < params.size(); ++index) {
+      if (index + ahead < size) {
+        const Place& place = places_[index + ahead];
+        __builtin_prefetch(place.entry);
+        for (int line = 0; line < 3; ++line) __builtin_prefetch(static_cast<const char*>(place.table) + 64 * line);
+      }
+      Member<keys>& member = members_[index];
+      member.param = PyList_GET_ITEM(params.ptr(), index);
+      PyObject* const entry = entry_of(state.ptr(), member.param, [&] { hold(index + 1); });
+      if (!entry) continue;
+      places_[index] = {entry, reinterpret_cast<PyDictObject*>(entry)->ma_keys};
+      PyObject *key, *value;
+      for (Py_ssize_t at = 0; PyDict_Next(entry, &at, &key, &value);) {
+        for (size_t k = 0; k < keys; ++k) {
+          if (key == keys_[k].ptr()) member.values[k] = value;
+        }
+        if (key == master_key_.ptr()) member.master = value;
+      }
+      for (size_t k = 0; k < keys; ++k) {
+        if (!(wanted >> k & 1)) {
+          member.values[k] = nullptr;
+        } else if (!member.values[k]) {
+          member.values[k] = find(entry, keys_[k]);
+        }
+      }
+      if (!member.master && PyDict_GET_SIZE(entry) > std::popcount(wanted)) member.master = find(entry, master_key_);
+    }
+  }
+
   size_t size() const { return members_.size(); }
-  const Member& operator[](size_t index) const { return members_[index]; }
+  const Member<keys>& operator[](size_t index) const { return members_[index]; }
 
   // Until release() nothing of it goes away: another thread may drop it while a kernel runs without the GIL.
   void hold() { hold(members_.size()); }
-  void release();
+  void release() {
+    held_.clear();
+    held_members_ = 0;
+  }
 
  private:
-  PyObject* entry_of(PyObject* state, size_t index);
-  PyObject* find(PyObject* entry, const py::object& key);
-  void hold(size_t end);
+  void hold(size_t end) {
+    const auto keep = [this](PyObject* object) {
+      if (object) held_.push_back(py::reinterpret_borrow<py::object>(object));
+    };
+    for (; held_members_ < end; ++held_members_) {
+      const Member<keys>& member = members_[held_members_];
+      keep(member.param);
+      for (PyObject* const value : member.values) keep(value);
+      keep(member.master);
+    }
+  }
 
-  std::vector<py::object> keys_;
+  std::array<py::object, keys> keys_;
   py::object master_key_;
-  std::vector<Member> members_;
+  std::vector<Member<keys>> members_;
   std::vector<py::object> held_;
   size_t held_members_ = 0;
   // Where the entries lay at the last step: fetched ahead, their cache misses overlap.
   struct Place {
     PyObject* entry;
-    const void* keys;
+    const void* table;
   };
   std::vector<Place> places_;
 };
-
-// THPVariable_Check asks a subclass, such as Parameter, in Python's slow way.
-inline bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)); }
 
 }  // namespace dltrain::bindings

@@ -5,14 +5,15 @@
 #include <array>
 #include <vector>
 
+#include "bindings/optim/updates.h"
+
 namespace dltrain::bindings {
 
 // Where the tensors of each parameter of a group lay at the last step. Reading a parameter anew follows a chain of pointers, a cache miss
 // each; fetching what comes next lets the misses overlap. What has moved costs nothing but its fetch.
+template <size_t keys>
 class Trail {
  public:
-  static constexpr size_t max_tensors = 7;
-
   void resize(size_t parameters) { places_.resize(parameters, {}); }
 
   // Inlined: GCC takes a function that does no more than prefetch for one without effect, and drops its calls.
@@ -25,25 +26,29 @@ class Trail {
     }
   }
 
-  // Null is no tensor.
-  void note(size_t index, const std::array<const at::Tensor*, max_tensors>& tensors) {
+  void note(size_t index, const Reading<keys>& reading) {
     size_t next = 0;
-    for (const at::Tensor* const tensor : tensors) {
-      if (!tensor) continue;
+    const auto note = [&](const at::Tensor* tensor) {
+      if (!tensor) return;
       const c10::TensorImpl* const impl = tensor->unsafeGetTensorImpl();
       places_[index][next++] = {address(tensor), address(impl), address(impl->unsafe_storage().unsafeGetStorageImpl())};
-    }
-    if (next < max_tensors) places_[index][next] = {};
+    };
+    note(reading.param);
+    note(reading.grad);
+    for (const at::Tensor* const value : reading.values) note(value);
+    note(reading.master);
+    if (next < most) places_[index][next] = {};
   }
 
  private:
+  static constexpr size_t most = keys + 3;  // tensors of a parameter
   struct Place {
     const char *tensor, *impl, *storage;
   };
 
   static const char* address(const void* object) { return static_cast<const char*>(object); }
 
-  std::vector<std::array<Place, max_tensors>> places_;
+  std::vector<std::array<Place, most>> places_;
 };
 
 }  // namespace dltrain::bindings

@@ -2,157 +2,96 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <deque>
 #include <optional>
-#include <tuple>
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "bindings/arguments.h"
+#include "bindings/optim/checks.h"
+#include "bindings/optim/step.h"
 #include "bindings/place.h"
+#include "core/memory.h"
 #include "core/tensor_list.h"
-#include "kernels/scalars.h"
+#include "kernels/for_each.h"
+#include "kernels/statistics.h"
+#include "kernels/update.h"
 
 namespace dltrain::bindings {
-
-namespace detail {
-
-inline bool same_shape(const at::Tensor& a, const at::Tensor& b) {
-  // Small tensors by the thousand: calling memcmp for a dimension or two is what it would cost.
-  const auto x = a.sizes(), y = b.sizes();
-  if (x.size() != y.size()) return false;
-  for (size_t i = 0; i < x.size(); ++i) {
-    if (x[i] != y[i]) return false;
-  }
-  return true;
-}
-
-// Some tensors stand for other values than their memory holds.
-inline bool is_lazy(const at::Tensor& tensor) { return tensor.is_neg() || tensor._is_zerotensor(); }
-
-inline at::Tensor resolved(const at::Tensor& lazy) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return at::empty(lazy.sizes(), lazy.options()).copy_(lazy);
-}
-
-inline bool has_type(const c10::TensorImpl& impl, bool may_be_half) {
-  return impl.dtype() == caffe2::TypeMeta::Make<float>() ||
-         (may_be_half && (impl.dtype() == caffe2::TypeMeta::Make<at::Half>() || impl.dtype() == caffe2::TypeMeta::Make<at::BFloat16>()));
-}
-
-inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_half) {
-  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !tensor.is_nested() &&
-         !impl.is_python_dispatch() && !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param) && is_backed(tensor);
-}
-
-inline bool counts(const at::Tensor& step, const at::Tensor& param) {
-  return step.layout() == at::kStrided && !step.is_nested() && !is_lazy(step) && step.scalar_type() == at::kFloat &&
-         step.device() == param.device() && step.numel() == 1;
-}
-
-}  // namespace detail
-
-// Throws naming the tensor, what was expected and what came, unless it can take part in the update of param.
-[[noreturn]] void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half);
-inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
-  if (!detail::fits(tensor, param, may_be_half)) refuse(tensor, name, index, param, may_be_half);
-}
-// The same for a step count.
-void check_step(const at::Tensor& step, int64_t index, const at::Tensor& param);
-// Of any type and on any device, as another optimizer may have saved it: that it is a number.
-void check_foreign_step(const at::Tensor& step, int64_t index);
-
-// Throws naming the first of the lists that is not as long as params.
-void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists);
-
-// A list that is empty where its tensors are not wanted.
-inline const at::Tensor* at_or_null(at::TensorList list, size_t index) { return list.empty() ? nullptr : &list[index]; }
-
-// What a step is given beside the tensors of its parameters. Numbers that are tensors are read where they lie, or brought to the device
-// of the parameters without waiting for them.
-class StepArguments {
- public:
-  StepArguments(double lr, bool maximize, std::optional<at::Tensor> tensor_lr, std::optional<at::Tensor> grad_scale,
-                std::optional<at::Tensor> found_inf);
-  Step on(const at::Device& device);
-
- private:
-  template <class T>
-  const T* number(const std::optional<at::Tensor>& given, const at::Device& device);
-
-  double lr_;
-  bool maximize_;
-  std::optional<at::Tensor> tensor_lr_, grad_scale_, found_inf_;
-  std::vector<at::Tensor> brought_;
-};
-
-// The gradients of one or several fused steps, by device.
-class Gradients {
- public:
-  struct OnDevice {
-    at::Device device;
-    std::vector<TensorList<1>> lists;
-  };
-
-  std::vector<TensorList<1>>& on(const at::Device& device) {
-    for (OnDevice& one : devices_) {
-      if (one.device == device) return one.lists;
-    }
-    return devices_.emplace_back(OnDevice{device, {}}).lists;
-  }
-  auto begin() const { return devices_.begin(); }
-  auto end() const { return devices_.end(); }
-
- private:
-  std::vector<OnDevice> devices_;
-};
 
 // as_it_lies: only where that takes no more than reading the tensors, without the GIL, without any copy; any: else too, with errors for
 // what does not fit.
 enum class Manner { as_it_lies, any };
 
-// The updates of one fused step: for each parameter K tensors, itself first, its gradient second, then its state. The vectors are reused
-// from step to step; the caller keeps the tensors alive.
-template <int K>
+// A parameter, its gradient, which may be undefined, and what the optimizer's state has of it.
+template <size_t keys>
+struct Reading {
+  const at::Tensor* param;
+  const at::Tensor* grad;
+  std::array<const at::Tensor*, keys> values;  // the rule's counters, then its states; null where it is not wanted
+  const at::Tensor* master;                    // the fp32 tensor that is updated in the parameter's place, where there is one; else null
+  bool complete;                               // nothing is missing
+
+  // Whether one is of a Python class that answers for its sizes or device.
+  bool asks_python() const {
+    const auto asks = [](const at::Tensor* tensor) { return tensor && tensor->unsafeGetTensorImpl()->is_python_dispatch(); };
+    return asks(param) || asks(grad) || std::any_of(values.begin(), values.end(), asks) || asks(master);
+  }
+};
+
+template <class Rule>
+inline constexpr size_t keys_count = math::counters_of<Rule>().size() + Rule::states.size();
+
+// The names of an optimizer's lists in errors and in its op: of its states, then of its counters.
+template <class Rule>
+const std::vector<std::string>& lists_of() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const math::State& state : Rule::states) all.push_back(std::string(state.key) + "s");
+    for (const math::Counter& counter : math::counters_of<Rule>()) all.push_back(std::string(counter.key) + "s");
+    return all;
+  }();
+  return names;
+}
+
+// The updates of one step with such states. The vectors are reused from step to step; the caller keeps the tensors alive.
+template <class Rule, unsigned bits>
 class Updates {
  public:
-  using Tensors = std::array<const at::Tensor*, K>;
-  using Names = std::array<const char*, K>;  // of the tensors, in errors
-
-  explicit Updates(const Names& names) : names_(names) {}
+  static constexpr unsigned states = bits;
 
   void clear() {
     for (Part& part : parts_) {
       part.list.clear();
-      part.steps.clear();
+      part.counts.clear();
     }
     params_.clear();
     dense_grads_.clear();
     copies_.clear();
   }
 
-  // master: the fp32 tensor that is updated in the parameter's place, the parameter becoming a copy of it; step: the one that counts the
-  // parameter's steps. Null if there is none. Returns whether the manner allowed it; else nothing is done.
-  bool add(Tensors tensors, const at::Tensor* master, const at::Tensor* step, int64_t index, Manner manner) {
-    const at::Tensor& param = *tensors[0];
+  // flag: the rule's. Returns whether the manner allowed it; else nothing is done.
+  bool add(const Reading<keys_count<Rule>>& reading, bool flag, int64_t index, Manner manner) {
+    Tensors tensors = {reading.param, reading.grad};
+    for (int k = 2; k < K; ++k) tensors[k] = reading.values[counters + places[k]];
+    const at::Tensor& param = *reading.param;
+    const at::Tensor* const master = reading.master;
     if (manner == Manner::as_it_lies) {
-      if (!fit(tensors, master, step) || !one_layout(tensors, master)) return false;
+      if (!fit(tensors, reading) || !one_layout(tensors, master)) return false;
     } else {
       if (detail::is_lazy(*tensors[1])) tensors[1] = &dense_grads_.emplace_back(detail::resolved(*tensors[1]));
-      for (int k = 0; k < K; ++k) check_tensor(*tensors[k], names_[k], index, param, may_be_half(k));
+      for (int k = 0; k < K; ++k) check_tensor(*tensors[k], name(k), index, param, may_be_half(k));
       if (master) check_tensor(*master, "masters", index, param, /*may_be_half=*/false);
-      if (step) check_step(*step, index, param);
+      for (int i = 0; i < counters; ++i) check_counter(*reading.values[i], lists_of<Rule>()[Rule::states.size() + i], index, param);
     }
 
     const bool in_place = manner == Manner::as_it_lies || one_layout(tensors, master);
     if (!in_place) {  // what is written by a copy must have a place for each element
       for (int k = 0; k < K; ++k) {
-        if (k != 1) check_written(*tensors[k], c10::str(names_[k], "[", index, "]"));
+        if (k != 1) check_written(*tensors[k], c10::str(name(k), "[", index, "]"));
       }
       if (master) check_written(*master, c10::str("masters[", index, "]"));
     }
@@ -171,10 +110,17 @@ class Updates {
     }
     form.copies = master;
     if (master) form.copy = dtype_of(param);
-    void* const count = step ? step->mutable_data_ptr() : nullptr;
-    Part& part = of(param.device(), form);
-    part.list.add(data, param.numel(), count, master ? written(param) : nullptr);
-    if (count) part.steps.extend({count}, 1);
+    Part& part = of(param.device(), form, flag);
+    typename Operation::Numbers numbers;
+    if constexpr (counters > 0) {
+      std::array<void*, counters> counts{};
+      for (int i = 0; i < counters; ++i) {
+        counts[i] = reading.values[i]->mutable_data_ptr();
+        numbers.counters().values[i] = static_cast<const float*>(counts[i]);
+      }
+      part.counts.extend(counts, 1);
+    }
+    part.list.add(data, param.numel(), numbers, master ? written(param) : nullptr);
     params_.push_back(param.unsafeGetTensorImpl());
     return true;
   }
@@ -183,9 +129,9 @@ class Updates {
   void append(const Updates& others) {
     for (const Part& part : others.parts_) {
       if (part.list.size() == 0) continue;
-      Part& ours = of(part.device, part.list.form());
+      Part& ours = of(part.device, part.list.form(), part.flag);
       ours.list.append(part.list);
-      ours.steps.append(part.steps);
+      ours.counts.append(part.counts);
     }
     params_.insert(params_.end(), others.params_.begin(), others.params_.end());
   }
@@ -196,13 +142,16 @@ class Updates {
     }
   }
 
-  // Calls update(place, device, list, steps) for each device and form, and makes what it wrote known.
-  template <class Update>
-  void run(Update&& update) {
+  // Makes what it writes known.
+  void run(const Rule& rule, StepArguments& arguments) {
     for (Part& part : parts_) {
       if (part.list.size() == 0) continue;
       const c10::OptionalDeviceGuard guard(part.device.is_cpu() ? std::nullopt : std::make_optional(part.device));
-      update(caller_place(part.device), part.device, part.list, part.steps);
+      const Place place = caller_place(part.device);
+      const Step step = arguments.on(part.device);
+      if constexpr (counters > 0) for_each(place, part.counts, Advance<Rule>{rule, step.scalars});
+      const Memory norms = take_norms(place, part);
+      for_each(place, part.list, Operation{rule, step, part.flag});
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (const auto& [original, copy] : copies_) original.copy_(copy);
@@ -213,20 +162,53 @@ class Updates {
   }
 
  private:
+  using Operation = Update<Rule, bits>;
+  static constexpr int K = Operation::streams;
+  static constexpr int counters = static_cast<int>(math::counters_of<Rule>().size());
+  using Tensors = std::array<const at::Tensor*, K>;
+
   struct Part {
     at::Device device;
-    TensorList<K> list;
-    TensorList<1> steps;
+    bool flag;
+    ListOf<Operation> list;
+    TensorList<std::max(counters, 1)> counts;
   };
 
-  Part& of(const at::Device& device, const Form<K>& form) {
+  Part& of(const at::Device& device, const Form<K>& form, bool flag) {
     for (Part& part : parts_) {
-      if (part.device == device && part.list.form() == form) return part;
+      if (part.device == device && part.flag == flag && part.list.form() == form) return part;
     }
-    return parts_.emplace_back(Part{device, TensorList<K>(form), TensorList<1>()});
+    return parts_.emplace_back(Part{device, flag, ListOf<Operation>(form), TensorList<std::max(counters, 1)>()});
   }
 
+  // Of the rule's states the one that is a stream, from the third on.
+  static constexpr auto places = [] {
+    std::array<int, K> states{};
+    for (int k = 2, state = 0; k < K; ++state) {
+      if (bits >> state & 1) states[k++] = state;
+    }
+    return states;
+  }();
+
+  static const char* name(int k) { return k == 0 ? "params" : k == 1 ? "grads" : lists_of<Rule>()[places[k]].c_str(); }
+
   static bool may_be_half(int k) { return k < 2; }
+
+  // Of the streams that the rule asks for, where the flag stands, into memory that the rows then point to.
+  static Memory take_norms(const Place& place, Part& part) {
+    constexpr auto streams = math::norms_of<Rule>();
+    if (streams.empty() || !part.flag) return {};
+    const int64_t rows = part.list.size();
+    Memory memory(place, static_cast<int64_t>(streams.size()) * rows * static_cast<int64_t>(sizeof(double)));
+    if constexpr (!streams.empty()) {
+      for (size_t i = 0; i < streams.size(); ++i) {
+        double* const sums = static_cast<double*>(memory.data()) + static_cast<int64_t>(i) * rows;
+        sum_squares(place, part.list.stream(streams[i]), sums);
+        for (int64_t row = 0; row < rows; ++row) part.list.row(row).numbers.sums().values[i] = sums + row;
+      }
+    }
+    return memory;
+  }
 
   // Asking for its memory changes nothing, as it would where that is another tensor's until somebody writes.
   static bool has_memory(const at::Tensor& tensor) {
@@ -241,13 +223,16 @@ class Updates {
     return false;
   }
 
-  static bool fit(const Tensors& tensors, const at::Tensor* master, const at::Tensor* step) {
+  static bool fit(const Tensors& tensors, const Reading<keys_count<Rule>>& reading) {
     const at::Tensor& param = *tensors[0];
     for (int k = 0; k < K; ++k) {
       if (!detail::fits(*tensors[k], param, may_be_half(k)) || !has_memory(*tensors[k])) return false;
     }
-    return (!master || (detail::fits(*master, param, false) && has_memory(*master))) &&
-           (!step || (detail::counts(*step, param) && is_backed(*step) && has_memory(*step)));
+    for (int i = 0; i < counters; ++i) {
+      const at::Tensor& counter = *reading.values[i];
+      if (!detail::counts(counter, param) || !is_backed(counter) || !has_memory(counter)) return false;
+    }
+    return !reading.master || (detail::fits(*reading.master, param, false) && has_memory(*reading.master));
   }
 
   // The same element at the same offset in all tensors, with nothing in between: then the update may walk through memory.
@@ -265,40 +250,10 @@ class Updates {
     return copies_.emplace_back(tensor, tensor.clone(at::MemoryFormat::Contiguous)).second;
   }
 
-  Names names_;
   std::vector<Part> parts_;
   std::vector<c10::TensorImpl*> params_;
   std::deque<at::Tensor> dense_grads_;
   std::deque<std::pair<at::Tensor, at::Tensor>> copies_;  // written back after the step
-};
-
-// The updates of an optimizer's step, of several kinds.
-template <int... K>
-class KindsOfUpdates {
- public:
-  explicit KindsOfUpdates(const typename Updates<K>::Names&... names) : kinds_(Updates<K>(names)...) {}
-
-  void clear() {
-    std::apply([](auto&... kind) { (kind.clear(), ...); }, kinds_);
-  }
-  void collect(Gradients& into) const {
-    std::apply([&](const auto&... kind) { (kind.collect(into), ...); }, kinds_);
-  }
-  void append(const KindsOfUpdates& others) { append(others, std::make_index_sequence<sizeof...(K)>()); }
-
- protected:
-  template <std::size_t kind>
-  auto& of() {
-    return std::get<kind>(kinds_);
-  }
-
- private:
-  template <std::size_t... I>
-  void append(const KindsOfUpdates& others, std::index_sequence<I...>) {
-    (std::get<I>(kinds_).append(std::get<I>(others.kinds_)), ...);
-  }
-
-  std::tuple<Updates<K>...> kinds_;
 };
 
 }  // namespace dltrain::bindings

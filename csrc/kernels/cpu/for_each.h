@@ -9,15 +9,14 @@
 namespace dltrain::cpu {
 
 template <class Operation>
-void for_each(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation) {
+void for_each(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
   // So much takes a core longer than waking another one.
   constexpr int64_t grain = 1 << 18;
   if (operation.skip()) return;
   const auto loop = std::get<ElementLoop<Operation>>(loops().elements);
   place.parallel_for(list.numel(), grain, [&](int64_t begin, int64_t end) {
     typename Operation::Element element;
-    const void* scalars = nullptr;  // of the row that element was worked out for
-    bool known = false;
+    const typename Operation::Numbers* known = nullptr;  // of the row that element was worked out for
     list.visit(begin, end, [&](int64_t index, const auto& row, int64_t first, int64_t last) {
       // The processor foresees where a tensor goes on, but not where the next small one lies.
       if (constexpr int64_t ahead = 4; index + ahead < list.size()) {
@@ -26,9 +25,8 @@ void for_each(const Place& place, const TensorList<Operation::streams>& list, co
         }
       }
       // Neighbours mostly share their element, and AdamW's costs as much as a small tensor's update.
-      if (!known || !Operation::same(row.scalars, scalars)) element = operation.at(row.scalars);
-      known = true;
-      scalars = row.scalars;
+      if (!known || !Operation::same(row.numbers, *known)) element = operation.at(row.numbers);
+      known = &row.numbers;
       loop.run(element, list.form(), row, first, last);
     });
   });

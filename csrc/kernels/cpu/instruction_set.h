@@ -14,8 +14,7 @@ namespace dltrain::cpu {
 // instruction set throughout.
 template <class Operation>
 struct ElementLoop {
-  using List = TensorList<Operation::streams>;
-  void (*run)(const typename Operation::Element& element, const Form<Operation::streams>& form, const typename List::Row& row,
+  void (*run)(const typename Operation::Element& element, const Form<Operation::streams>& form, const typename ListOf<Operation>::Row& row,
               int64_t begin, int64_t end);
 };
 template <class Operation>

@@ -28,9 +28,9 @@ struct ElementRun;
 template <class Operation, std::size_t... K>
 struct ElementRun<Operation, std::index_sequence<K...>> {
   using Element = typename Operation::Element;
-  using List = TensorList<Operation::streams>;
 
-  static void run(const Element& given, const Form<Operation::streams>& form, const typename List::Row& row, int64_t begin, int64_t end) {
+  static void run(const Element& given, const Form<Operation::streams>& form, const typename ListOf<Operation>::Row& row, int64_t begin,
+                  int64_t end) {
     // Copies, which no store into a stream can change.
     const Element element = given;
     if (form.is_plain()) {
@@ -42,7 +42,7 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
       const int64_t count = end - at < piece ? end - at : piece;
       float* const data[] = {widened(Elements{row.data[K], form.dtypes[K]}.from(at), count, room[K])...};
       over(element, data, 0, count);
-      (narrow_if<Operation::written[K]>(data[K], count, Elements{row.data[K], form.dtypes[K]}.from(at)), ...);
+      (narrow_if<Operation::writes(K)>(data[K], count, Elements{row.data[K], form.dtypes[K]}.from(at)), ...);
       if (form.copies) narrow_to(data[0], count, Elements{row.copy, form.copy}.from(at));
     }
   }

@@ -26,11 +26,10 @@ inline constexpr int64_t chunk_size = 1 << 13;  // elements; a multiple of the f
 static_assert(CUDART_VERSION >= 12010, "kernels with 32 KiB of parameters need CUDA 12.1");
 inline constexpr int64_t parameter_bytes = 32764;
 
-template <int K>
-struct BatchRow {
-  void* data[K];
+template <class List>
+struct BatchRow : List::RowNumbers {  // a base, as one that is empty then takes no room
+  void* data[List::streams];
   void* copy;
-  const void* scalars;
   int64_t numel;
   int64_t first_chunk;
 };
@@ -48,17 +47,17 @@ DLT_HD int stretch_of(int64_t index, int count, const First& first) {
 
 inline constexpr int few = 8;  // rows
 
-template <class Operation, int K>
+template <class Operation, class List>
 inline constexpr int most =
-    static_cast<int>((parameter_bytes - 32 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<K>)));
+    static_cast<int>((parameter_bytes - 32 - static_cast<int64_t>(sizeof(Operation))) / static_cast<int64_t>(sizeof(BatchRow<List>)));
 
-template <class Operation, int K, int capacity = most<Operation, K>>
+template <class Operation, class List, int capacity = most<Operation, List>>
 struct Batch {
   Operation operation;
-  Form<K> form;
+  Form<List::streams> form;
   int64_t chunks;
   int size;
-  BatchRow<K> rows[capacity];
+  BatchRow<List> rows[capacity];
 
   DLT_HD int row_of(int64_t chunk) const {
     return stretch_of(chunk, size, [this](int row) DLT_HD_LAMBDA { return rows[row].first_chunk; });
@@ -66,10 +65,10 @@ struct Batch {
 };
 
 // Calls launch(batch, index of the batch's first row) for the list, batch by batch.
-template <int capacity, int K, class Operation, class Launch>
-void in_batches(const TensorList<K>& list, const Operation& operation, Launch&& launch) {
-  using B = Batch<Operation, K, capacity>;
-  static_assert(sizeof(B) <= parameter_bytes && most<Operation, K> > 64);
+template <int capacity, class List, class Operation, class Launch>
+void in_batches(const List& list, const Operation& operation, Launch&& launch) {
+  using B = Batch<Operation, List, capacity>;
+  static_assert(sizeof(B) <= parameter_bytes && most<Operation, List> > 64);
   B batch;
   batch.operation = operation;
   batch.form = list.form();
@@ -80,7 +79,7 @@ void in_batches(const TensorList<K>& list, const Operation& operation, Launch&& 
       const auto& row = list.row(first + i);
       std::copy(row.data.begin(), row.data.end(), batch.rows[i].data);
       batch.rows[i].copy = row.copy;
-      batch.rows[i].scalars = row.scalars;
+      static_cast<typename List::RowNumbers&>(batch.rows[i]) = row.numbers;
       batch.rows[i].numel = row.numel;
       batch.rows[i].first_chunk = batch.chunks;
       batch.chunks += (row.numel + chunk_size - 1) / chunk_size;

@@ -77,7 +77,7 @@ __device__ void store_if(const Elements& to, const Value& value) {
 }
 
 template <class Operation, class B, std::size_t... K>
-__device__ void run(const typename Operation::Element& element, const B& batch, const BatchRow<Operation::streams>& row, int64_t first,
+__device__ void run(const typename Operation::Element& element, const B& batch, const BatchRow<ListOf<Operation>>& row, int64_t first,
                     int64_t last, std::index_sequence<K...>) {
   const auto stream = [&](std::size_t k, int64_t i) { return Elements{row.data[k], batch.form.dtypes[k]}.from(i); };
   const int64_t whole = first + (last - first) / width * width;
@@ -87,20 +87,20 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
     (widen_to(values[K], raw[K], batch.form.dtypes[K]), ...);
 #pragma unroll
     for (int lane = 0; lane < width; ++lane) element(values[K][lane]...);
-    (store_if<Operation::written[K]>(stream(K, i), values[K]), ...);
+    (store_if<Operation::writes(K)>(stream(K, i), values[K]), ...);
     if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
   }
   if (const int64_t i = whole + threadIdx.x; i < last) {
     float values[] = {load_one(stream(K, i))...};
     element(values[K]...);
-    (store_if<Operation::written[K]>(stream(K, i), values[K]), ...);
+    (store_if<Operation::writes(K)>(stream(K, i), values[K]), ...);
     if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
   }
 }
 
 template <class Operation, int capacity>
 __global__ void __launch_bounds__(threads, Operation::streams <= 4 ? resident : resident - 1)
-    for_each_kernel(const __grid_constant__ Batch<Operation, Operation::streams, capacity> batch) {
+    for_each_kernel(const __grid_constant__ Batch<Operation, ListOf<Operation>, capacity> batch) {
   if (batch.operation.skip()) return;
   __shared__ typename Operation::Element prepared;
   int known = -1;  // the row that it is prepared for
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(threads, Operation::streams <= 4 ? resident : 
     const auto& row = batch.rows[index];
     if (index != known) {
       __syncthreads();  // all have taken the one before
-      if (threadIdx.x == 0) prepared = batch.operation.at(row.scalars);
+      if (threadIdx.x == 0) prepared = batch.operation.at(row);
       __syncthreads();
       known = index;
     }
@@ -123,16 +123,16 @@ __global__ void __launch_bounds__(threads, Operation::streams <= 4 ? resident : 
 }
 
 template <int capacity, class Operation>
-void enqueue_up_to(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation) {
+void enqueue_up_to(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
   in_batches<capacity>(list, operation, [&](const auto& batch, int64_t) {
     launch(place, for_each_kernel<Operation, capacity>, batch.chunks, batch, "starting for_each");
   });
 }
 
 template <class Operation>
-void enqueue(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation) {
+void enqueue(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
   if (list.size() <= few) return enqueue_up_to<few>(place, list, operation);
-  enqueue_up_to<most<Operation, Operation::streams>>(place, list, operation);
+  enqueue_up_to<most<Operation, ListOf<Operation>>>(place, list, operation);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace dltrain::cuda {
 
 template <class Operation>
 struct ForEach {
-  void (*enqueue)(const Place& place, const TensorList<Operation::streams>& list, const Operation& operation);
+  void (*enqueue)(const Place& place, const ListOf<Operation>& list, const Operation& operation);
 };
 template <class Operation>
 struct MapBlocks {

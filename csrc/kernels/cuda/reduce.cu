@@ -28,7 +28,7 @@ __device__ typename Reduction::Value merge_threads(typename Reduction::Value min
 }
 
 template <class Reduction>
-__global__ void __launch_bounds__(threads) chunks_kernel(const __grid_constant__ Batch<Parts<Reduction>, 1> batch) {
+__global__ void __launch_bounds__(threads) chunks_kernel(const __grid_constant__ Batch<Parts<Reduction>, TensorList<1>> batch) {
   for (int64_t chunk = blockIdx.x; chunk < batch.chunks; chunk += gridDim.x) {
     const auto& row = batch.rows[batch.row_of(chunk)];
     const int64_t first = (chunk - row.first_chunk) * chunk_size;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(threads) chunks_kernel(const __grid_constant__
 }
 
 template <class Reduction>
-__global__ void __launch_bounds__(threads) rows_kernel(const __grid_constant__ Batch<Parts<Reduction>, 1> batch) {
+__global__ void __launch_bounds__(threads) rows_kernel(const __grid_constant__ Batch<Parts<Reduction>, TensorList<1>> batch) {
   for (int index = blockIdx.x; index < batch.size; index += gridDim.x) {
     const int64_t last = index + 1 < batch.size ? batch.rows[index + 1].first_chunk : batch.chunks;
     auto value = Reduction::none();
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(threads) rows_kernel(const __grid_constant__ B
 
 template <class Reduction>
 void enqueue(const Place& place, const TensorList<1>& list, typename Reduction::Value* results) {
-  in_batches<most<Parts<Reduction>, 1>>(list, Parts<Reduction>{}, [&](auto& batch, int64_t first) {
+  in_batches<most<Parts<Reduction>, TensorList<1>>>(list, Parts<Reduction>{}, [&](auto& batch, int64_t first) {
     const Memory parts(place, batch.chunks * static_cast<int64_t>(sizeof(typename Reduction::Value)));
     batch.operation = {static_cast<typename Reduction::Value*>(parts.data()), results + first};
     launch(place, chunks_kernel<Reduction>, batch.chunks, batch, "starting reduce");

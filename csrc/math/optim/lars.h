@@ -14,17 +14,43 @@
 #include <cmath>
 
 #include "core/host_device.h"
-#include "math/sgd.h"
+#include "math/optim/rule.h"
+#include "math/optim/sgd.h"
 
 namespace dltrain::math {
 
 struct LARS {
+  static constexpr const char* name = "lars";
+
   double momentum = 0.9, weight_decay = 0.0, trust_coefficient = 1e-3, eps = 0.0;
   bool nesterov = false;
   bool lr_inside = true;
   bool clip = false;            // r <- min(r / lr, 1)
   bool decays_excluded = true;  // whether weight decay is for tensors without a trust ratio, too
   bool decays_at_zero_norm = true;
+  static constexpr auto hyper() {
+    return std::tuple{Hyper{"momentum", &LARS::momentum},
+                      Hyper{"weight_decay", &LARS::weight_decay},
+                      Hyper{"trust_coefficient", &LARS::trust_coefficient},
+                      Hyper{"eps", &LARS::eps},
+                      Hyper{"nesterov", &LARS::nesterov},
+                      Hyper{"lr_inside", &LARS::lr_inside},
+                      Hyper{"clip", &LARS::clip},
+                      Hyper{"decays_excluded", &LARS::decays_excluded},
+                      Hyper{"decays_at_zero_norm", &LARS::decays_at_zero_norm}};
+  }
+
+  static constexpr std::array states = {State{.key = "momentum_buffer", .optional = true}};
+  bool needs(unsigned) const { return momentum != 0.0; }
+  static constexpr std::array norms = {0, 1};
+  static constexpr Flag flag = {"adapt", true};  // the tensor has a trust ratio
+
+  template <unsigned states>
+  using Element = SGDElement;
+
+  DLT_HD SGDElement at(const PerTensor& tensor, double lr, double grad_factor) const {
+    return tensor.flag ? adapted(tensor.sums[0], tensor.sums[1], lr, grad_factor) : excluded(lr, grad_factor);
+  }
 
   // Of a tensor without a trust ratio.
   DLT_HD SGDElement excluded(double lr, double grad_factor) const { return element(1.0, decays_excluded, lr, grad_factor); }

@@ -10,6 +10,7 @@
 // Without momentum p <- p - lr d.
 
 #include "core/host_device.h"
+#include "math/optim/rule.h"
 
 namespace dltrain::math {
 
@@ -33,11 +34,24 @@ struct SGDElement {
   }
 };
 
-// The hyper-parameters of a group.
 struct SGD {
+  static constexpr const char* name = "sgd";
+
   double momentum = 0.0, dampening = 0.0, weight_decay = 0.0;
   bool nesterov = false;
+  static constexpr auto hyper() {
+    return std::tuple{Hyper{"momentum", &SGD::momentum}, Hyper{"dampening", &SGD::dampening}, Hyper{"weight_decay", &SGD::weight_decay},
+                      Hyper{"nesterov", &SGD::nesterov}};
+  }
 
+  static constexpr std::array states = {State{.key = "momentum_buffer", .optional = true}};
+  bool needs(unsigned) const { return momentum != 0.0; }
+  static constexpr Flag flag = {"first"};  // the buffer holds nothing yet
+
+  template <unsigned states>
+  using Element = SGDElement;
+
+  DLT_HD SGDElement at(const PerTensor& tensor, double lr, double grad_factor) const { return at(tensor.flag, lr, grad_factor); }
   DLT_HD SGDElement at(bool first, double lr, double grad_factor) const {
     SGDElement element;
     element.lr = static_cast<float>(lr);

@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "core/host_device.h"
+#include "math/optim/rule.h"
 
 namespace dltrain::math {
 
@@ -46,11 +47,26 @@ struct AdamWElement {
   DLT_HD float moved(float p, float m, float v) const { return p * decay - step_size * (m / (sqrtf(v) * correction + eps)); }
 };
 
-// The hyper-parameters of a group; the terms that depend on the step count are worked out in double, once per tensor.
+// Terms that depend on the step count are worked out in double, once per tensor.
 struct AdamW {
-  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2;
+  static constexpr const char* name = "adamw";
 
-  DLT_HD AdamWElement at(double step, double lr, double grad_factor) const {
+  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2;
+  static constexpr auto hyper() {
+    return std::tuple{Hyper{"beta1", &AdamW::beta1}, Hyper{"beta2", &AdamW::beta2}, Hyper{"eps", &AdamW::eps},
+                      Hyper{"weight_decay", &AdamW::weight_decay}};
+  }
+
+  static constexpr std::array states = {State{.key = "exp_avg"}, State{.key = "exp_avg_sq", .nonnegative = true},
+                                        State{.key = "max_exp_avg_sq", .optional = true, .nonnegative = true}};
+  static constexpr std::array counters = {Counter{"step"}};
+  DLT_HD void advance(float& step) const { step += 1.0f; }
+
+  template <unsigned states>
+  using Element = AdamWElement;
+
+  DLT_HD AdamWElement at(const PerTensor& tensor, double lr, double grad_factor) const {
+    const double step = tensor.counters[0];
     AdamWElement element;
     element.decay = static_cast<float>(1.0 - lr * weight_decay);
     element.beta1 = static_cast<float>(beta1);

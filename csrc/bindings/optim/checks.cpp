@@ -1,0 +1,44 @@
+#include "bindings/optim/checks.h"
+
+namespace dltrain::bindings {
+
+void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
+  check_plain(tensor, c10::str(name, "[", index, "]"));
+  TORCH_CHECK_VALUE(is_supported(param.device()), name, "[", index, "]: expected a tensor on ", supported_devices(), ", got one on ",
+                    tensor.device());
+  TORCH_CHECK_VALUE(tensor.device() == param.device(), name, "[", index, "]: expected a tensor on ", param.device(), " as params[", index,
+                    "], got one on ", tensor.device());
+  TORCH_CHECK_TYPE(detail::has_type(*tensor.unsafeGetTensorImpl(), may_be_half), name, "[", index, "]: expected dtype float32",
+                   may_be_half ? ", float16 or bfloat16" : "", ", got ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", index, "]: expected shape ", param.sizes(), " of params[", index, "], got ",
+                    tensor.sizes());
+  check_backed(tensor, c10::str(name, "[", index, "]"));
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+void check_counter(const at::Tensor& counter, const std::string& list, int64_t index, const at::Tensor& param) {
+  const std::string name = c10::str(list, "[", index, "]");
+  check_plain(counter, name);
+  TORCH_CHECK_TYPE(detail::counts(counter, param), name, ": expected one float32 number on ", param.device(), ", got ", counter.toString(),
+                   " of shape ", counter.sizes());
+  check_backed(counter, name);
+}
+
+void check_foreign_counter(const at::Tensor& counter, const std::string& list, int64_t index) {
+  const std::string name = c10::str(list, "[", index, "]");
+  check_plain(counter, name);
+  const at::ScalarType type = counter.scalar_type();
+  TORCH_CHECK_TYPE((at::isFloatingType(type) || at::isIntegralType(type, /*includeBool=*/false)) && counter.numel() == 1, name,
+                   ": expected one number, got ", counter.toString(), " of shape ", counter.sizes());
+  TORCH_CHECK_VALUE(!counter.is_meta(), name, ": expected a number, got one on meta");
+  check_backed(counter, name);
+}
+
+void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists) {
+  for (const auto& [name, list] : lists) {
+    TORCH_CHECK_VALUE(list.size() == params.size(), name, ": expected ", params.size(), " tensors, one for each of params, got ",
+                      list.size());
+  }
+}
+
+}  // namespace dltrain::bindings

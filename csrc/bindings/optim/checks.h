@@ -1,0 +1,68 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "bindings/arguments.h"
+
+// Of the tensors that take part in the update of a parameter.
+
+namespace dltrain::bindings {
+
+namespace detail {
+
+inline bool same_shape(const at::Tensor& a, const at::Tensor& b) {
+  // Small tensors by the thousand: calling memcmp for a dimension or two is what it would cost.
+  const auto x = a.sizes(), y = b.sizes();
+  if (x.size() != y.size()) return false;
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (x[i] != y[i]) return false;
+  }
+  return true;
+}
+
+// Some tensors stand for other values than their memory holds.
+inline bool is_lazy(const at::Tensor& tensor) { return tensor.is_neg() || tensor._is_zerotensor(); }
+
+inline at::Tensor resolved(const at::Tensor& lazy) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return at::empty(lazy.sizes(), lazy.options()).copy_(lazy);
+}
+
+inline bool has_type(const c10::TensorImpl& impl, bool may_be_half) {
+  return impl.dtype() == caffe2::TypeMeta::Make<float>() ||
+         (may_be_half && (impl.dtype() == caffe2::TypeMeta::Make<at::Half>() || impl.dtype() == caffe2::TypeMeta::Make<at::BFloat16>()));
+}
+
+inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_half) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !tensor.is_nested() &&
+         !impl.is_python_dispatch() && !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param) && is_backed(tensor);
+}
+
+inline bool counts(const at::Tensor& step, const at::Tensor& param) {
+  return step.layout() == at::kStrided && !step.is_nested() && !is_lazy(step) && step.scalar_type() == at::kFloat &&
+         step.device() == param.device() && step.numel() == 1;
+}
+
+}  // namespace detail
+
+// Throws naming the tensor, what was expected and what came, unless it can take part in the update of param.
+[[noreturn]] void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half);
+inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
+  if (!detail::fits(tensor, param, may_be_half)) refuse(tensor, name, index, param, may_be_half);
+}
+// The same for a number of it, such as its step count.
+void check_counter(const at::Tensor& counter, const std::string& name, int64_t index, const at::Tensor& param);
+// Of any type and on any device, as another optimizer may have saved it: that it is a number.
+void check_foreign_counter(const at::Tensor& counter, const std::string& name, int64_t index);
+
+// Throws naming the first of the lists that is not as long as params.
+void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists);
+
+}  // namespace dltrain::bindings

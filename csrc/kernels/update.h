@@ -1,0 +1,86 @@
+#pragma once
+
+#include <bit>
+
+#include "core/host_device.h"
+#include "core/tensor_list.h"
+#include "kernels/scalars.h"
+#include "math/optim/rule.h"
+
+namespace dltrain {
+
+// Numbers of a row, where its tensors lie.
+template <class T, int count>
+struct Pointers {
+  static constexpr int size = count;
+  const T* values[count] = {};
+  DLT_HD const T* operator[](int i) const { return values[i]; }
+};
+template <class T>
+struct Pointers<T, 0> {
+  static constexpr int size = 0;
+  DLT_HD const T* operator[](int) const { return nullptr; }
+};
+
+// Bases, as those that are empty then take no room.
+template <class Rule, class Counters = Pointers<float, static_cast<int>(math::counters_of<Rule>().size())>,
+          class Sums = Pointers<double, static_cast<int>(math::norms_of<Rule>().size())>>
+struct NumbersOf : Counters, Sums {
+  DLT_HD Counters& counters() { return *this; }
+  DLT_HD const Counters& counters() const { return *this; }
+  DLT_HD Sums& sums() { return *this; }  // null where the row has not the rule's flag
+  DLT_HD const Sums& sums() const { return *this; }
+};
+
+// An operation of for_each: a step of an optimizer. Streams: parameter, gradient, and the states whose bits are set.
+template <class Rule, unsigned states>
+struct Update {
+  static constexpr int streams = 2 + std::popcount(states);
+  DLT_HD static constexpr bool writes(int k) { return k != 1; }
+  using Element = typename Rule::template Element<states>;
+  using Numbers = NumbersOf<Rule>;
+
+  Rule rule;
+  Step step;
+  bool flag = false;  // the rule's, of all rows
+
+  DLT_HD bool skip() const { return step.scalars.skip(); }
+  DLT_HD Element at(const Numbers& numbers) const {
+    math::PerTensor tensor;
+    for (int i = 0; i < numbers.counters().size; ++i) tensor.counters[i] = *numbers.counters()[i];
+    for (int i = 0; i < numbers.sums().size && flag; ++i) tensor.sums[i] = *numbers.sums()[i];
+    tensor.flag = flag;
+    return rule.at(tensor, step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize));
+  }
+  // Whether two rows have the same element.
+  static bool same(const Numbers& numbers, const Numbers& others) {
+    bool equal = true;
+    for (int i = 0; i < numbers.counters().size; ++i) equal = equal && *numbers.counters()[i] == *others.counters()[i];
+    for (int i = 0; i < numbers.sums().size; ++i) equal = equal && numbers.sums()[i] == others.sums()[i];
+    return equal;
+  }
+};
+
+// Counts a step. Streams: the rule's counters.
+template <class Rule>
+struct Advance {
+  static constexpr int streams = static_cast<int>(Rule::counters.size());
+  DLT_HD static constexpr bool writes(int) { return true; }
+  struct Element {
+    Rule rule;
+    template <class... Counters>
+    DLT_HD void operator()(Counters&... counters) const {
+      rule.advance(counters...);
+    }
+  };
+  using Numbers = None;
+
+  Rule rule;
+  Scalars scalars;
+
+  DLT_HD bool skip() const { return scalars.skip(); }
+  DLT_HD Element at(const None&) const { return {rule}; }
+  static bool same(const None&, const None&) { return true; }
+};
+
+}  // namespace dltrain
