@@ -1,19 +1,32 @@
 """For the tests of optimizers: parameters and gradients of the same values on any device, comparisons with torch."""
 
+import inspect
 import io
 
 import torch
 
 from dltrain_ext import optim
 from dltrain_ext.amp import LossScaler
+from dltrain_ext.optim.rule import RULES
 
 RTOL, ATOL = 2e-5, 2e-6  # of torch's own fp32 variants among each other, over tens of steps
+KINDS = [getattr(optim, name) for name in optim.__all__]
+PAIRS = [(kind, getattr(torch.optim, kind.__name__)) for kind in KINDS if hasattr(torch.optim, kind.__name__)]
+IDS = [kind.__name__ for kind, _ in PAIRS]
+# What is more telling than a default, by its name.
+TELLING = {"beta2": 0.99, "eps": 1e-3, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "lr_decay": 0.1}
 OPS = {
-    "adamw_": (2, {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.1}),
-    "sgd_": (1, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
-    "lars_": (1, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    f"{rule.name}_": {"lr": 0.1} | {name: TELLING.get(name, default) for name, default in rule.hyper.items()}
+    for rule in RULES.values()
 }
 SHAPES = [(3, 5), (7,), (), (1, 1, 2), (0, 4), (64, 33)]
+
+
+def telling(kind, **options):
+    """Options of an optimizer that make a test say more, beside these and ``lr``."""
+    taken = inspect.signature(kind).parameters
+    usual = {"momentum": 0.9, "weight_decay": 0.1}
+    return {name: value for name, value in usual.items() if name in taken} | options
 
 
 def make_params(shapes, device="cpu", seed=0):
@@ -177,11 +190,24 @@ def run_steps(params, optimizer, seeds):
         optimizer.step()
 
 
+def names_of_lists(op):
+    """Of an optimizer's states, and of its counters."""
+    rule = RULES[op.rstrip("_")]
+    return [f"{state.key}s" for state in rule.states], [f"{counter.key}s" for counter in rule.counters]
+
+
+def op_lists(op, params, grads, states, masters):
+    """The first arguments of an optimizer's op, with as many of these lists of states as it has."""
+    own, counters = names_of_lists(op)
+    counts = [[torch.full((), 3.0, dtype=p.dtype, device=p.device) for p in states[0]] for _ in counters]
+    return params, grads, *states[: len(own)], *counts, masters
+
+
 def call_op(namespace, op, params, grads, states, masters, **more):
-    """Of adamw_, sgd_ or lars_, which take lists in an order of their own."""
-    count, hyper = OPS[op]
-    steps = [[], [torch.full((), 3.0, dtype=p.dtype, device=p.device) for p in states[0]]] if op == "adamw_" else []
-    getattr(namespace, op)(params, grads, *states[:count], *steps, masters, **hyper, **more)
+    getattr(namespace, op)(*op_lists(op, params, grads, states, masters), **OPS[op], **more)
+
+
+STATES = max(len(rule.states) for rule in RULES.values())
 
 
 def available_bytes():

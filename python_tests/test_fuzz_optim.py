@@ -1,6 +1,7 @@
 """Bad input to the optimizers and the loss scaler: an error that names the argument, and nothing changed."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -8,11 +9,10 @@ import torch
 from fuzzing import BROKEN, PLAIN, TENSORS, anything, attempt, fuzz, numbers, odd_tensors, plain, spoiled, tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import OPS, call_op, give_grads, make_params
+from optimizers import KINDS, OPS, STATES, call_op, give_grads, make_params, names_of_lists, telling
 
 from dltrain_ext import amp, optim
 
-KINDS = [optim.AdamW, optim.SGD, optim.LARS]
 SHAPES = [(4,), (2, 3)]
 kinds = st.sampled_from(KINDS)
 # Torch's own words for the arguments of its optimizers; and of what lies in a state, or beside a parameter.
@@ -22,31 +22,24 @@ TORCHS = (
 )
 STATE = "exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|master|step|param|grad|lr|momentum|dampening|betas|eps"
 
+# By the names of arguments.
+VALUES = {
+    "lr": st.floats(0, 1),
+    "betas": st.just((0.9, 0.99)),
+    "eps": st.floats(0, 1),
+    "weight_decay": st.floats(0, 1),
+    "amsgrad": st.booleans(),
+    "momentum": st.floats(0.1, 1),
+    "dampening": st.just(0.0),
+    "nesterov": st.booleans(),
+    "lr_decay": st.floats(0, 1),
+    "initial_accumulator_value": st.floats(0, 1),
+    "trust_coefficient": st.one_of(st.none(), st.floats(0, 1)),
+    "preset": st.sampled_from(["paper", "tensorflow", "larc"]),
+    "adapt": st.sampled_from(["auto", True, False]),
+}
 OPTIONS = {
-    optim.AdamW: {
-        "lr": st.floats(0, 1),
-        "betas": st.just((0.9, 0.99)),
-        "eps": st.floats(0, 1),
-        "weight_decay": st.floats(0, 1),
-        "amsgrad": st.booleans(),
-    },
-    optim.SGD: {
-        "lr": st.floats(0, 1),
-        "momentum": st.floats(0.1, 1),
-        "dampening": st.just(0.0),
-        "weight_decay": st.floats(0, 1),
-        "nesterov": st.booleans(),
-    },
-    optim.LARS: {
-        "lr": st.floats(0, 1),
-        "momentum": st.floats(0.1, 1),
-        "weight_decay": st.floats(0, 1),
-        "trust_coefficient": st.one_of(st.none(), st.floats(0, 1)),
-        "eps": st.one_of(st.none(), st.floats(0, 1)),
-        "nesterov": st.booleans(),
-        "preset": st.sampled_from(["paper", "tensorflow", "larc"]),
-        "adapt": st.sampled_from(["auto", True, False]),
-    },
+    kind: {name: VALUES[name] for name in inspect.signature(kind).parameters if name in VALUES} for kind in KINDS
 }
 COMMON = {"maximize": st.booleans(), "master_weights": st.sampled_from(["auto", True, False])}
 
@@ -57,14 +50,14 @@ def everything(optimizer):
 
 def with_params(kind, steps=1, **options):
     params = make_params(SHAPES)
-    optimizer = kind(params, **{"lr": 0.1, "momentum": 0.9, **options} if kind is not optim.AdamW else options)
+    optimizer = kind(params, **{"lr": 0.1, **telling(kind, **options)})
     for seed in range(steps):
         give_grads(params, seed)
         optimizer.step()
     return params, optimizer
 
 
-@fuzz("optim.AdamW", "optim.SGD", "optim.LARS", examples=60)
+@fuzz(*(f"optim.{name}" for name in optim.__all__), examples=60)
 @given(kinds, st.data())
 def test_constructors(kind, data):
     params = make_params(SHAPES)
@@ -77,7 +70,7 @@ def test_constructors(kind, data):
         attempt(optimizer.step, {}, keeps=lambda: params, also=STATE)
 
 
-@fuzz("optim.AdamW.add_param_group", "optim.SGD.add_param_group", "optim.LARS.add_param_group")
+@fuzz(*(f"optim.{name}.add_param_group" for name in optim.__all__))
 @given(kinds, st.data())
 def test_add_param_group(kind, data):
     _, optimizer = with_params(kind)
@@ -95,7 +88,7 @@ def test_add_param_group(kind, data):
     assert len(optimizer.param_groups) == before + (error is None)
 
 
-@fuzz("optim.AdamW.step", "optim.SGD.step", "optim.LARS.step", examples=80)
+@fuzz(*(f"optim.{name}.step" for name in optim.__all__), examples=80)
 @given(kinds, st.data())
 def test_step(kind, data):
     """With parameters, gradients and state of any kind, and hyper-parameters that somebody wrote into the groups."""
@@ -165,7 +158,7 @@ def corrupted(draw, saved):
     return draw(st.one_of(st.just(saved), st.just(saved), st.just(saved), anything()))
 
 
-@fuzz("optim.AdamW.load_state_dict", "optim.SGD.load_state_dict", "optim.LARS.load_state_dict", examples=80)
+@fuzz(*(f"optim.{name}.load_state_dict" for name in optim.__all__), examples=80)
 @given(kinds, st.booleans(), st.data())
 def test_load_state_dict(kind, half, data):
     params, optimizer = with_params(kind)
@@ -187,22 +180,18 @@ def test_load_state_dict(kind, half, data):
 DISPATCHER = "Could not run|no tensor arguments|Overflow when|NestedTensor|one of them undefined|Cannot access storage"
 
 
-@fuzz("ops.adamw_", "ops.sgd_", "ops.lars_", examples=80)
+@fuzz(*(f"ops.{op}" for op in OPS), examples=80)
 @given(st.sampled_from(sorted(OPS)), st.data())
 def test_ops(name, data):
-    count, hyper = OPS[name]
     shape = data.draw(st.sampled_from([(), (4,), (2, 3), (0,)]))
-    lists = [
-        "params",
-        "grads",
-        *(["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"] if count == 2 else ["momentum_buffers"]),
-    ]
+    states, counters = names_of_lists(name)
+    lists = ["params", "grads", *states]
     fits = {each: st.lists(tensors(shape), min_size=1, max_size=1) for each in lists}
-    if count == 2:
-        fits["steps"] = st.just([torch.tensor(3.0)])
+    fits |= {each: st.just([torch.tensor(3.0)]) for each in counters}
+    if "max_exp_avg_sqs" in fits:
         fits["max_exp_avg_sqs"] = st.sampled_from([[], [torch.ones(shape)]])
     fits["masters"] = st.just([])
-    fits |= {each: st.just(value) for each, value in hyper.items()}
+    fits |= {each: st.just(value) for each, value in OPS[name].items()}
     fits |= {each: st.sampled_from([None, torch.ones(())]) for each in ("tensor_lr", "grad_scale", "found_inf")}
     arguments = data.draw(spoiled(fits, shape))
     for each in data.draw(st.lists(st.sampled_from([*lists, "masters"]), max_size=2)):
@@ -226,7 +215,7 @@ def test_an_expanded_parameter_is_refused_before_anything_is_changed(kind):
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_an_expanded_list_entry_is_refused_before_anything_is_changed(name):
     params, grads = [torch.ones(3), torch.zeros(1).expand(4)], [torch.ones(3), torch.ones(4)]
-    states = [[torch.zeros(3), torch.zeros(4)] for _ in range(2)]
+    states = [[torch.zeros(3), torch.zeros(4)] for _ in range(STATES)]
     with pytest.raises(ValueError, match=r"params\[1\]: expected elements that each have a place of their own"):
         call_op(torch.ops.dltrain_ext, name, params, grads, states, [])
     assert torch.equal(params[0], torch.ones(3)) and not states[0][0].any()

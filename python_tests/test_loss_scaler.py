@@ -6,20 +6,30 @@ import pickle
 
 import pytest
 import torch
-from optimizers import assert_same, assert_untouched, by_hand, everything, give_scaled, iterate, two_groups
+from optimizers import (
+    IDS,
+    KINDS,
+    PAIRS,
+    assert_same,
+    assert_untouched,
+    by_hand,
+    everything,
+    give_scaled,
+    iterate,
+    telling,
+    two_groups,
+)
 
 from dltrain_ext import _ops, optim
 from dltrain_ext.amp import GradStats, LossScaler
 
 GradScaler = torch.amp.GradScaler
 INF, NAN = float("inf"), float("nan")
-OURS = [optim.AdamW, optim.SGD, optim.LARS]
-PAIRS = [(optim.AdamW, torch.optim.AdamW, {}), (optim.SGD, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1})]
 TORCHS = [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {}), (torch.optim.AdamW, {"fused": True})]
 CLIPS = [None, 0.5, 1e9, 0, INF]
 
 
-@pytest.mark.parametrize("kind", [optim.SGD, torch.optim.SGD, optim.AdamW, optim.LARS])
+@pytest.mark.parametrize("kind", [*KINDS, torch.optim.SGD])
 def test_scales(kind, device):
     def run(text, **options):
         scaler = LossScaler(device, **options)
@@ -70,10 +80,11 @@ def test_a_scale_set_by_hand(device):
     assert_same([scaler.total_norm], [torch.cat([p.grad.flatten() for p in params]).norm() / 64])
 
 
-@pytest.mark.parametrize(("kind", "torchs", "options"), PAIRS, ids=["AdamW", "SGD"])
+@pytest.mark.parametrize(("kind", "torchs"), PAIRS, ids=IDS)
 @pytest.mark.parametrize("max_norm", CLIPS)
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_like_torch_by_hand(kind, torchs, options, max_norm, unscale_first, device):
+def test_like_torch_by_hand(kind, torchs, max_norm, unscale_first, device):
+    options = telling(kind)
     (params, optimizer), (twins, twin) = two_groups(kind, device, **options), two_groups(torchs, device, **options)
     scaler, other = (one(device, init_scale=64.0, growth_interval=3) for one in (LossScaler, GradScaler))
     assert scaler.total_norm.isnan()
@@ -120,7 +131,7 @@ def test_with_torchs_optimizers(kind, options, max_norm, dtype, device):
     assert_untouched(*results)
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_several_optimizers_in_one_iteration(kind, max_norm, device):
     """Each has its own verdict and norm; the scale falls if one overflows."""
@@ -143,7 +154,7 @@ def test_several_optimizers_in_one_iteration(kind, max_norm, device):
         assert_same(params, twins)
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_norm", CLIPS)
 @pytest.mark.parametrize("bad", [None, INF, NAN])
 def test_disabled_is_clip_and_step(kind, max_norm, bad, device):
@@ -184,7 +195,7 @@ def test_disabled_with_torchs_optimizer(max_norm, device):
     assert_untouched(params, twins)
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("with_flag", [True, False])
@@ -279,7 +290,7 @@ def test_copies_go_on_alike(copied, enabled, device):
     assert isinstance(twin, GradScaler)
 
 
-@pytest.mark.parametrize("kind", [*OURS, torch.optim.SGD])
+@pytest.mark.parametrize("kind", [*KINDS, torch.optim.SGD])
 def test_one_step_an_iteration(kind, device):
     """A second one changes nothing, neither parameters nor gradients nor counts."""
     params, optimizer = two_groups(kind, device)

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from optimizers import SHAPES, assert_same, give_grads, make_params
+from optimizers import KINDS, SHAPES, assert_same, give_grads, make_params, telling
 
-from dltrain_ext import amp, optim
+from dltrain_ext import amp
 
 pytestmark = pytest.mark.gpu
-KINDS = [optim.AdamW, lambda params: optim.LARS(params, lr=0.1), lambda params: optim.SGD(params, lr=0.1, momentum=0.9)]
 
 
 def started(kind):
     """Parameters, optimizer and scaler after one step, which makes the state."""
     params = make_params(SHAPES, "cuda")
-    optimizer, scaler = kind(params), amp.LossScaler("cuda", init_scale=8.0, hysteresis=2)
+    optimizer, scaler = kind(params, lr=0.1, **telling(kind)), amp.LossScaler("cuda", init_scale=8.0, hysteresis=2)
     scaler.scale(torch.zeros((), device="cuda"))
     give_grads(params, 0)
     scaler.step(optimizer, max_norm=1.0)

@@ -5,11 +5,14 @@ from typing import ClassVar
 import pytest
 import torch
 from optimizers import (
+    KINDS,
+    PAIRS,
     assert_same,
     assert_same_bits_for_any_number_of_threads,
     assert_untouched,
     everything,
     scaled_steps,
+    telling,
     through_file,
 )
 from ranks import run_ranks
@@ -17,13 +20,8 @@ from ranks import run_ranks
 from dltrain_ext import optim
 
 COUNT = 700  # more than two threads' share
-PAIRS = [
-    (optim.AdamW, torch.optim.AdamW, {}),
-    (optim.AdamW, torch.optim.AdamW, {"amsgrad": True}),
-    (optim.SGD, torch.optim.SGD, {}),
-    (optim.SGD, torch.optim.SGD, {"momentum": 0.9}),
-]
-IDS = ["AdamW", "AMSGrad", "SGD", "momentum"]
+VARIANTS = [(*pair, options) for pair in PAIRS for options in ({}, telling(pair[0]))]
+VARIANTS.append((optim.AdamW, torch.optim.AdamW, {"amsgrad": True}))
 
 
 def make(kind, device, dtype=torch.float32, **options):
@@ -48,7 +46,7 @@ def give(params, seed):
         p.grad = None if (i + seed) % 13 == 0 else grad
 
 
-@pytest.mark.parametrize(("kind", "torchs", "options"), PAIRS, ids=IDS)
+@pytest.mark.parametrize(("kind", "torchs", "options"), VARIANTS)
 def test_like_torch(kind, torchs, options, device):
     (params, optimizer), (twins, twin) = make(kind, device, **options), make(torchs, device, **options)
     for seed in range(5):
@@ -68,7 +66,7 @@ def test_like_torch(kind, torchs, options, device):
         assert_same(optimizer.state[p].values(), [twin.state[q][key] for key in optimizer.state[p]])
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD, optim.LARS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_same_bits_for_any_number_of_threads(kind, dtype):
     def run():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from optimizers import (
     OPS,
+    STATES,
     assert_same_bits_for_any_number_of_threads,
     assert_untouched,
     available_bytes,
@@ -13,6 +14,7 @@ from optimizers import (
     everything,
     give_own_grads,
     make_params,
+    op_lists,
     run_steps,
     scaled_steps,
     strided,
@@ -88,8 +90,11 @@ def test_any_dtypes_sizes_and_layouts(op, rows, masters, scale, seed, device):
     fp32 = [torch.float32] * len(rows)
     params, memory = tensors(dtypes, layouts)
     grads, _ = tensors(grad_dtypes, grad_layouts)
-    (first, more), (second, rest) = (tensors(fp32, state_layouts) for _ in range(2))
-    states, memory = [[t.abs_() for t in one] for one in (first, second)], memory + more + rest
+    states = []
+    for _ in range(STATES):
+        drawn, more = tensors(fp32, state_layouts)
+        states.append([t.abs_() for t in drawn])
+        memory += more
     kept = [p.float() for p in params]
     if masters:
         kept, more = tensors(fp32, layouts)
@@ -303,11 +308,9 @@ def test_a_master_lies_as_its_parameter_does(device):
 def test_opcheck(op, device):
     params, grads = mixed_params(device), mixed_params(device, FLOATS[1:] + FLOATS[:1])
     params, grads = ([p.detach() for p in one] for one in (params, grads))
-    states = [[p.float().abs() for p in params] for _ in range(2)]
-    count, hyper = OPS[op]
-    steps = [[], [torch.ones((), device=device) for _ in params]] if op == "adamw_" else []
-    lists = (params, grads, *states[:count], *steps, [p.float() for p in params])
-    library.opcheck(getattr(torch.ops.dltrain_ext, op), lists, hyper)
+    states = [[p.float().abs() for p in params] for _ in range(STATES)]
+    lists = op_lists(op, params, grads, states, [p.float() for p in params])
+    library.opcheck(getattr(torch.ops.dltrain_ext, op), lists, OPS[op])
 
 
 @pytest.mark.exhaustive

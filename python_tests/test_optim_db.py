@@ -6,6 +6,9 @@ import warnings
 import pytest
 import torch
 from optimizers import (
+    IDS,
+    KINDS,
+    PAIRS,
     SHAPES,
     assert_same,
     assert_untouched,
@@ -24,10 +27,8 @@ from dltrain_ext.amp import LossScaler
 
 INFOS = {info.optim_cls: info for info in optim_db}
 INF, NAN = float("inf"), float("nan")
-OURS = [optim.AdamW, optim.SGD, optim.LARS]
-KINDS = [(optim.AdamW, torch.optim.AdamW), (optim.SGD, torch.optim.SGD)]
-SCHEDULES = [(*kinds, index) for kinds in KINDS for index in range(len(INFOS[kinds[1]].scheduler_inputs))]
-kinds = pytest.mark.parametrize(("kind", "torchs"), KINDS, ids=["AdamW", "SGD"])
+SCHEDULES = [(*kinds, index) for kinds in PAIRS for index in range(len(INFOS[kinds[1]].scheduler_inputs))]
+kinds = pytest.mark.parametrize(("kind", "torchs"), PAIRS, ids=IDS)
 
 
 def inputs(torchs, device):
@@ -226,7 +227,7 @@ def test_errors(kind, torchs):
             kind(params, **given.kwargs)
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_scaled_step_without_any_gradient(kind, max_norm, device):
     params = make_params(SHAPES, device)
@@ -243,7 +244,7 @@ def test_a_scaled_step_without_any_gradient(kind, max_norm, device):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_grad_scale_of_the_users_own_counts(kind, device):
     """GradScaler takes the product of its scale and the optimizer's grad_scale, once."""
     results = []
@@ -262,7 +263,7 @@ def test_a_grad_scale_of_the_users_own_counts(kind, device):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -290,7 +291,7 @@ def test_one_bad_element_skips_everything(kind, bad, max_norm, dtype, device):
         assert all(optimizer.state[p]["step"] == 4 for p in params)
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scaler_kind", [LossScaler, torch.amp.GradScaler])
 def test_half_gradients(kind, dtype, scaler_kind, device):

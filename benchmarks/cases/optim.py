@@ -1,4 +1,4 @@
-"""Steps of AdamW, SGD and LARS against torch's and others' implementations (fp32)."""
+"""Steps of the optimizers against torch's and others' implementations (fp32)."""
 
 import argparse
 import math
@@ -67,6 +67,16 @@ class Kind:
         return self.bytes_held + 4 * (1 + len(self.state)) + 8 * self.norms
 
 
+def usual(kind: type[torch.optim.Optimizer], torchs: type[torch.optim.Optimizer]) -> Kind:
+    """One that needs no more to be said: its state is what a step leaves."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = kind([parameter])
+    optimizer.step()
+    state = tuple(key for key, value in optimizer.state[parameter].items() if value.shape == parameter.shape)
+    return Kind(kind.__name__, kind, of_torch(torchs), state)
+
+
 OPTIMIZERS = {
     "adamw": Kind(
         "AdamW",
@@ -93,6 +103,11 @@ OPTIMIZERS = {
         cancels=True,
         strangers=optim_peers.LARS,
     ),
+}
+OPTIMIZERS |= {
+    name.lower(): usual(getattr(optim, name), getattr(torch.optim, name))
+    for name in optim.__all__
+    if name.lower() not in OPTIMIZERS
 }
 
 
@@ -130,7 +145,7 @@ WORKLOADS: dict[str, Callable[[argparse.Namespace], list[tuple[int, ...]]]] = {
     "resnet50": lambda options: resnet50(options.quick),
     "many": lambda options: [(64,)] * 4000,
 }
-DEFAULT_WORKLOADS = {"adamw": list(WORKLOADS), "sgd": ["resnet50"], "lars": ["resnet50"]}
+DEFAULT_WORKLOADS = {name: ["resnet50"] for name in OPTIMIZERS} | {"adamw": list(WORKLOADS)}
 PEERS = list(dict.fromkeys(side for kind in OPTIMIZERS.values() for side in kind.sides if side != OURS))
 
 
@@ -139,13 +154,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--optimizers",
         type=choices(list(OPTIMIZERS)),
         default=list(OPTIMIZERS),
-        help=f"out of {', '.join(OPTIMIZERS)} (the last two with momentum 0.9); default all",
+        help=f"out of {', '.join(OPTIMIZERS)} (sgd and lars with momentum 0.9); default all",
     )
     parser.add_argument(
         "--workloads",
         type=choices(list(WORKLOADS)),
         help="out of one (a large tensor), resnet50 (its parameter list), many (4,000 tensors of 64); "
-        "default all, for sgd and lars resnet50",
+        "default all for adamw, else resnet50",
     )
     parser.add_argument("--peers", type=choices(PEERS), default=PEERS, help=f"out of {', '.join(PEERS)}; default all")
     parser.add_argument(
