@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense
-from dltrain_ext.optim.rule import Rule, State
+from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import Shards, any_sharded, local
 
 ALIGNMENT = 16  # elements: a cache line
@@ -176,6 +176,10 @@ class FusedStep(torch.optim.Optimizer):
         """Those that the parameters of the group shall have."""
         return ()
 
+    def _initial(self, group: dict[str, Any]) -> Mapping[str, float]:
+        """Of the states that start at a value of the group's own."""
+        return {}
+
     def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
         """For which parameters the rule's flag stands: these, and those of at least so many dimensions. ``starting``:
         those whose first step this is."""
@@ -196,17 +200,19 @@ class FusedStep(torch.optim.Optimizer):
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         """Gives these parameters, all on one device, what their state lacks; returns those whose first step this is."""
         plain: dict[str, Any] = {"dtype": torch.float32, "device": params[0].device}
-        for name, initial in self._rule.counters:
+        for name, start in self._rule.counters:
             # One counter each, although all are equal at first: torch's step would add to a shared one once a
             # parameter.
-            fresh = torch.full((len(params),), initial, **plain)
+            fresh = torch.full((len(params),), start, **plain)
             for index, p in enumerate(params):
                 count = self.state[p].get(name)
                 if not isinstance(count, Tensor | int | float | None):
                     raise TypeError(f"state[{name!r}]: expected a number, got {type(count).__name__}")
                 self.state[p][name] = fresh[index] if count is None else torch.as_tensor(count, **plain)
         optional = self._optional_states(group)
-        self._lay_out(params, [each for each in self._rule.states if not each.optional or each.key in optional], group)
+        states = [state for state in self._rule.states if not state.optional or state.key in optional]
+        initial = {state.key: state.initial for state in states} | dict(self._initial(group))
+        self._lay_out(params, initial, group)
         return params
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -314,13 +320,12 @@ class FusedStep(torch.optim.Optimizer):
             found_inf=found_inf,
         )
 
-    def _lay_out(self, params: Iterable[Tensor], states: Iterable[State], group: dict[str, Any]) -> None:
+    def _lay_out(self, params: Iterable[Tensor], initial: Mapping[str, float], group: dict[str, Any]) -> None:
         """Gives each parameter those of these state tensors that it lacks, and a master where it shall have one.
 
         They are views of one flat tensor, since thousands of small ones would lie all over memory, and large ones of
         equal alignment get in each other's way in the cache.
         """
-        initial = {state.key: state.initial for state in states}
         places, total = [], 0
         for p in params:
             state = self.state[p]
