@@ -6,6 +6,7 @@ nvidia-cuda-nvdisasm.
 """
 
 import collections
+import itertools
 import os
 import re
 import shutil
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from dltrain_ext import codecs
+from dltrain_ext import codecs, optim
+from dltrain_ext.optim.rule import RULES
 
 LIBRARY = os.environ.get("DLTRAIN_SASS")
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs DLTRAIN_SASS, a library that nvcc has compiled")
@@ -23,14 +25,18 @@ ARCHITECTURES = ("sm_80", "sm_90")
 THREADS = 256  # of a block
 REGISTERS = 65536  # of a multiprocessor
 TILE = dict.fromkeys(codecs.CODECS, 256) | {"int4": 128, "fp8": 128}  # elements that a warp works on
-STREAMS = {
-    "Update<AdamW, 3u>": (4, 3),
-    "Update<AdamW, 7u>": (5, 4),
-    "Update<SGD, 0u>": (2, 1),
-    "Update<SGD, 1u>": (3, 2),
-    "Update<LARS, 0u>": (2, 1),
-    "Update<LARS, 1u>": (3, 2),
-}
+
+
+def updates():
+    """Of each optimizer, with each choice of its states: the kernel, and how many streams it reads and writes."""
+    for name in optim.__all__:
+        states = RULES[name.lower()].states
+        for chosen in itertools.product(*((0, 1) if state.optional else (1,) for state in states)):
+            bits = sum(bit << k for k, bit in enumerate(chosen))
+            yield f"Update<{name}, {bits}u>", (2 + sum(chosen), 1 + sum(chosen))
+
+
+STREAMS = dict(updates())
 
 
 def run(*command, **options):
