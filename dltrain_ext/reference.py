@@ -144,6 +144,39 @@ def lars_(
     _copy_masters(params, masters)
 
 
+@torch.no_grad()
+def adagrad_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    *,
+    lr: float,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    eps: float = 1e-10,
+    maximize: bool = False,
+    tensor_lr: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One Adagrad step over lists of tensors, in place (Duchi, Hazan & Singer 2011).
+
+    ``sums`` of the squares of gradients so far. The rest as in :func:`adamw_`.
+    """
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    lr = lr if tensor_lr is None else tensor_lr.item()
+    for p, g, total, step in zip(masters or params, grads, sums, steps, strict=True):
+        step += 1
+        d = (-g if maximize else g) / (1.0 if grad_scale is None else grad_scale)
+        d = d + weight_decay * p
+        total.add_(d * d)
+        p.sub_(lr / (1 + (step - 1) * lr_decay) * d / (total.sqrt() + eps))
+    _copy_masters(params, masters)
+
+
 def _copy_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     for p, master in zip(params, masters, strict=False):
         p.copy_(master)

@@ -1,7 +1,8 @@
 """Optimizers with torch.optim's manners whose step is one pass over memory."""
 
+from dltrain_ext.optim.adagrad import Adagrad
 from dltrain_ext.optim.adamw import AdamW
 from dltrain_ext.optim.lars import LARS
 from dltrain_ext.optim.sgd import SGD
 
-__all__ = ["LARS", "SGD", "AdamW"]
+__all__ = ["LARS", "SGD", "Adagrad", "AdamW"]

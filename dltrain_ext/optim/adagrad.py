@@ -1,0 +1,71 @@
+"""Adagrad whose step updates a whole parameter group in one call."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dltrain_ext._arguments import check_numbers
+from dltrain_ext.optim.fused import FusedStep, number_of
+from dltrain_ext.optim.rule import RULES
+
+
+class Adagrad(FusedStep, torch.optim.Adagrad):
+    """``torch.optim.Adagrad``, in one pass over all parameters of a group.
+
+    Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's (Duchi, Hazan & Singer 2011). Dtypes,
+    devices and ``master_weights`` are as in :class:`AdamW`; sums are float32, and gradients, which must be dense, are
+    only read. ``foreach`` and ``fused`` are kept in the state and change nothing here.
+
+    With a GradScaler the gradients are unscaled on the way, and a step with ``found_inf != 0`` is skipped whole.
+
+    Raises:
+        ValueError: ``differentiable=True``: the step is no autograd operation; a wrong ``master_weights``.
+        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
+            its group; no parameter has been changed then.
+    """
+
+    _rule = RULES["adagrad"]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: str | bool = "auto",
+    ) -> None:
+        check_numbers(
+            lr=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
+        )
+        super().__init__(
+            params,
+            lr,
+            lr_decay,
+            weight_decay,
+            initial_accumulator_value,
+            eps,
+            foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+            master_weights=master_weights,
+        )
+        for p, entry in self.state.items():  # torch makes it of the parameter's dtype
+            if p.dtype != torch.float32:
+                entry["sum"] = entry["sum"].float()
+
+    def _initial(self, group: dict[str, Any]) -> Mapping[str, float]:
+        return {"sum": number_of(group, "initial_accumulator_value")}
