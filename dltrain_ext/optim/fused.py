@@ -277,7 +277,7 @@ class FusedStep(torch.optim.Optimizer):
             raise
         else:
             for (fused, _), given, hyper in zip(groups, arguments, hypers, strict=True):
-                fused.step(given, **hyper)
+                fused.step(given, hyper)
         finally:
             for fused, _ in groups:
                 fused.release()

@@ -23,7 +23,7 @@ class FusedGroup {
   virtual py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
                           const py::list& flagged, int64_t flagged_from) = 0;
   virtual void collect(Gradients& into) const = 0;
-  virtual void step(const StepArguments& arguments, const py::kwargs& hyper) = 0;
+  virtual void step(const StepArguments& arguments, const py::dict& hyper) = 0;
   virtual void release() = 0;
 };
 

@@ -49,14 +49,14 @@ Judgement judge(const at::Tensor& sum_squares, const std::optional<at::Tensor>& 
 }  // namespace
 
 void bind_groups(py::module_& module) {
+  py::class_<StepArguments>(module, "StepArguments")
+      .def(py::init<double, bool, std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>>(), py::kw_only(),
+           py::arg("lr"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"));
   py::class_<FusedGroup>(module, "FusedGroup")
       .def("gather", &FusedGroup::gather, py::arg("state"), py::arg("params"), py::kw_only(), py::arg("masters"), py::arg("optional"),
            py::arg("flagged"), py::arg("flagged_from"))
       .def("release", &FusedGroup::release)
-      .def("step", &FusedGroup::step, py::arg("arguments"));
-  py::class_<StepArguments>(module, "StepArguments")
-      .def(py::init<double, bool, std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>>(), py::kw_only(),
-           py::arg("lr"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"));
+      .def("step", &FusedGroup::step, py::arg("arguments"), py::arg("hyper"));
   py::class_<Judgement>(module, "Judgement")
       .def_readonly("divisor", &Judgement::divisor)
       .def_readonly("norm", &Judgement::norm)

@@ -33,7 +33,7 @@ void for_each_hyper(Visit&& visit) {
 
 // The rule with the hyper-parameters that are given by their names; others have their defaults.
 template <class Rule>
-Rule rule_of(const py::kwargs& given) {
+Rule rule_of(const py::dict& given) {
   Rule rule;
   size_t known = 0;
   for_each_hyper<Rule>([&](const auto& hyper) {
@@ -76,7 +76,7 @@ class RuleGroup : public GroupOf<RuleUpdates<Rule>> {
     return Base::read_all(state, params, counters | states << RuleUpdates<Rule>::counters, masters, take);
   }
 
-  void step(const StepArguments& arguments, const py::kwargs& hyper) override { Base::run(rule_of<Rule>(hyper), arguments); }
+  void step(const StepArguments& arguments, const py::dict& hyper) override { Base::run(rule_of<Rule>(hyper), arguments); }
 };
 
 std::unique_ptr<FusedGroup> make_group(const std::string& name) {
