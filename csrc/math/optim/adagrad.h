@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "core/host_device.h"
+#include "math/optim/decay.h"
 #include "math/optim/rule.h"
 
 namespace dltrain::math {
@@ -19,8 +20,7 @@ struct AdagradElement {
   float weight_decay, eps, grad_factor;
 
   DLT_HD void operator()(float& p, float g, float& sum) const {
-    // Without decay an infinite parameter has no say: 0 * inf is NaN.
-    const float d = weight_decay == 0.0f ? g * grad_factor : g * grad_factor + weight_decay * p;
+    const float d = with_decay(g * grad_factor, weight_decay, p);
     sum += d * d;
     p -= step_size * (d / (sqrtf(sum) + eps));
   }

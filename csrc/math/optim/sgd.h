@@ -10,6 +10,7 @@
 // Without momentum p <- p - lr d.
 
 #include "core/host_device.h"
+#include "math/optim/decay.h"
 #include "math/optim/rule.h"
 
 namespace dltrain::math {
@@ -28,10 +29,7 @@ struct SGDElement {
   }
 
  private:
-  DLT_HD float direction(float p, float g) const {
-    // Without decay an infinite parameter has no say: 0 * inf is NaN.
-    return share * (weight_decay == 0.0f ? g * grad_factor : g * grad_factor + weight_decay * p);
-  }
+  DLT_HD float direction(float p, float g) const { return share * with_decay(g * grad_factor, weight_decay, p); }
 };
 
 struct SGD {
