@@ -253,9 +253,13 @@ void Executor::run(const Work& work, Enqueue enqueue) {
   const UnderWay under_way(under_way_);
   std::optional<int64_t> watched;
   try {
-    if (work.place.on_cuda() && !is_captured(work.place)) watched = watch_.begin({work.place.device, deadline, giving_up(work, start)});
+    if (work.place.on_cuda()) watched = watch_.begin({work.place.device, deadline, giving_up(work, start)});
     std::vector<Stage> stages = enqueue(deadline);
     if (!stages.empty()) spoil(work);
+    if (!stages.empty() && is_captured(work.place)) {  // its events never pass
+      failure_.captured();
+      stages.clear();
+    }
     if (watched) watch_.enqueued(*watched, std::move(stages));
   } catch (const std::exception& error) {
     if (watched) watch_.enqueued(*watched, {});
@@ -272,7 +276,6 @@ void Executor::spoil(const Work& work) {
   } else if (work.values.data) {
     failure_.spoil(work.place, work.values, work.numel);
   }
-  if (is_captured(work.place)) failure_.captured();
 }
 
 std::function<void(const Waiting*, const std::string&)> Executor::giving_up(const Work& work, Clock::time_point start) {

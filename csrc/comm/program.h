@@ -78,7 +78,7 @@ Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments,
 
 // What a message, as a result, holds.
 struct Encoded {
-  int64_t bytes = 0;
+  int64_t bytes = 0;  // a multiple of a cache line
   std::vector<DecodeStep> parts;
 };
 Encoded encoded(int chunks, const std::vector<std::vector<Piece>>& segments);

@@ -6,12 +6,6 @@
 
 namespace dltrain::comm {
 
-namespace {
-
-constexpr int64_t border = 64;  // bytes; where the messages of shares, which are as long as each other, may begin
-
-}  // namespace
-
 // Enough to hide one level behind the other; more only add messages.
 int64_t pieces_of(int64_t numel) {
   constexpr int64_t size = 1 << 20, most = 8;  // elements
@@ -47,12 +41,12 @@ void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, con
       share_out(place, values, pieces[i], messages[i], call.timeout);
       if (place.on_cuda()) messages_[i] = {};  // a captured graph has memory of its own
     }
-  } catch (const AllReduceError& error) {
+  } catch (const std::exception& error) {  // also of who finds no memory: what is under way writes to the values
     for (Executor* level : {&inside_, &across_}) level->abort(error.what());
     for (const Wait& wait : under_way) {
       try {
         if (wait) wait();
-      } catch (const AllReduceError&) {
+      } catch (const std::exception&) {
         continue;  // the first says why
       }
     }
@@ -67,10 +61,10 @@ const std::vector<TwoLevels::Piece>& TwoLevels::pieces(int64_t numel, const AllR
   const Layout& layout = call.layout ? *call.layout : whole;
   if (const auto found = pieces_.find(std::tie(key, layout)); found != pieces_.end()) return found->second;
   if (pieces_.size() == most) pieces_.clear();
-  std::vector<Piece>& out = pieces_[{key, layout}];
+  std::vector<Piece> out;
   const auto count = static_cast<int>(pieces_of(numel));
   for (int i = 0; i < count; ++i) out.push_back(piece(share(numel, count, i), call));
-  return out;
+  return pieces_[{key, layout}] = std::move(out);
 }
 
 TwoLevels::Piece TwoLevels::piece(const Span& span, const AllReduce& call) const {
@@ -89,8 +83,7 @@ TwoLevels::Piece TwoLevels::piece(const Span& span, const AllReduce& call) const
     messages.push_back(encoded(part, piece.shares[rank].count, hosts_.count));
     if (messages.back().parts.empty()) return piece;
   }
-  const auto longest = std::ranges::max_element(messages, {}, &Encoded::bytes)->bytes;
-  const int64_t bytes = (longest + border - 1) / border * border;
+  const int64_t bytes = std::ranges::max_element(messages, {}, &Encoded::bytes)->bytes;
   if (span.count * static_cast<int64_t>(sizeof(float)) - bytes * hosts_.shares < saving_) return piece;
   piece.message_bytes = bytes;
   for (int rank = 0; rank < hosts_.shares; ++rank) {

@@ -27,9 +27,9 @@ void Watch::forget(Call call) {
 
 int64_t Watch::begin(Call call) {
   std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   call.number = ++begun_;
   calls_.push_back(std::move(call));
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   changed_.notify_all();
   return begun_;
 }

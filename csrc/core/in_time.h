@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -21,13 +22,18 @@ auto in_time(std::chrono::milliseconds timeout, Call call, Late late) -> std::op
     bool left_behind = false;
   };
   const auto state = std::make_shared<State>();
-  std::thread thread([state, call = std::move(call), late = std::move(late)]() mutable {
-    auto result = call();
-    std::unique_lock lock(state->mutex);
-    if (state->left_behind) return late(std::move(result));
-    state->result = std::move(result);
-    state->changed.notify_all();
-  });
+  std::thread thread;
+  try {
+    thread = std::thread([state, call, late] {
+      auto result = call();
+      std::unique_lock lock(state->mutex);
+      if (state->left_behind) return late(std::move(result));
+      state->result = std::move(result);
+      state->changed.notify_all();
+    });
+  } catch (const std::system_error&) {
+    return call();  // there was no thread
+  }
   std::unique_lock lock(state->mutex);
   state->changed.wait_for(lock, timeout, [&] { return state->result.has_value(); });
   state->left_behind = !state->result.has_value();

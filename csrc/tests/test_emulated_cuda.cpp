@@ -127,6 +127,26 @@ TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
   });
 }
 
+// A replay has none, but a call that is captured before its peers are connected waits for them on the host.
+TEST_P(GraphsOn, AFirstCallHasADeadlineAlsoInACapture) {
+  std::latch over(1);
+  on_nccl_ranks(place(), 2, [&](Executor& executor, Runner& runner, const Place& place) {
+    if (executor.rank() == 1) return over.wait();
+    cuda::stay_out_of_captures(place.device);
+    const Array<float> array(place, Values(100, 1.0f));
+    AllReduce call;
+    call.algorithm = "direct";
+    call.timeout = std::chrono::milliseconds(300);
+    const cuda::DeviceGuard guard(place.device);
+    cudaStreamBeginCapture(place.stream, cudaStreamCaptureModeGlobal);
+    const auto reduce = [&] { runner.all_reduce(executor, {array.data()}, 100, call); };
+    expect_in("waiting for rank 1 in round 0 of 2 failed after", error_of<AllReduceError>(reduce));
+    cudaGraph_t graph = nullptr;
+    EXPECT_NE(cudaStreamEndCapture(place.stream, &graph), cudaSuccess);  // a part of the call has not come back to the stream
+    over.count_down();
+  });
+}
+
 TEST_P(GraphsOn, KeepWhatTheyReadOfAFailure) {
   const OwnPlace own(place());
   const Place place = own.place();

@@ -199,6 +199,24 @@ TEST_P(NcclTransportOn, WaitsForAPeerUntilItIsAborted) {
   });
 }
 
+// Of a communicator that somebody is in there is no good order.
+TEST_P(NcclTransportOn, IsAbortedByWhoClosesWhileItWaitsForAPeer) {
+  std::latch over(1);
+  on_transports(place(), 2, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
+    if (transport->rank() == 1) return over.wait();
+    const Array<int> number(place, {5});
+    std::thread other([&] {
+      while (calls("rank 0: ncclGroupEnd") == 0) std::this_thread::yield();
+      transport->close();
+    });
+    EXPECT_EQ(error_of<TransportError>([&] { transport->send(place, 1, number.data(), 4); }), "aborted");
+    other.join();
+    over.count_down();
+  });
+  EXPECT_EQ(calls("rank 0: ncclCommFinalize"), 0);
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
+}
+
 TEST_P(NcclTransportOn, IsOverOnceItIsAborted) {
   const auto transport = alone();
   const OwnPlace own(place());

@@ -50,7 +50,7 @@ class OnDevice {
  public:
   explicit OnDevice(int device) {
     if constexpr (built_with_cuda) {
-      if (device >= 0) guard_ = std::make_shared<cuda::DeviceGuard>(device);
+      if (device >= 0) guard_ = std::make_shared<cuda::DeviceGuard>(device, std::nothrow);  // of a faulty device NCCL says itself
     }
   }
 
@@ -59,7 +59,8 @@ class OnDevice {
 };
 
 constexpr auto most_for_an_end = std::chrono::milliseconds(2000);  // that whoever closes waits
-constexpr auto most_for_a_launch = std::chrono::milliseconds(50);  // unless NCCL waits for a peer
+// That whoever ends a communicator waits for who is in it: to give NCCL messages takes a moment, but to launch them may take for ever.
+constexpr auto most_for_giving = std::chrono::milliseconds(1000), most_for_a_launch = std::chrono::milliseconds(50);
 
 struct Initialised {
   Result result;
@@ -107,81 +108,84 @@ std::unique_ptr<Request> Transport::recv(const Place& place, int peer, void* dat
 }
 
 std::unique_ptr<Request> Transport::exchange(const Place& place, const std::vector<Posting>& postings) {
-  return std::make_unique<Launched>(place, launch(place, [&](Comm comm, CUstream_st* stream) {
+  return std::make_unique<Launched>(place, launch(place, [&](CUstream_st* stream) {
                                       for (const Posting& each : postings) {
                                         const auto bytes = static_cast<size_t>(each.bytes);
-                                        each.sent ? check("ncclSend", library_->send(each.data, bytes, uint8, each.peer, comm, stream))
-                                                  : check("ncclRecv", library_->recv(each.data, bytes, uint8, each.peer, comm, stream));
+                                        each.sent ? check("ncclSend", library_->send(each.data, bytes, uint8, each.peer, comm_, stream))
+                                                  : check("ncclRecv", library_->recv(each.data, bytes, uint8, each.peer, comm_, stream));
                                       }
                                     }));
 }
 
 void Transport::all_reduce(const Place& place, void* values, int64_t numel, Number number, bool average) {
-  launch(place, [&](Comm comm, CUstream_st* stream) {
+  launch(place, [&](CUstream_st* stream) {
     check("ncclAllReduce",
-          library_->all_reduce(values, values, static_cast<size_t>(numel), type_of(number), average ? avg : sum, comm, stream));
+          library_->all_reduce(values, values, static_cast<size_t>(numel), type_of(number), average ? avg : sum, comm_, stream));
   }).wait(place);
 }
 
 void Transport::reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) {
   const RedOp op = average ? avg : sum;
-  launch(place, [&](Comm comm, CUstream_st* stream) {
+  launch(place, [&](CUstream_st* stream) {
     if (are_equal(shares)) {
       const auto count = static_cast<size_t>(shares[rank_].count);
-      check("ncclReduceScatter", library_->reduce_scatter(values, values + shares[rank_].first, count, fp32, op, comm, stream));
+      check("ncclReduceScatter", library_->reduce_scatter(values, values + shares[rank_].first, count, fp32, op, comm_, stream));
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
       if (shares[root].count == 0) continue;
       float* const share = values + shares[root].first;
-      check("ncclReduce", library_->reduce(share, share, static_cast<size_t>(shares[root].count), fp32, op, root, comm, stream));
+      check("ncclReduce", library_->reduce(share, share, static_cast<size_t>(shares[root].count), fp32, op, root, comm_, stream));
     }
   }).wait(place);
 }
 
 void Transport::all_gather(const Place& place, float* values, const std::vector<Span>& shares) {
-  launch(place, [&](Comm comm, CUstream_st* stream) {
+  launch(place, [&](CUstream_st* stream) {
     if (are_equal(shares)) {
       const auto count = static_cast<size_t>(shares[rank_].count);
-      check("ncclAllGather", library_->all_gather(values + shares[rank_].first, values, count, fp32, comm, stream));
+      check("ncclAllGather", library_->all_gather(values + shares[rank_].first, values, count, fp32, comm_, stream));
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
       if (shares[root].count == 0) continue;
       float* const share = values + shares[root].first;
-      check("ncclBroadcast", library_->broadcast(share, share, static_cast<size_t>(shares[root].count), fp32, root, comm, stream));
+      check("ncclBroadcast", library_->broadcast(share, share, static_cast<size_t>(shares[root].count), fp32, root, comm_, stream));
     }
   }).wait(place);
 }
 
-// One grouped launch of what `give` gives, after the place's work so far.
+// One grouped launch of what `give` gives, after the place's work so far. Events may keep the host, too, and then nobody is in NCCL.
 template <class Give>
 Event Transport::launch(const Place& place, Give&& give) {
-  const std::lock_guard lock(mutex_);
-  const Comm comm = comm_;
-  if (!comm || aborted_) throw TransportError("the connections were closed");
   const OnDevice guard(device_);
   Place mine = place;
   if constexpr (built_with_cuda) {
     if (stream_) mine = stream_->place();
   }
   Event::record(place).wait(mine);
-  check("ncclGroupStart", library_->group_start(), comm);
-  std::optional<TransportError> error;  // a group that was begun has to be ended
-  try {
-    give(comm, mine.stream);
-  } catch (const TransportError& caught) {
-    error = caught;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!comm_ || aborted_) throw TransportError("the connections were closed");
+    check("ncclGroupStart", library_->group_start());
+    std::optional<TransportError> error;  // a group that was begun has to be ended
+    try {
+      give(mine.stream);
+    } catch (const TransportError& caught) {
+      error = caught;
+    }
+    launches_ = true;
+    const Result result = library_->group_end();
+    launches_ = false;
+    if (aborted_) throw TransportError("aborted");  // and the communicator may be gone
+    if (error) throw *error;
+    check("ncclGroupEnd", result);
   }
-  const Result result = library_->group_end();
-  if (aborted_) throw TransportError("aborted");  // and the communicator may be gone
-  if (error) throw *error;
-  check("ncclGroupEnd", result, comm);
   return Event::record(mine);
 }
 
-void Transport::check(const char* what, Result result, Comm comm) const {
-  if (result != success) throw TransportError(text("NCCL ", library_.version_text(), ": ", library_.describe(what, result, comm)));
+void Transport::check(const char* what, Result result) const {
+  if (result != success) throw TransportError(text("NCCL ", library_.version_text(), ": ", library_.describe(what, result, comm_)));
 }
 
 std::string Transport::error() {
@@ -194,25 +198,27 @@ std::string Transport::error() {
   return result == success ? "" : text("NCCL ", library_.version_text(), ": ", library_.describe("in the background", result, comm));
 }
 
-// Nobody else gives it anything from now on. Who has the mutex for long waits in NCCL for a peer, and is to be ended.
-Comm Transport::take() noexcept {
+// Nobody else gives it anything from now on. Whoever is in it for long waits for a peer, and is to be ended.
+Transport::Taken Transport::take() noexcept {
   std::unique_lock lock(mutex_, std::defer_lock);
-  for (const auto end = Clock::now() + most_for_a_launch; !lock.try_lock() && Clock::now() < end;) {
+  for (const auto start = Clock::now(); !lock.try_lock();) {
+    if (Clock::now() > start + (launches_ ? most_for_a_launch : most_for_giving)) break;
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
-  return comm_.exchange(nullptr);
+  return {comm_.exchange(nullptr), lock.owns_lock()};
 }
 
 void Transport::abort() noexcept {
   aborted_ = true;
-  end(take(), [&library = library_](Comm comm) { library->comm_abort(comm); });
+  end(take().comm, [&library = library_](Comm comm) { library->comm_abort(comm); });
 }
 
 // Ranks of one host are to do this together.
 void Transport::close() noexcept {
-  if (aborted_.exchange(true)) return abort();
-  end(take(), [&library = library_](Comm comm) {
-    library->comm_finalize(comm) == success ? library->comm_destroy(comm) : library->comm_abort(comm);
+  const bool in_good_order = !aborted_.exchange(true);
+  const Taken taken = take();
+  end(taken.comm, [&library = library_, in_good_order = in_good_order && taken.alone](Comm comm) {
+    in_good_order && library->comm_finalize(comm) == success ? library->comm_destroy(comm) : library->comm_abort(comm);
   });
 }
 
@@ -224,11 +230,7 @@ void Transport::end(Comm comm, End end) const noexcept {
     end(comm);
     return true;
   };
-  try {
-    in_time(std::min(timeout_, most_for_an_end), ended, [](bool) {});
-  } catch (const std::exception&) {
-    ended();  // there was no thread
-  }
+  in_time(std::min(timeout_, most_for_an_end), ended, [](bool) {});
 }
 
 }  // namespace dltrain::comm::nccl

@@ -43,10 +43,14 @@ class Transport : public comm::Transport, public Collectives {
   void close() noexcept override;  // in good order: what was sent arrives, also where it has only left this rank
 
  private:
-  Comm take() noexcept;
+  struct Taken {
+    Comm comm;
+    bool alone;  // else somebody is still in it
+  };
+  Taken take() noexcept;
   template <class Give>
   Event launch(const Place& place, Give&& give);
-  void check(const char* what, Result result, Comm comm = nullptr) const;
+  void check(const char* what, Result result) const;
   template <class End>
   void end(Comm comm, End end) const noexcept;
 
@@ -54,7 +58,7 @@ class Transport : public comm::Transport, public Collectives {
   const int rank_, world_size_, device_;
   const std::chrono::milliseconds timeout_;
   std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of it
-  std::atomic<bool> aborted_ = false;
+  std::atomic<bool> aborted_ = false, launches_ = false;
   std::mutex mutex_;                  // NCCL takes one caller at a time
   std::atomic<Comm> comm_ = nullptr;  // null: closed
 };

@@ -284,7 +284,8 @@ inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph)
     each->capture = nullptr;
     each->is_joined = true;
   }
-  *graph = captured;
+  *graph = error == cudaSuccess ? captured : nullptr;
+  if (!*graph) delete captured;
   return error;
 }
 inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
