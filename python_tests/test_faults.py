@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEADLINE, FAR, SILENCE, SLACK, run_ranks
+from ranks import DEADLINE, FAR, SILENCE, SLACK, ready, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +35,13 @@ def deadline_for(how):
     return DEADLINE if how == signal.SIGSTOP else FAR
 
 
+def wait_for_the_others(*others):
+    """That they have done what they did: who dies with messages unread takes back what it has sent."""
+    store, rank = dist.group.WORLD.get_group_store(), dist.get_rank()
+    store.set(f"{rank} is done", "")
+    store.wait([f"{other} is done" for other in others])
+
+
 def survive(rank, world_size, algorithm, how, async_op):
     """Returns the error and the seconds it took; rank 1 dies after two all-reduces."""
     communicator = comm.Communicator(timeout=deadline_for(how), answer_timeout=SILENCE)
@@ -42,6 +49,7 @@ def survive(rank, world_size, algorithm, how, async_op):
     for _ in range(2):
         communicator.all_reduce(tensor, "avg", algorithm=algorithm)
     assert torch.equal(tensor, torch.ones(300_000))
+    wait_for_the_others(*range(world_size))
     if rank == 1:
         os.kill(os.getpid(), how)
     start = time.monotonic()
@@ -67,6 +75,33 @@ def test_a_dead_rank_is_an_error_on_the_others(algorithm, how, async_op):
         at = {"algorithm": algorithm, "rank": rank, "world_size": world_size}
         deadline = int(deadline_for(how).total_seconds())
         assert re.match(message(SAID[how], 3, deadline=deadline, **at), text), text
+
+
+def send_without_end(rank, world_size, algorithm):
+    """Rank 1 goes on until it is killed. Returns the error and the seconds it took from then on."""
+    communicator = comm.Communicator(timeout=FAR, answer_timeout=SILENCE)
+    tensor = torch.zeros(16 << 20)
+    communicator.all_reduce(tensor, algorithm=algorithm)
+    ready()
+    with pytest.raises(dist.DistBackendError) as error:
+        while True:
+            start = time.monotonic()
+            communicator.all_reduce(tensor, algorithm=algorithm)
+    return str(error.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("algorithm", [*comm.ALGORITHMS, "native"])
+def test_a_rank_that_dies_in_the_middle_of_a_message_is_named(algorithm):
+    """Gloo does not wake who waits for the rest of a message."""
+
+    def kill(pids):
+        time.sleep(0.2)  # somewhere in one of the calls, nearly all of whose time goes to messages
+        os.kill(pids[1], signal.SIGKILL)
+
+    results = run_ranks(3, send_without_end, algorithm, dying=(1,), when_ready=kill)
+    for rank in (0, 2):
+        text, took = results[rank]
+        assert took < SLACK and re.search(r"the culprit is rank 1: it has left", text), text
 
 
 def come_late(rank, world_size, algorithm):
@@ -128,6 +163,7 @@ def lose_a_rank_of_a_subgroup(rank, world_size):
         return None
     communicator = comm.Communicator(group, timeout=FAR)
     communicator.all_reduce(torch.ones(1))
+    wait_for_the_others(1, 2)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.DistBackendError, match=r"on rank 1 in a group of 2: .*the culprit is rank 2: it has left"):

@@ -26,8 +26,9 @@ using Stamp = uint8_t;  // counts the envelopes from one rank to another
 constexpr size_t ahead = 2;  // envelopes posted for messages that nobody has asked for yet
 
 // Ranks whose messages differ in length have different ones. Not made of the call's number: connections may keep something for each tag.
+// The largest tag is left to the carrier.
 int tag_of(const Call& call) {
-  return static_cast<int>(digest({call.numel, call.algorithm, call.codec, call.segments, call.average, call.layout}) % 0x7fffffff) + 1;
+  return static_cast<int>(digest({call.numel, call.algorithm, call.codec, call.segments, call.average, call.layout}) % 0x7ffffffe) + 1;
 }
 
 // What to say of a header that is not the expected one.

@@ -33,19 +33,21 @@ std::chrono::milliseconds until(comm::Deadline deadline) {
   return std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline - comm::Clock::now()), std::chrono::milliseconds(1));
 }
 
-class C10dRequest : public comm::Request {
+class GlooRequest : public comm::Request {
  public:
-  explicit C10dRequest(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+  GlooRequest(GlooWaits& waits, int peer, c10::intrusive_ptr<c10d::Work> work) : waits_(waits), peer_(peer), work_(std::move(work)) {}
 
   void wait(comm::Deadline deadline) override {
     guarded([&] {
-      if (!work_->wait(until(deadline))) throw comm::TransportError("aborted");
+      if (!waits_.wait(peer_, *work_, until(deadline))) throw comm::TransportError("aborted");
     });
   }
 
   void abort() override { work_->abort(); }
 
  private:
+  GlooWaits& waits_;
+  const int peer_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
@@ -106,13 +108,13 @@ bool are_equal(const std::vector<comm::Span>& shares) {
 std::unique_ptr<comm::Request> C10dTransport::send(const Place& place, int peer, const void* data, int64_t bytes, int tag) {
   if (in_groups()) return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
   auto tensors = bytes_at(data, bytes);
-  return guarded([&] { return std::make_unique<C10dRequest>(backend()->send(tensors, peer, tag)); });
+  return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->send(tensors, peer, tag)); });
 }
 
 std::unique_ptr<comm::Request> C10dTransport::recv(const Place& place, int peer, void* data, int64_t bytes, int tag) {
   if (in_groups()) return exchange(place, {{false, peer, data, bytes}});
   auto tensors = bytes_at(data, bytes);
-  return guarded([&] { return std::make_unique<C10dRequest>(backend()->recv(tensors, peer, tag)); });
+  return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->recv(tensors, peer, tag)); });
 }
 
 std::unique_ptr<comm::Request> C10dTransport::exchange(const Place& place, const std::vector<comm::Posting>& postings) {
@@ -196,9 +198,11 @@ void C10dTransport::all_reduce(at::Tensor tensor, comm::Deadline deadline, const
     while (!native_->isCompleted()) {
       if (given_up()) throw comm::TransportError("given up");
       if (comm::Clock::now() > deadline + slice) throw comm::TransportError("nothing came");
+      const bool has_broken = waits_->any_has_broken();
       try {
         native_->wait(slice);
       } catch (const std::exception&) {
+        if (has_broken && !native_->isCompleted()) throw comm::TransportError("a connection broke in the middle of it");
         continue;  // the slice is over, or the work has failed: the last wait says so
       }
     }
@@ -232,6 +236,7 @@ void C10dTransport::close() noexcept {
   std::unique_lock lock(mutex_);
   auto backend = std::move(backend_);
   lock.unlock();
+  if (waits_) waits_->close();
   if (in_groups() && backend && !aborted_.exchange(true)) shut_down(backend, timeout);
   // The backend goes when its work has ended, which Gloo cannot break off.
   if (native_ && !native_->isCompleted()) std::thread([backend = std::move(backend)]() mutable { backend.reset(); }).detach();

@@ -5,8 +5,10 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <utility>
 
+#include "bindings/comm/gloo_waits.h"
 #include "comm/collectives.h"
 #include "comm/transport.h"
 
@@ -17,7 +19,9 @@ namespace dltrain::bindings {
 class C10dTransport : public comm::Transport, public comm::Collectives {
  public:
   C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device)
-      : backend_(std::move(backend)), device_(device), rank_(backend_->getRank()), world_size_(backend_->getSize()) {}
+      : backend_(std::move(backend)), device_(device), rank_(backend_->getRank()), world_size_(backend_->getSize()) {
+    if (device.is_cpu()) waits_.emplace(backend_);
+  }
 
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
@@ -49,6 +53,7 @@ class C10dTransport : public comm::Transport, public comm::Collectives {
   std::atomic<bool> aborted_ = false;
   const c10::Device device_;
   const int rank_, world_size_;
+  std::optional<GlooWaits> waits_;  // on the CPU
 };
 
 }  // namespace dltrain::bindings
