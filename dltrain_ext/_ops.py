@@ -1,9 +1,9 @@
 """The compiled part: loads it, and is the only file that names it or torch.ops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import library
+from torch import Tensor, library
 
 from dltrain_ext._build_info import TORCH
 
@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 
-# What each means, and takes, is the function of that name in reference.
+# What each means, and takes, is the function of that name in reference; so it is of sum_squares and unscale_and_clip.
 decode_: Callable[..., None] = torch.ops.dltrain_ext.decode_
 encode_sum_: Callable[..., None] = torch.ops.dltrain_ext.encode_sum_
 
@@ -97,3 +97,16 @@ def _changes_its_arguments(*given: object, **options: object) -> None:
 
 for _name in ("decode_", "encode_sum_", *(f"{name}_" for name, *_ in optimizers())):
     library.register_fake(f"dltrain_ext::{_name}", _changes_its_arguments)
+
+
+def _sum_squares(grads: Sequence[Tensor]) -> Tensor:
+    return grads[0].new_empty((), dtype=torch.float64)
+
+
+def _unscale_and_clip(sum_squares: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
+    number = sum_squares.new_empty(())
+    return number, torch.empty_like(number, dtype=torch.float32), torch.empty_like(number, dtype=torch.float32)
+
+
+library.register_fake("dltrain_ext::sum_squares", _sum_squares)
+library.register_fake("dltrain_ext::unscale_and_clip", _unscale_and_clip)

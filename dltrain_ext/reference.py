@@ -1,5 +1,6 @@
 """What every op means, in plain torch: the yardstick of the tests, in whatever precision its arguments have."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -206,6 +207,36 @@ FLOATS = {  # stored bits of the mantissa, smallest normal exponent, largest num
     "bf16": (7, -126, float.fromhex("0x1.fep127"), float.fromhex("0x1.ffp127")),
     "fp8": (3, -6, 448.0, torch.inf),
 }
+
+
+def sum_squares(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of all gradients, float32, float16 or bfloat16 of any shapes on one device: a float64 number
+    there, here within the rounding of its order. It is finite exactly if all of them are. The op takes at least one.
+    """
+    return torch.stack([grad.double().square().sum() for grad in grads]).sum()
+
+
+def unscale_and_clip(
+    sum_squares: Tensor,
+    *,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    max_norm: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What becomes of a step whose gradients, ``grad_scale`` times too large, have this sum of squares: three numbers.
+
+    What the gradients are to be divided by, to be unscaled and clipped to the 2-norm ``max_norm`` (float64); their norm
+    once unscaled, before clipping (float32); and 1 where they are not all finite or ``found_inf`` is not 0, else 0
+    (float32). The first and the last are what the optimizers' ops take as ``grad_scale`` and ``found_inf``.
+    Pascanu, Mikolov & Bengio 2013, Algorithm 1, as ``torch.nn.utils.clip_grad_norm_`` has it.
+    """
+    scale = torch.ones(()).double() if grad_scale is None else grad_scale.double().reshape(())
+    norm = sum_squares.double().sqrt().reshape(()) / scale
+    factor = (math.inf if max_norm is None else max_norm) / (norm + 1e-6)
+    skip = ~sum_squares.isfinite().reshape(())
+    if found_inf is not None:
+        skip = skip | (found_inf.reshape(()) != 0)
+    return torch.where(factor >= 1, scale, scale / factor), norm.float(), skip.float()
 
 
 def encode_sum_(

@@ -55,6 +55,27 @@ def test_averages_are_right_and_identical_on_all_ranks(world_size):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def check_op(rank, world_size):
+    op, name = torch.ops.dltrain_ext.all_reduce_, dist.group.WORLD.group_name
+    for codec in ("raw", "int8"):
+        by_op, by_function = given(rank, 10_007), given(rank, 10_007)
+        assert op(by_op, "avg", algorithm="ring", codec=codec, group_name=name) is None
+        comm.all_reduce(by_function, "avg", algorithm="ring", codec=codec)
+        assert torch.equal(by_op, by_function)
+    half = dist.new_group([0, 1])
+    if rank < 2:
+        op(by_op := torch.ones(5), group_name=half.group_name)
+        assert torch.equal(by_op, torch.full((5,), 2.0))
+    with pytest.raises(ValueError, match="group_name: expected the group_name of a group of this rank, got 'none'"):
+        op(torch.ones(5), group_name="none")
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op, (torch.ones(5),), {"group_name": name}, test_utils=checks)
+
+
+def test_the_op_is_the_function():
+    run_ranks(3, check_op)
+
+
 def overflowing_average(rank, world_size):
     tensor = torch.full((100,), torch.finfo(torch.float32).max)
     comm.all_reduce(tensor, "avg")

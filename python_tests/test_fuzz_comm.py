@@ -78,6 +78,20 @@ def test_plans_by_hand(data):
     attempt(comm.verify_plans, {"plans": made}, also=r"R[1-4]: |at least 1 chunk")
 
 
+@fuzz("ops.all_reduce_", examples=60)
+@given(st.data(), shapes)
+def test_all_reduce_of_graphs(data, shape):
+    fits = {
+        "tensor": tensors(shape),
+        "op": st.sampled_from(["sum", "avg"]),
+        "algorithm": algorithms,
+        "codec": codec_names,
+        "group_name": st.sampled_from([dist.group.WORLD.group_name, "", "0"]),
+    }
+    op = torch.ops.dltrain_ext.all_reduce_
+    attempt(op, data.draw(spoiled(fits, shape)), names=fits, also="Could not run|Cannot access storage|NestedTensor")
+
+
 @fuzz("sim.simulate", "sim.best", "sim.training_step", "sim.break_even", examples=60)
 @given(st.data())
 def test_simulations(data):

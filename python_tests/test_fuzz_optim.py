@@ -202,6 +202,26 @@ def test_ops(name, data):
     attempt(getattr(torch.ops.dltrain_ext, name), arguments, names=[*fits, "lr"], also=DISPATCHER)
 
 
+@fuzz("ops.sum_squares", "ops.unscale_and_clip", examples=80)
+@given(st.data())
+def test_ops_of_clipping(data):
+    shape = data.draw(st.sampled_from([(), (4,), (2, 3), (0,)]))
+    one = st.just(torch.ones(()))
+    clipping = {
+        "sum_squares": st.just(torch.ones((), dtype=torch.float64)),
+        "grad_scale": st.one_of(st.none(), one),
+        "found_inf": st.one_of(st.none(), one),
+        "max_norm": st.one_of(st.none(), st.floats()),
+    }
+    sums = {"grads": st.lists(tensors(shape), min_size=1, max_size=3)}
+    library = torch.ops.dltrain_ext
+    op, fits = data.draw(st.sampled_from([(library.sum_squares, sums), (library.unscale_and_clip, clipping)]))
+    arguments = data.draw(spoiled(fits, shape))
+    if isinstance(arguments.get("grads"), list):
+        arguments["grads"] += data.draw(st.lists(odd_tensors(shape, broken=True), max_size=2))
+    attempt(op, arguments, names=fits, also=DISPATCHER)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_expanded_parameter_is_refused_before_anything_is_changed(kind):
     good, expanded = torch.nn.Parameter(torch.ones(3)), torch.zeros(1).expand(4).requires_grad_()

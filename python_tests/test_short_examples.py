@@ -19,6 +19,7 @@ EXAMPLES = {
     "autocast.py": ("--steps 4 --dtype fp16", [PERCENT, "25.6", "32", "65536", "0"]),
     "clipping.py": ("--steps 4", [PERCENT, PERCENT, r"0|\de-\d+"]),
     "compiled.py": ("--steps 4 --backend aot_eager", [PERCENT, "25.6", "32"]),
+    "compiled_step.py": ("--steps 4 --backend aot_eager", [PERCENT, r"\d\.\d{3}", r"\d+\.\d{3}"]),
     "fully_sharded.py": ("--steps 4", [PERCENT + r"\d", "4", "3.91", "32"]),
     "resume.py": ("--steps 6", [PERCENT, "25.6", "32"]),
     "sync_batch_norm.py": ("--steps 4", [PERCENT, "25.7", "32"]),

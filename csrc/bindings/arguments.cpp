@@ -29,12 +29,28 @@ void check_written(const at::Tensor& tensor, const std::string& name) {
                     tensor.strides());
 }
 
-void check_dense(const Argument& argument, const at::Device& device) {
+static void check_on(const Argument& argument, const at::Device& device) {
   const auto& [tensor, name, written] = argument;
   check_plain(tensor, name);
   TORCH_CHECK_VALUE(is_supported(tensor.device()), name, ": expected a tensor on ", supported_devices(), ", got one on ", tensor.device());
   TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device, ", got one on ", tensor.device());
   check_backed(tensor, name);
+}
+
+static void check_type(const Argument& argument, bool fp16) {
+  const at::ScalarType type = argument.tensor.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || (fp16 && type == at::kHalf), argument.name, ": expected dtype float32",
+                   fp16 ? ", float16" : "", " or bfloat16, got ", type);
+}
+
+void check_floats(const Argument& argument, const at::Device& device) {
+  check_on(argument, device);
+  check_type(argument, true);
+}
+
+void check_dense(const Argument& argument, const at::Device& device) {
+  const auto& [tensor, name, written] = argument;
+  check_on(argument, device);
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0, name,
@@ -43,9 +59,7 @@ void check_dense(const Argument& argument, const at::Device& device) {
 
 Elements elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16) {
   check_dense(argument, device);
-  const at::ScalarType type = argument.tensor.scalar_type();
-  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || (fp16 && type == at::kHalf), argument.name, ": expected dtype float32",
-                   fp16 ? ", float16" : "", " or bfloat16, got ", type);
+  check_type(argument, fp16);
   TORCH_CHECK_VALUE(argument.tensor.numel() == numel, argument.name, ": expected ", numel, " elements, got ", argument.tensor.numel());
   return {argument.data(), dtype_of(argument.tensor)};
 }

@@ -47,6 +47,9 @@ void check_backed(const at::Tensor& tensor, const std::string& name);
 // Its elements each have a place of their own.
 void check_written(const at::Tensor& tensor, const std::string& name);
 
+// On the device, of whatever strides, and of float32, float16 or bfloat16.
+void check_floats(const Argument& argument, const at::Device& device);
+
 void check_dense(const Argument& argument, const at::Device& device);
 
 // Of `numel` elements; fp16 or not.

@@ -4,9 +4,10 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch import library
 
 from dltrain_ext.comm.communicator import Communicator, Work
-from dltrain_ext.comm.groups import group_of
+from dltrain_ext.comm.groups import group_named, group_of
 
 _Communicators = weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator]
 _all_reducing: _Communicators = weakref.WeakKeyDictionary()
@@ -81,6 +82,19 @@ def all_reduce(
         segments=segments,
         async_op=async_op,
     )
+
+
+@library.custom_op("dltrain_ext::all_reduce_", mutates_args=["tensor"])
+def _all_reduce_op(
+    tensor: torch.Tensor, op: str = "sum", *, algorithm: str = "auto", codec: str = "raw", group_name: str
+) -> None:
+    """:func:`all_reduce` for graphs, which have a group by its name."""
+    all_reduce(tensor, op, group=group_named(group_name), algorithm=algorithm, codec=codec)
+
+
+@_all_reduce_op.register_fake
+def _changes_its_tensor(*given: object, **options: object) -> None:
+    """And returns nothing."""
 
 
 def reduce_scatter(

@@ -23,6 +23,15 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """By its ``group_name``, as torch's functional collectives have groups."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    try:
+        return group_of(resolve(name))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"group_name: expected the group_name of a group of this rank, got {name!r}") from error
+
+
 _forked_groups: list[weakref.ref[Any]] = []  # in a child: the default group that it has from its parent
 
 

@@ -1,11 +1,6 @@
-#include <ATen/ops/empty.h>
-
 #include "bindings/module.h"
 #include "bindings/optim/group.h"
-#include "bindings/optim/updates.h"
-#include "kernels/judge.h"
-#include "kernels/map_blocks.h"
-#include "kernels/statistics.h"
+#include "bindings/optim/step.h"
 
 namespace dltrain::bindings {
 
@@ -17,33 +12,8 @@ std::vector<at::Tensor> sum_squares_of(const std::vector<const FusedGroup*>& gro
   for (const FusedGroup* group : groups) group->collect(gradients);
   std::vector<at::Tensor> sums;
   py::gil_scoped_release no_gil;
-  for (const auto& [device, lists] : gradients) {
-    const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
-    const at::Tensor& sum = sums.emplace_back(at::empty({}, at::TensorOptions(device).dtype(at::kDouble)));
-    sum_squares(caller_place(device), lists, {sum.mutable_data_ptr<double>(), nullptr});
-  }
+  for (const auto& [device, lists] : gradients) sums.push_back(sum_squares_on(device, lists));
   return sums;
-}
-
-struct Judgement {
-  at::Tensor divisor, norm, found_inf;
-};
-
-Judgement judge(const at::Tensor& sum_squares, const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                double max_norm) {
-  const at::Device device = sum_squares.device();
-  TORCH_CHECK_VALUE(is_supported(device) && sum_squares.numel() == 1 && sum_squares.scalar_type() == at::kDouble,
-                    "sum_squares: expected one float64 number on ", supported_devices(), ", got ", sum_squares.toString(), " of shape ",
-                    sum_squares.sizes());
-  check_dense({sum_squares, "sum_squares"}, device);
-  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
-  StepArguments arguments(/*lr=*/0.0, /*maximize=*/false, /*tensor_lr=*/std::nullopt, grad_scale, found_inf);
-  const auto fresh = [&](at::ScalarType type) { return at::empty({}, at::TensorOptions(device).dtype(type)); };
-  Judgement made{fresh(at::kDouble), fresh(at::kFloat), fresh(at::kFloat)};
-  map_blocks(caller_place(device), Judge::elements,
-             Judge{sum_squares.const_data_ptr<double>(), arguments.on(device).scalars, max_norm, made.divisor.mutable_data_ptr<double>(),
-                   made.norm.mutable_data_ptr<float>(), made.found_inf.mutable_data_ptr<float>()});
-  return made;
 }
 
 }  // namespace
@@ -57,12 +27,6 @@ void bind_groups(py::module_& module) {
            py::arg("flagged"), py::arg("flagged_from"))
       .def("release", &FusedGroup::release)
       .def("step", &FusedGroup::step, py::arg("arguments"), py::arg("hyper"));
-  py::class_<Judgement>(module, "Judgement")
-      .def_readonly("divisor", &Judgement::divisor)
-      .def_readonly("norm", &Judgement::norm)
-      .def_readonly("found_inf", &Judgement::found_inf);
-  module.def("judge", judge, py::arg("sum_squares"), py::kw_only(), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_norm"),
-             py::call_guard<py::gil_scoped_release>());
   module.def("sum_squares_of", sum_squares_of, py::arg("groups"));
 }
 

@@ -49,4 +49,7 @@ class Gradients {
   std::vector<OnDevice> devices_;
 };
 
+// Of all of them on the device: a float64 number.
+at::Tensor sum_squares_on(const at::Device& device, const std::vector<TensorList<1>>& grads);
+
 }  // namespace dltrain::bindings
