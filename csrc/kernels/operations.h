@@ -11,10 +11,10 @@
 #include "kernels/decode.h"
 #include "kernels/encode_sum.h"
 #include "kernels/judge.h"
+#include "kernels/norms.h"
 #include "kernels/optimizers.h"
 #include "kernels/spoil.h"
 #include "kernels/update.h"
-#include "math/sum_squares.h"
 
 namespace dltrain {
 
@@ -41,7 +41,15 @@ struct Job {
   Operation operation;
 };
 
-using Reductions = std::tuple<math::SumSquares>;
+template <class Rule, std::size_t... I>
+auto norms_of(std::index_sequence<I...>)
+    -> std::conditional_t<math::norms_of<Rule>() == 0, std::tuple<>, std::tuple<Norms<Rule, math::choices_of<Rule>()[I]>...>>;
+template <class Rule>
+using NormsOf = decltype(norms_of<Rule>(std::make_index_sequence<math::choices_of<Rule>().size()>()));
+template <class... Rules>
+auto reductions_of(const std::tuple<Rules...>&)
+    -> decltype(std::tuple_cat(std::declval<std::tuple<Squares>>(), std::declval<NormsOf<Rules>>()...));
+using Reductions = decltype(reductions_of(std::declval<Optimizers>()));
 
 // An entry for each operation of a list.
 template <template <class> class Entry, class List>

@@ -7,13 +7,14 @@
 
 namespace dltrain {
 
-// results[row] = the reduction over the row's elements, in an order that depends on its length alone. The results lie where the list does.
+// Sums of squares of the rows, Reduction::sums for each: results[row * sums + s] = sum over i of element(s, x_0[i], ..., x_{K-1}[i])^2,
+// where element = reduction.at(the row's numbers), in an order that depends on the row's length alone. The results lie where the list does.
 template <class Reduction>
-void reduce(const Place& place, const TensorList<1>& list, typename Reduction::Value* results) {
+void reduce(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
   if constexpr (built_with_cuda) {
-    if (place.on_cuda()) return std::get<cuda::Reduce<Reduction>>(cuda::reduce_table).enqueue(place, list, results);
+    if (place.on_cuda()) return std::get<cuda::Reduce<Reduction>>(cuda::reduce_table).enqueue(place, list, reduction, results);
   }
-  cpu::reduce<Reduction>(place, list, results);
+  cpu::reduce(place, list, reduction, results);
 }
 
 }  // namespace dltrain

@@ -4,7 +4,6 @@
 #include "kernels/decode.h"
 #include "kernels/map_blocks.h"
 #include "kernels/reduce.h"
-#include "math/sum_squares.h"
 
 namespace dltrain {
 
@@ -29,7 +28,7 @@ void add_up(const Place& place, double* numbers, int64_t count, const Statistics
   map_blocks(place, SumTiles::elements, SumTiles{numbers, count, statistics.sum_squares, statistics.found_inf});
 }
 
-void sum_squares(const Place& place, const TensorList<1>& list, double* sums) { reduce<math::SumSquares>(place, list, sums); }
+void sum_squares(const Place& place, const TensorList<1>& list, double* sums) { reduce(place, list, Squares{}, sums); }
 
 void sum_squares(const Place& place, const std::vector<TensorList<1>>& lists, const Statistics& statistics) {
   int64_t rows = 0;

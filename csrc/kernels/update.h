@@ -24,13 +24,23 @@ struct Pointers<T, 0> {
 
 // Bases, as those that are empty then take no room.
 template <class Rule, class Counters = Pointers<float, static_cast<int>(math::counters_of<Rule>().size())>,
-          class Sums = Pointers<double, static_cast<int>(math::norms_of<Rule>().size())>>
+          class Sums = Pointers<double, math::norms_of<Rule>()>>
 struct NumbersOf : Counters, Sums {
   DLT_HD Counters& counters() { return *this; }
   DLT_HD const Counters& counters() const { return *this; }
   DLT_HD Sums& sums() { return *this; }  // null where the row has not the rule's flag
   DLT_HD const Sums& sums() const { return *this; }
 };
+
+// As the rule has it, where the flag stands with the sums of its norms.
+template <class Rule>
+DLT_HD math::PerTensor per_tensor(const NumbersOf<Rule>& numbers, bool flag) {
+  math::PerTensor tensor;
+  for (int i = 0; i < numbers.counters().size; ++i) tensor.counters[i] = *numbers.counters()[i];
+  for (int i = 0; i < numbers.sums().size && flag; ++i) tensor.sums[i] = *numbers.sums()[i];
+  tensor.flag = flag;
+  return tensor;
+}
 
 // An operation of for_each: a step of an optimizer. Streams: parameter, gradient, and the states whose bits are set.
 template <class Rule, unsigned states>
@@ -46,11 +56,7 @@ struct Update {
 
   DLT_HD bool skip() const { return step.scalars.skip(); }
   DLT_HD Element at(const Numbers& numbers) const {
-    math::PerTensor tensor;
-    for (int i = 0; i < numbers.counters().size; ++i) tensor.counters[i] = *numbers.counters()[i];
-    for (int i = 0; i < numbers.sums().size && flag; ++i) tensor.sums[i] = *numbers.sums()[i];
-    tensor.flag = flag;
-    return rule.at(tensor, step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize));
+    return rule.at(per_tensor<Rule>(numbers, flag), step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize));
   }
   // Whether two rows have the same element.
   static bool same(const Numbers& numbers, const Numbers& others) {

@@ -73,7 +73,7 @@ TEST_P(ReduceOn, SumsSquaresRowByRow) {
     list.add({arrays.emplace_back(std::make_unique<Array<float>>(place(), values, 1))->data()}, size);
   }
   const Array<double> results(place(), std::vector<double>(sizes.size(), -1.0));
-  reduce<math::SumSquares>(place(), list, results.data());
+  reduce(place(), list, Squares{}, results.data());
   EXPECT_EQ(results.values(), expected);  // whole numbers: exact in any order
 }
 
@@ -86,7 +86,7 @@ TEST_P(ReduceOn, IsFiniteExactlyIfAllElementsAre) {
     TensorList<1> list;
     list.add({array.data()}, 20000);
     const Array<double> results(place(), {0.0});
-    reduce<math::SumSquares>(place(), list, results.data());
+    reduce(place(), list, Squares{}, results.data());
     EXPECT_EQ(std::isfinite(results.values()[0]), last == large);
   }
 }
@@ -108,12 +108,45 @@ TEST_P(ReduceOn, SumsSquaresOfListsOfAnyType) {
   EXPECT_EQ(sum.values()[0], 0.0);
 }
 
+// Of two streams in one pass, in whatever types they are, beside a third that is not asked for.
+TEST_P(ReduceOn, TakesTheNormsOfAnUpdate) {
+  using LARSNorms = Norms<math::LARS, 1>;
+  for (const Dtype dtype : {Dtype::fp32, Dtype::fp16}) {
+    Form<3> form;
+    form.dtypes[1] = dtype;
+    ListOf<LARSNorms> list(form);
+    std::vector<std::unique_ptr<Array<float>>> arrays;
+    std::vector<std::unique_ptr<Array<Half>>> halves;
+    std::vector<double> expected;
+    for (const int64_t size : {7, 0, 8192, 20001}) {
+      std::vector<float> params, grads;
+      std::vector<Half> half_grads;
+      double sums[2] = {};
+      for (int64_t i = 0; i < size; ++i) {
+        params.push_back(static_cast<float>(i % 31 - 15));
+        half_grads.push_back(narrow<Half>(grads.emplace_back(static_cast<float>(i % 7 - 3))));
+        sums[0] += params.back() * params.back();
+        sums[1] += grads.back() * grads.back();
+      }
+      expected.insert(expected.end(), sums, sums + 2);
+      void* const param = arrays.emplace_back(std::make_unique<Array<float>>(place(), params, 1))->data();
+      void* const buffer = arrays.emplace_back(std::make_unique<Array<float>>(place(), std::vector<float>(size, 1e30f)))->data();
+      void* grad = arrays.emplace_back(std::make_unique<Array<float>>(place(), grads, 1))->data();
+      if (dtype == Dtype::fp16) grad = halves.emplace_back(std::make_unique<Array<Half>>(place(), half_grads, 1))->data();
+      list.add({param, grad, buffer}, size);
+    }
+    const Array<double> results(place(), std::vector<double>(expected.size(), -1.0));
+    reduce(place(), list, LARSNorms{}, results.data());
+    EXPECT_EQ(results.values(), expected);
+  }
+}
+
 TEST_P(ReduceOn, TakesMoreRowsThanOneLaunch) {
   const Array<float> values(place(), std::vector<float>(1100, 3.0f));
   TensorList<1> list;
   for (int64_t row = 0; row < 1100; ++row) list.add({values.data() + row}, 1);
   const Array<double> results(place(), std::vector<double>(1100));
-  reduce<math::SumSquares>(place(), list, results.data());
+  reduce(place(), list, Squares{}, results.data());
   EXPECT_EQ(results.values(), std::vector<double>(1100, 9.0));
 }
 
@@ -133,7 +166,8 @@ TEST(Loops, GiveTheSameBitsOnEveryInstructionSet) {
     fold.own_place = 1;
     fold.scale = 0.3f;
     std::get<cpu::BlockLoop<EncodeSum<math::Raw>>>(set.loops->blocks).run(fold, fold.numel, 0, 40);
-    sums.push_back(std::get<cpu::ReduceLoop<math::SumSquares>>(set.loops->reductions).run({values.data()}, 10007));
+    const TensorList<1>::Row row{{values.data()}, nullptr, 10007, {}};
+    std::get<cpu::ReduceLoop<Squares>>(set.loops->reductions).run({}, {}, row, 0, 10007, &sums.emplace_back());
     EXPECT_EQ(folds.back(), folds.front()) << set.name;
     EXPECT_EQ(sums.back(), sums.front()) << set.name;
   }

@@ -17,7 +17,8 @@
 #include "core/memory.h"
 #include "core/tensor_list.h"
 #include "kernels/for_each.h"
-#include "kernels/statistics.h"
+#include "kernels/norms.h"
+#include "kernels/reduce.h"
 #include "kernels/update.h"
 
 namespace dltrain::bindings {
@@ -150,7 +151,7 @@ class Updates {
       const Place place = caller_place(part.device);
       const Step step = arguments.on(part.device);
       if constexpr (counters > 0) for_each(place, part.counts, Advance<Rule>{rule, step.scalars});
-      const Memory norms = take_norms(place, part);
+      const Memory norms = take_norms(place, rule, part);
       for_each(place, part.list, Operation{rule, step, part.flag});
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -194,17 +195,18 @@ class Updates {
 
   static bool may_be_half(int k) { return k < 2; }
 
-  // Of the streams that the rule asks for, where the flag stands, into memory that the rows then point to.
-  static Memory take_norms(const Place& place, Part& part) {
-    constexpr auto streams = math::norms_of<Rule>();
-    if (streams.empty() || !part.flag) return {};
-    const int64_t rows = part.list.size();
-    Memory memory(place, static_cast<int64_t>(streams.size()) * rows * static_cast<int64_t>(sizeof(double)));
-    if constexpr (!streams.empty()) {
-      for (size_t i = 0; i < streams.size(); ++i) {
-        double* const sums = static_cast<double*>(memory.data()) + static_cast<int64_t>(i) * rows;
-        sum_squares(place, part.list.stream(streams[i]), sums);
-        for (int64_t row = 0; row < rows; ++row) part.list.row(row).numbers.sums().values[i] = sums + row;
+  // What the rule asks for, where the flag stands, into memory that the rows then point to.
+  static Memory take_norms(const Place& place, const Rule& rule, Part& part) {
+    constexpr int sums = math::norms_of<Rule>();
+    Memory memory;
+    if constexpr (sums > 0) {
+      if (!part.flag) return memory;
+      const int64_t rows = part.list.size();
+      memory = Memory(place, sums * rows * static_cast<int64_t>(sizeof(double)));
+      auto* const results = static_cast<double*>(memory.data());
+      reduce(place, part.list, Norms<Rule, bits>{rule}, results);
+      for (int64_t row = 0; row < rows; ++row) {
+        for (int i = 0; i < sums; ++i) part.list.row(row).numbers.sums().values[i] = results + row * sums + i;
       }
     }
     return memory;

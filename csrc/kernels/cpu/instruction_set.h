@@ -23,7 +23,8 @@ struct BlockLoop {
 };
 template <class Reduction>
 struct ReduceLoop {
-  typename Reduction::Value (*run)(const Elements& values, int64_t numel);
+  void (*run)(const typename Reduction::Element& element, const Form<Reduction::streams>& form, const typename ListOf<Reduction>::Row& row,
+              int64_t begin, int64_t end, double* sums);
 };
 
 // All loops, compiled for one instruction set.

@@ -4,6 +4,7 @@
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/instruction_set.h"
 #include "kernels/cpu/tile.h"
+#include "math/sum_squares.h"
 
 #ifndef DLT_INSTRUCTION_SET
 #define DLT_INSTRUCTION_SET portable
@@ -89,28 +90,59 @@ void run_blocks(const Operation& given, int64_t numel, int64_t begin, int64_t en
   finish_stores();
 }
 
-// As many running values for every instruction set, so that all of them give the same bits.
-template <class Reduction>
-typename Reduction::Value reduce(const Elements& given, int64_t numel) {
-  constexpr int lanes = 32;
-  typename Reduction::Value running[lanes];
-  for (auto& value : running) value = Reduction::none();
-  alignas(line_bytes) float room[piece];
-  const int64_t step = given.dtype == Dtype::fp32 ? numel : piece;
-  for (int64_t at = 0; at < numel; at += step) {
-    const int64_t count = numel - at < step ? numel - at : step;
-    const float* const values = widened(given.from(at), count, room);
+template <class Reduction, class Streams>
+struct ReduceRun;
+template <class Reduction, std::size_t... K>
+struct ReduceRun<Reduction, std::index_sequence<K...>> {
+  using Element = typename Reduction::Element;
+
+  // As many running values for every instruction set, so that all of them give the same bits.
+  static constexpr int lanes = 32;
+  using Running = double[lanes];
+
+  static void run(const Element& given, const Form<Reduction::streams>& form, const typename ListOf<Reduction>::Row& row, int64_t begin,
+                  int64_t end, double* sums) {
+    const Element element = given;
+    Running running[Reduction::sums];
+    for (auto& each : running) {
+      for (double& value : each) value = math::SumSquares::none();
+    }
+    alignas(line_bytes) float room[Reduction::streams][piece];
+    const int64_t step = Reduction::sums == 1 && form.is_plain() ? end - begin : piece;  // a multiple of the lanes, or all
+    for (int64_t at = begin; at < end; at += step) {
+      const int64_t count = end - at < step ? end - at : step;
+      const float* const data[] = {widened(Elements{row.data[K], form.dtypes[K]}.from(at), count, room[K])...};
+      add_all(element, data, count, running, std::make_integer_sequence<int, Reduction::sums>{});
+    }
+    for (int s = 0; s < Reduction::sums; ++s) sums[s] = merged(running[s]);
+  }
+
+ private:
+  template <int... S>
+  DLT_HD static void add_all(const Element& element, const float* const* data, int64_t count, Running* running,
+                             std::integer_sequence<int, S...>) {
+    (add(element, SumNumber<S>{}, data, count, running[S]), ...);
+  }
+
+  template <class Sum>
+  DLT_HD static void add(const Element& element, Sum sum, const float* const* data, int64_t count, Running& running) {
+    const float* const streams[] = {data[K]...};
     int64_t i = 0;
     for (; i + lanes <= count; i += lanes) {
-      for (int lane = 0; lane < lanes; ++lane) running[lane] = Reduction::add(running[lane], values[i + lane]);
+      for (int lane = 0; lane < lanes; ++lane) {
+        running[lane] = math::SumSquares::add(running[lane], element(sum, streams[K][i + lane]...));
+      }
     }
-    for (int lane = 0; i < count; ++i, ++lane) running[lane] = Reduction::add(running[lane], values[i]);
+    for (int lane = 0; i < count; ++i, ++lane) running[lane] = math::SumSquares::add(running[lane], element(sum, streams[K][i]...));
   }
-  for (int half = lanes / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) running[lane] = Reduction::merge(running[lane], running[lane + half]);
+
+  DLT_HD static double merged(Running& running) {
+    for (int half = lanes / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) running[lane] = math::SumSquares::merge(running[lane], running[lane + half]);
+    }
+    return running[0];
   }
-  return running[0];
-}
+};
 
 }  // namespace
 
@@ -120,7 +152,8 @@ constinit const Loops loops = {
     make_table<ElementLoop, Elementwise>(
         []<class O>(std::type_identity<O>) { return ElementRun<O, std::make_index_sequence<O::streams>>::run; }),
     make_table<BlockLoop, Blockwise>([]<class O>(std::type_identity<O>) { return run_blocks<O>; }),
-    make_table<ReduceLoop, Reductions>([]<class O>(std::type_identity<O>) { return reduce<O>; }),
+    make_table<ReduceLoop, Reductions>(
+        []<class R>(std::type_identity<R>) { return ReduceRun<R, std::make_index_sequence<R::streams>>::run; }),
 };
 }  // namespace DLT_INSTRUCTION_SET
 

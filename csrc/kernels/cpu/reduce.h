@@ -1,37 +1,44 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "core/place.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/instruction_set.h"
+#include "kernels/cpu/prefetch.h"
+#include "math/sum_squares.h"
 
 namespace dltrain::cpu {
 
 // Parts of fixed length, reduced in any order, then merged in theirs.
 template <class Reduction>
-void reduce(const Place& place, const TensorList<1>& list, typename Reduction::Value* results) {
+void reduce(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
   constexpr int64_t length = 1 << 14, grain = 16;
   struct Part {
-    int64_t row;
-    Elements values;
-    int64_t numel;
-    typename Reduction::Value value;
+    int64_t row, first, last;
+    std::array<double, Reduction::sums> sums;
   };
   std::vector<Part> parts;
   for (int64_t row = 0; row < list.size(); ++row) {
-    const Elements values{list.row(row).data[0], list.form().dtypes[0]};
     const int64_t numel = list.row(row).numel;
-    for (int64_t first = 0; first < numel; first += length) parts.push_back({row, values.from(first), std::min(length, numel - first), {}});
-    results[row] = Reduction::none();
+    for (int64_t first = 0; first < numel; first += length) parts.push_back({row, first, std::min(first + length, numel), {}});
   }
   const auto loop = std::get<ReduceLoop<Reduction>>(loops().reductions);
   place.parallel_for(static_cast<int64_t>(parts.size()), grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) parts[i].value = loop.run(parts[i].values, parts[i].numel);
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + ahead < end && parts[i + ahead].first == 0) prefetch(list.row(parts[i + ahead].row));
+      auto& [row, first, last, sums] = parts[i];
+      loop.run(reduction.at(list.row(row).numbers), list.form(), list.row(row), first, last, sums.data());
+    }
   });
-  for (const Part& part : parts) results[part.row] = Reduction::merge(results[part.row], part.value);
+  std::fill_n(results, list.size() * Reduction::sums, math::SumSquares::none());
+  for (const Part& part : parts) {
+    double* const sums = results + part.row * Reduction::sums;
+    for (int s = 0; s < Reduction::sums; ++s) sums[s] = math::SumSquares::merge(sums[s], part.sums[s]);
+  }
 }
 
 }  // namespace dltrain::cpu

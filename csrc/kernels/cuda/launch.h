@@ -20,7 +20,7 @@ struct MapBlocks {
 };
 template <class Reduction>
 struct Reduce {
-  void (*enqueue)(const Place& place, const TensorList<1>& list, typename Reduction::Value* results);
+  void (*enqueue)(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results);
 };
 
 extern const Table<ForEach, Elementwise> for_each_table;

@@ -2,6 +2,9 @@
 #include "kernels/cuda/batch.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/operations.h"
+#include "math/sum_squares.h"
+
+#include <utility>
 
 namespace dltrain::cuda {
 
@@ -10,56 +13,78 @@ namespace {
 // Both kernels of a batch: a part for each chunk, then the parts of each row. Every sum has one order, whatever the device.
 template <class Reduction>
 struct Parts {
-  typename Reduction::Value* parts;
-  typename Reduction::Value* results;
+  Reduction reduction;
+  double* parts;
+  double* results;
 };
+template <class Reduction>
+using BatchOf = Batch<Parts<Reduction>, ListOf<Reduction>>;
 
 // The threads' values merged as a tree, for thread 0.
-template <class Reduction>
-__device__ typename Reduction::Value merge_threads(typename Reduction::Value mine) {
-  __shared__ typename Reduction::Value values[threads];
+__device__ double merge_threads(double mine) {
+  __shared__ double values[threads];
   __syncthreads();  // the tree before has been read
   values[threadIdx.x] = mine;
   for (unsigned half = threads / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (threadIdx.x < half) values[threadIdx.x] = Reduction::merge(values[threadIdx.x], values[threadIdx.x + half]);
+    if (threadIdx.x < half) values[threadIdx.x] = math::SumSquares::merge(values[threadIdx.x], values[threadIdx.x + half]);
   }
   return values[threadIdx.x];  // what it wrote itself: another's may still be on its way
 }
 
-template <class Reduction>
-__global__ void __launch_bounds__(threads) chunks_kernel(const __grid_constant__ Batch<Parts<Reduction>, TensorList<1>> batch) {
-  for (int64_t chunk = blockIdx.x; chunk < batch.chunks; chunk += gridDim.x) {
-    const auto& row = batch.rows[batch.row_of(chunk)];
-    const int64_t first = (chunk - row.first_chunk) * chunk_size;
-    const int64_t last = first + chunk_size < row.numel ? first + chunk_size : row.numel;
-    auto value = Reduction::none();
-    with_type(Elements{row.data[0], batch.form.dtypes[0]}, [&](const auto* values) {
-      for (int64_t i = first + threadIdx.x; i < last; i += threads) value = Reduction::add(value, widen(values[i]));
-    });
-    value = merge_threads<Reduction>(value);
-    if (threadIdx.x == 0) batch.operation.parts[chunk] = value;
+__device__ float load_one(const Elements& from) {
+  float value = 0.0f;
+  with_type(from, [&](const auto* values) { value = widen(*values); });
+  return value;
+}
+
+template <class Reduction, std::size_t... K, int... S>
+__device__ void add_chunk(const BatchOf<Reduction>& batch, int64_t chunk, std::index_sequence<K...>, std::integer_sequence<int, S...>) {
+  const auto& row = batch.rows[batch.row_of(chunk)];
+  const int64_t first = (chunk - row.first_chunk) * chunk_size;
+  const int64_t last = first + chunk_size < row.numel ? first + chunk_size : row.numel;
+  const auto element = batch.operation.reduction.at(row);
+  double sums[Reduction::sums];
+  for (double& sum : sums) sum = math::SumSquares::none();
+  for (int64_t i = first + threadIdx.x; i < last; i += threads) {
+    const float values[] = {load_one(Elements{row.data[K], batch.form.dtypes[K]}.from(i))...};
+    ((sums[S] = math::SumSquares::add(sums[S], element(SumNumber<S>{}, values[K]...))), ...);
+  }
+  for (int s = 0; s < Reduction::sums; ++s) {
+    const double sum = merge_threads(sums[s]);
+    if (threadIdx.x == 0) batch.operation.parts[chunk * Reduction::sums + s] = sum;
   }
 }
 
 template <class Reduction>
-__global__ void __launch_bounds__(threads) rows_kernel(const __grid_constant__ Batch<Parts<Reduction>, TensorList<1>> batch) {
+__global__ void __launch_bounds__(threads) chunks_kernel(const __grid_constant__ BatchOf<Reduction> batch) {
+  for (int64_t chunk = blockIdx.x; chunk < batch.chunks; chunk += gridDim.x) {
+    add_chunk<Reduction>(batch, chunk, std::make_index_sequence<Reduction::streams>{}, std::make_integer_sequence<int, Reduction::sums>{});
+  }
+}
+
+template <class Reduction>
+__global__ void __launch_bounds__(threads) rows_kernel(const __grid_constant__ BatchOf<Reduction> batch) {
+  constexpr int sums = Reduction::sums;
   for (int index = blockIdx.x; index < batch.size; index += gridDim.x) {
     const int64_t last = index + 1 < batch.size ? batch.rows[index + 1].first_chunk : batch.chunks;
-    auto value = Reduction::none();
-    for (int64_t chunk = batch.rows[index].first_chunk + threadIdx.x; chunk < last; chunk += threads) {
-      value = Reduction::merge(value, batch.operation.parts[chunk]);
+    for (int s = 0; s < sums; ++s) {
+      double sum = math::SumSquares::none();
+      for (int64_t chunk = batch.rows[index].first_chunk + threadIdx.x; chunk < last; chunk += threads) {
+        sum = math::SumSquares::merge(sum, batch.operation.parts[chunk * sums + s]);
+      }
+      sum = merge_threads(sum);
+      if (threadIdx.x == 0) batch.operation.results[index * sums + s] = sum;
     }
-    value = merge_threads<Reduction>(value);
-    if (threadIdx.x == 0) batch.operation.results[index] = value;
   }
 }
 
 template <class Reduction>
-void enqueue(const Place& place, const TensorList<1>& list, typename Reduction::Value* results) {
-  in_batches<most<Parts<Reduction>, TensorList<1>>>(list, Parts<Reduction>{}, [&](auto& batch, int64_t first) {
-    const Memory parts(place, batch.chunks * static_cast<int64_t>(sizeof(typename Reduction::Value)));
-    batch.operation = {static_cast<typename Reduction::Value*>(parts.data()), results + first};
+void enqueue(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
+  constexpr int sums = Reduction::sums;
+  in_batches<most<Parts<Reduction>, ListOf<Reduction>>>(list, Parts<Reduction>{reduction, {}, {}}, [&](auto& batch, int64_t first) {
+    const Memory parts(place, batch.chunks * sums * static_cast<int64_t>(sizeof(double)));
+    batch.operation = {reduction, static_cast<double*>(parts.data()), results + first * sums};
     launch(place, chunks_kernel<Reduction>, batch.chunks, batch, "starting reduce");
     launch(place, rows_kernel<Reduction>, batch.size, batch, "starting the second half of reduce");
   });

@@ -12,6 +12,7 @@
 // have it inside; apex's LARC outside, with min(r / lr, 1) in the place of r. Both are an SGD step with factors of its own.
 
 #include <cmath>
+#include <type_traits>
 
 #include "core/host_device.h"
 #include "math/optim/rule.h"
@@ -42,7 +43,18 @@ struct LARS {
 
   static constexpr std::array states = {State{.key = "momentum_buffer", .optional = true}};
   bool needs(unsigned) const { return momentum != 0.0; }
-  static constexpr std::array norms = {0, 1};
+  static constexpr int norms = 2;  // of the parameter and the gradient
+  struct Measure {
+    template <class... States>
+    DLT_HD float operator()(std::integral_constant<int, 0>, float param, float, const States&...) const {
+      return param;
+    }
+    template <class... States>
+    DLT_HD float operator()(std::integral_constant<int, 1>, float, float grad, const States&...) const {
+      return grad;
+    }
+  };
+  DLT_HD Measure measure(const PerTensor&) const { return {}; }
   static constexpr Flag flag = {"adapt", true};  // the tensor has a trust ratio
 
   template <unsigned states>

@@ -7,7 +7,8 @@
 //   static constexpr auto hyper()                std::tuple of Hyper
 //   static constexpr std::array states           of State: tensors of the parameter's shape
 //   static constexpr std::array counters         of Counter, where it has any: numbers of a parameter; advance(float&...) counts a step
-//   static constexpr std::array norms            of stream numbers, where it needs any: 0 is the parameter, 1 the gradient
+//   static constexpr int norms                   of a tensor, where it needs any, of what measure(PerTensor) makes of each element: a
+//   using Measure                                function (number of the norm as a type, parameter, gradient, state&...) -> float
 //   static constexpr Flag flag                   where some tensors are to be treated otherwise than others
 //   template <unsigned states> using Element     what one step does to an element: (parameter&, gradient, state&...), where states are the
 //                                                bits of those that there are
@@ -51,7 +52,7 @@ struct Flag {
 struct PerTensor {
   static constexpr int most = 2;
   double counters[most] = {};  // already advanced
-  double sums[most] = {};      // of the squares of the streams in norms; where the tensor has the flag
+  double sums[most] = {};      // of the squares of what the norms are of; where the tensor has the flag
   bool flag = false;
 };
 
@@ -65,11 +66,11 @@ constexpr auto counters_of() {
 }
 
 template <class Rule>
-constexpr auto norms_of() {
+constexpr int norms_of() {
   if constexpr (requires { Rule::norms; }) {
     return Rule::norms;
   } else {
-    return std::array<int, 0>{};
+    return 0;
   }
 }
 
