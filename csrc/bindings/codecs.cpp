@@ -1,6 +1,5 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -92,7 +91,7 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
   sum.first = first;
   check_apart(arguments);
 
-  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+  const auto guard = on_device(device);
   codec.encode_sum(caller_place(device), sum);
   changed(arguments);
 }
@@ -114,7 +113,7 @@ void decode_op(const at::Tensor& wire, const std::string& codec_name, const at::
     statistics = {number_of<double>(arguments[2], device), number_of<float>(arguments[3], device)};
   }
   check_apart(arguments);
-  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+  const auto guard = on_device(device);
   codec.decode(caller_place(device), out.numel(), message, values, statistics);
   changed(arguments);
 }

@@ -2,8 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <memory>
+#include <optional>
 
 #include "core/place.h"
 
@@ -15,6 +17,11 @@ inline const char* supported_devices() { return built_with_cuda ? "the CPU or a 
 // Where the caller's work on tensors of a device goes: the calling thread with torch's threads beside it, or the device's current stream,
 // with memory from torch's allocator.
 Place caller_place(const c10::Device& device);
+
+// Makes a device torch's current one for as long as this lives; of the CPU there is nothing to make.
+inline c10::OptionalDeviceGuard on_device(const c10::Device& device) {
+  return c10::OptionalDeviceGuard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+}
 
 // Makes a place's stream torch's current one for as long as this lives.
 class OnStream {

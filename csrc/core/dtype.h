@@ -83,4 +83,10 @@ DLT_HD void with_type(const Elements& elements, Visit&& visit) {
   }
 }
 
+DLT_HD float first_of(const Elements& elements) {
+  float first = 0.0f;
+  with_type(elements, [&](const auto* values) DLT_HD_LAMBDA { first = widen(*values); });
+  return first;
+}
+
 }  // namespace dltrain

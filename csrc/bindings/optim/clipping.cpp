@@ -55,7 +55,7 @@ Judgement judge(const at::Tensor& sum_squares, const std::optional<at::Tensor>& 
                     sum_squares.sizes());
   check_dense({sum_squares, "sum_squares"}, device);
   TORCH_CHECK_VALUE(max_norm >= 0.0, "max_norm: expected a number of at least 0, got ", max_norm);
-  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+  const auto guard = on_device(device);
   StepArguments arguments(/*lr=*/0.0, /*maximize=*/false, /*tensor_lr=*/std::nullopt, grad_scale, found_inf);
   const auto fresh = [&](at::ScalarType type) { return at::empty({}, at::TensorOptions(device).dtype(type)); };
   Judgement made{fresh(at::kDouble), fresh(at::kFloat), fresh(at::kFloat)};
@@ -91,7 +91,7 @@ TORCH_LIBRARY_IMPL(dltrain_ext, CUDA, library) {
 }  // namespace
 
 at::Tensor sum_squares_on(const at::Device& device, const std::vector<TensorList<1>>& grads) {
-  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::make_optional(device));
+  const auto guard = on_device(device);
   at::Tensor sum = at::empty({}, at::TensorOptions(device).dtype(at::kDouble));
   sum_squares(caller_place(device), grads, {sum.mutable_data_ptr<double>(), nullptr});
   return sum;

@@ -2,11 +2,9 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <deque>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -147,7 +145,7 @@ class Updates {
   void run(const Rule& rule, StepArguments& arguments) {
     for (Part& part : parts_) {
       if (part.list.size() == 0) continue;
-      const c10::OptionalDeviceGuard guard(part.device.is_cpu() ? std::nullopt : std::make_optional(part.device));
+      const auto guard = on_device(part.device);
       const Place place = caller_place(part.device);
       const Step step = arguments.on(part.device);
       if constexpr (counters > 0) for_each(place, part.counts, Advance<Rule>{rule, step.scalars});

@@ -1,5 +1,6 @@
 #include "kernels/cuda/batch.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/pack.h"
 #include "kernels/operations.h"
 
 #include <utility>
@@ -7,13 +8,6 @@
 namespace dltrain::cuda {
 
 namespace {
-
-constexpr int width = 4;  // elements of an access: 16 bytes of fp32, 8 of the half types
-
-template <class T>
-struct alignas(width * sizeof(T)) Pack {
-  T values[width];
-};
 
 // Four elements as they lie in memory: all streams are on their way before the first is widened.
 union Raw {
@@ -25,11 +19,6 @@ union Raw {
   __device__ Pack<Half>& of(const Half*) { return fp16; }
   __device__ Pack<BFloat16>& of(const BFloat16*) { return bf16; }
 };
-
-template <class T>
-__device__ bool is_aligned(const T* data) {
-  return reinterpret_cast<uintptr_t>(data) % sizeof(Pack<T>) == 0;
-}
 
 __device__ Raw load(const Elements& from) {
   Raw raw;
@@ -61,12 +50,6 @@ __device__ void store(const Elements& to, const float (&from)[width]) {
   });
 }
 
-__device__ float load_one(const Elements& from) {
-  float value = 0.0f;
-  with_type(from, [&](const auto* values) { value = widen(*values); });
-  return value;
-}
-
 __device__ void store(const Elements& to, float value) {
   with_type(to, [&]<class T>(T* out) { *out = narrow<T>(value); });
 }
@@ -91,7 +74,7 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
     if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
   }
   if (const int64_t i = whole + threadIdx.x; i < last) {
-    float values[] = {load_one(stream(K, i))...};
+    float values[] = {first_of(stream(K, i))...};
     element(values[K]...);
     (store_if<Operation::writes(K)>(stream(K, i), values[K]), ...);
     if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);

@@ -32,12 +32,6 @@ __device__ double merge_threads(double mine) {
   return values[threadIdx.x];  // what it wrote itself: another's may still be on its way
 }
 
-__device__ float load_one(const Elements& from) {
-  float value = 0.0f;
-  with_type(from, [&](const auto* values) { value = widen(*values); });
-  return value;
-}
-
 template <class Reduction, std::size_t... K, int... S>
 __device__ void add_chunk(const BatchOf<Reduction>& batch, int64_t chunk, std::index_sequence<K...>, std::integer_sequence<int, S...>) {
   const auto& row = batch.rows[batch.row_of(chunk)];
@@ -47,7 +41,7 @@ __device__ void add_chunk(const BatchOf<Reduction>& batch, int64_t chunk, std::i
   double sums[Reduction::sums];
   for (double& sum : sums) sum = math::SumSquares::none();
   for (int64_t i = first + threadIdx.x; i < last; i += threads) {
-    const float values[] = {load_one(Elements{row.data[K], batch.form.dtypes[K]}.from(i))...};
+    const float values[] = {first_of(Elements{row.data[K], batch.form.dtypes[K]}.from(i))...};
     ((sums[S] = math::SumSquares::add(sums[S], element(SumNumber<S>{}, values[K]...))), ...);
   }
   for (int s = 0; s < Reduction::sums; ++s) {

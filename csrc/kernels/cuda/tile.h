@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "core/dtype.h"
+#include "kernels/cuda/pack.h"
 #include "kernels/message.h"
 #include "math/philox.h"
 
@@ -30,7 +31,7 @@ class Tile {
     for (int i = 0; i < held; i += 4) {
       const auto x = read(from + first_, element(i));
       for (int c = 0; c < 4; ++c) {
-        if (is_present(i + c)) value_[i + c] = f(value_[i + c], widen(x.of[c]));
+        if (is_present(i + c)) value_[i + c] = f(value_[i + c], widen(x.values[c]));
       }
     }
   }
@@ -42,8 +43,8 @@ class Tile {
   template <class T, class F>
   __device__ void store(T* to, F f) const {
     for (int i = 0; i < held; i += 4) {
-      Four<T> x;
-      for (int c = 0; c < 4; ++c) x.of[c] = narrow<T>(f(value_[i + c], decoded_[i + c]));
+      Pack<T> x;
+      for (int c = 0; c < 4; ++c) x.values[c] = narrow<T>(f(value_[i + c], decoded_[i + c]));
       write(to + first_, element(i), x);
     }
   }
@@ -62,7 +63,7 @@ class Tile {
   __device__ void update(T* to, const T* from, F f) const {
     for (int i = 0; i < held; i += 4) {
       auto x = read(from + first_, element(i));
-      for (int c = 0; c < 4; ++c) x.of[c] = narrow<T>(f(value_[i + c], decoded_[i + c], widen(x.of[c])));
+      for (int c = 0; c < 4; ++c) x.values[c] = narrow<T>(f(value_[i + c], decoded_[i + c], widen(x.values[c])));
       write(to + first_, element(i), x);
     }
   }
@@ -81,8 +82,8 @@ class Tile {
     }
     if (lane_ >= Layout::units / 4) return;
     for (int i = 0; i < kept<Layout>; i += 4) {
-      Four<typename Codec::Unit> x;
-      for (int c = 0; c < 4; ++c) x.of[c] = static_cast<typename Codec::Unit>(unit[i + c]);
+      Pack<typename Codec::Unit> x;
+      for (int c = 0; c < 4; ++c) x.values[c] = static_cast<typename Codec::Unit>(unit[i + c]);
       write(to, element(i), x);
     }
   }
@@ -91,10 +92,10 @@ class Tile {
   __device__ void decode(const typename Codec::Unit* from, F f) {
     using Layout = Message<Codec>;
     constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
-    Four<typename Codec::Unit> unit[kept<Layout> / 4];
+    Pack<typename Codec::Unit> unit[kept<Layout> / 4];
     for (int i = 0; i < kept<Layout>; i += 4) unit[i / 4] = read(from, static_cast<int>(element(i) % Layout::units));
     for (int i = 0; i < held; ++i) {
-      const uint32_t code = (unit[i % kept<Layout> / 4].of[i % 4] >> shift<Codec>(i)) & mask;
+      const uint32_t code = (unit[i % kept<Layout> / 4].values[i % 4] >> shift<Codec>(i)) & mask;
       if (is_present(i)) value_[i] = f(value_[i], code);
     }
   }
@@ -137,10 +138,6 @@ class Tile {
   }
 
  private:
-  template <class T>
-  struct alignas(4 * sizeof(T)) Four {
-    T of[4];
-  };
   // What holds as many bytes in registers: four of four bytes, of two, or of one.
   template <class T>
   using Word = std::conditional_t<sizeof(T) == 4, uint4, std::conditional_t<sizeof(T) == 2, uint2, unsigned>>;
@@ -159,26 +156,21 @@ class Tile {
     return element(i) / Message<Codec>::units * Codec::bits;
   }
 
-  template <class T>
-  static __device__ bool is_aligned(const T* data) {
-    return reinterpret_cast<uintptr_t>(data) % sizeof(Four<T>) == 0;
-  }
-
   // Four neighbours, of which only those below count() are there: at once where that can be. Of an assignment compilers make four, which
   // they share with those of the other case, so stores are CUDA's intrinsic.
   template <class T>
-  __device__ Four<T> read(const T* from, int first) const {
+  __device__ Pack<T> read(const T* from, int first) const {
     __builtin_assume(__isGlobal(from));
-    if (first + 4 <= count_ && is_aligned(from + first)) return *reinterpret_cast<const Four<T>*>(from + first);
-    Four<T> x = {};
+    if (first + 4 <= count_ && is_aligned(from + first)) return *reinterpret_cast<const Pack<T>*>(from + first);
+    Pack<T> x = {};
     for (int c = 0; c < 4; ++c) {
-      if (first + c < count_) x.of[c] = from[first + c];
+      if (first + c < count_) x.values[c] = from[first + c];
     }
     return x;
   }
 
   template <class T>
-  __device__ void write(T* to, int first, const Four<T>& x) const {
+  __device__ void write(T* to, int first, const Pack<T>& x) const {
     __builtin_assume(__isGlobal(to));
     if (first + 4 <= count_ && is_aligned(to + first)) {
       Word<T> word;
@@ -187,7 +179,7 @@ class Tile {
       return;
     }
     for (int c = 0; c < 4; ++c) {
-      if (first + c < count_) to[first + c] = x.of[c];
+      if (first + c < count_) to[first + c] = x.values[c];
     }
   }
 
