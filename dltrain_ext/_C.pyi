@@ -59,22 +59,6 @@ def optimizers() -> list[
 def sum_squares_of(groups: Sequence[FusedGroup]) -> list[Tensor]:
     """For each device the sum of squares of all gradients that the groups have read there, a float64 number."""
 
-class Judgement:
-    """What becomes of a step, as one-element tensors where its gradients are."""
-
-    @property
-    def divisor(self) -> Tensor:
-        """What the gradients are divided by, to be unscaled and clipped: float64."""
-    @property
-    def norm(self) -> Tensor:
-        """Of the unscaled gradients, before clipping: float32."""
-    @property
-    def found_inf(self) -> Tensor:
-        """1 where the step is to be skipped, else 0: float32."""
-
-def judge(sum_squares: Tensor, *, grad_scale: Tensor | None, found_inf: Tensor | None, max_norm: float) -> Judgement:
-    """Of gradients that are grad_scale times too large; found_inf may flag them beside their sum of squares."""
-
 class Codec:
     @property
     def name(self) -> str: ...

@@ -19,7 +19,6 @@ from dltrain_ext._C import (
     Communicator,
     Estimate,
     FusedGroup,
-    Judgement,
     Level,
     Plan,
     Ranks,
@@ -34,7 +33,6 @@ from dltrain_ext._C import (
     instruction_set,
     instruction_sets,
     is_supported,
-    judge,
     make_group,
     make_plan,
     nccl_unique_id,
@@ -54,7 +52,6 @@ __all__ = [
     "Communicator",
     "Estimate",
     "FusedGroup",
-    "Judgement",
     "Level",
     "Plan",
     "Ranks",
@@ -71,7 +68,6 @@ __all__ = [
     "instruction_set",
     "instruction_sets",
     "is_supported",
-    "judge",
     "make_group",
     "make_plan",
     "nccl_unique_id",
@@ -82,13 +78,15 @@ __all__ = [
     "supported_devices",
     "timeout_of",
     "two_level_pieces",
+    "unscale_and_clip",
     "verify",
 ]
 
 
-# What each means, and takes, is the function of that name in reference; so it is of sum_squares and unscale_and_clip.
+# What each means, and takes, is the function of that name in reference; so it is of sum_squares.
 decode_: Callable[..., None] = torch.ops.dltrain_ext.decode_
 encode_sum_: Callable[..., None] = torch.ops.dltrain_ext.encode_sum_
+unscale_and_clip: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.dltrain_ext.unscale_and_clip
 
 
 def _changes_its_arguments(*given: object, **options: object) -> None:

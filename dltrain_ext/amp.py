@@ -190,13 +190,12 @@ class LossScaler(torch.amp.GradScaler):
             else:
                 total = grad_stats.sum_squares
                 flags += [] if grad_stats.found_inf is None else [grad_stats.found_inf]
-            judgement = _ops.judge(
+            divisor, self._total_norm, found_inf = _ops.unscale_and_clip(
                 total,
                 grad_scale=divisor,
                 found_inf=_any(flags) if len(flags) > 1 else next(iter(flags), None),
-                max_norm=math.inf if max_norm is None else max_norm,
+                max_norm=max_norm,
             )
-            divisor, self._total_norm, found_inf = judgement.divisor, judgement.norm, judgement.found_inf
         else:
             found_inf = _any(flags).float()
         if state is None:

@@ -10,7 +10,6 @@ namespace dltrain::bindings {
 // Each file of this room adds its part of the module.
 void bind_groups(py::module_& module);
 void bind_optimizers(py::module_& module);
-void bind_clipping(py::module_& module);
 void bind_codecs(py::module_& module);
 void bind_plans(py::module_& module);
 void bind_simulate(py::module_& module);

@@ -4,7 +4,6 @@
 
 #include "core/host_device.h"
 #include "core/tensor_list.h"
-#include "kernels/scalars.h"
 #include "kernels/update.h"
 #include "math/optim/rule.h"
 

@@ -8,12 +8,10 @@
 namespace dltrain::math {
 
 struct SumSquares {
-  using Value = double;
-
-  DLT_HD static Value none() { return 0.0; }
-  DLT_HD static Value add(Value sum, float x) { return sum + static_cast<double>(x) * static_cast<double>(x); }
-  DLT_HD static Value merge(Value a, Value b) { return a + b; }
-  DLT_HD static bool all_finite(Value sum) { return sum - sum == 0.0; }
+  DLT_HD static double none() { return 0.0; }
+  DLT_HD static double add(double sum, float x) { return sum + static_cast<double>(x) * static_cast<double>(x); }
+  DLT_HD static double merge(double a, double b) { return a + b; }
+  DLT_HD static bool all_finite(double sum) { return sum - sum == 0.0; }
 };
 
 }  // namespace dltrain::math

@@ -183,15 +183,15 @@ TEST_P(NcclTransportOn, NamesWhatFailsAndEndsItsGroup) {
   }
 }
 
-// Nobody but the peer, or an abort, ends the wait for the first message between two ranks.
-TEST_P(NcclTransportOn, WaitsForAPeerUntilItIsAborted) {
+// Nobody but the peer, or who ends the communicator, ends the wait for the first message between two ranks.
+void end_while_it_waits_for_a_peer(const Place& place, void (Transport::*end)()) {
   std::latch over(1);
-  on_transports(place(), 2, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
+  on_transports(place, 2, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
     if (transport->rank() == 1) return over.wait();
     const Array<int> number(place, {5});
     std::thread other([&] {
       while (calls("rank 0: ncclGroupEnd") == 0) std::this_thread::yield();
-      transport->abort();
+      (*transport.*end)();
     });
     EXPECT_EQ(error_of<TransportError>([&] { transport->send(place, 1, number.data(), 4); }), "aborted");
     other.join();
@@ -199,20 +199,11 @@ TEST_P(NcclTransportOn, WaitsForAPeerUntilItIsAborted) {
   });
 }
 
+TEST_P(NcclTransportOn, WaitsForAPeerUntilItIsAborted) { end_while_it_waits_for_a_peer(place(), &Transport::abort); }
+
 // Of a communicator that somebody is in there is no good order.
 TEST_P(NcclTransportOn, IsAbortedByWhoClosesWhileItWaitsForAPeer) {
-  std::latch over(1);
-  on_transports(place(), 2, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
-    if (transport->rank() == 1) return over.wait();
-    const Array<int> number(place, {5});
-    std::thread other([&] {
-      while (calls("rank 0: ncclGroupEnd") == 0) std::this_thread::yield();
-      transport->close();
-    });
-    EXPECT_EQ(error_of<TransportError>([&] { transport->send(place, 1, number.data(), 4); }), "aborted");
-    other.join();
-    over.count_down();
-  });
+  end_while_it_waits_for_a_peer(place(), &Transport::close);
   EXPECT_EQ(calls("rank 0: ncclCommFinalize"), 0);
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
 }

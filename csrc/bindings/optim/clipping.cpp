@@ -1,4 +1,4 @@
-// What a step has to know of all its gradients at once, as torch ops; the optimizers' groups have it, too.
+// What a step has to know of all its gradients at once, as torch ops.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/module.h"
+#include "bindings/arguments.h"
 #include "bindings/optim/step.h"
 #include "bindings/place.h"
 #include "kernels/judge.h"
@@ -42,34 +42,24 @@ at::Tensor sum_squares_of_tensors(at::TensorList grads) {
   return sum_squares_on(device, all);
 }
 
-struct Judgement {
-  at::Tensor divisor, norm, found_inf;
-};
-
-Judgement judge(const at::Tensor& sum_squares, const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
-                double max_norm) {
-  TORCH_CHECK_TYPE(sum_squares.defined(), "sum_squares: expected a tensor, got none");
-  const at::Device device = sum_squares.device();
-  TORCH_CHECK_VALUE(is_supported(device) && sum_squares.numel() == 1 && sum_squares.scalar_type() == at::kDouble,
-                    "sum_squares: expected one float64 number on ", supported_devices(), ", got ", sum_squares.toString(), " of shape ",
-                    sum_squares.sizes());
-  check_dense({sum_squares, "sum_squares"}, device);
-  TORCH_CHECK_VALUE(max_norm >= 0.0, "max_norm: expected a number of at least 0, got ", max_norm);
-  const auto guard = on_device(device);
-  StepArguments arguments(/*lr=*/0.0, /*maximize=*/false, /*tensor_lr=*/std::nullopt, grad_scale, found_inf);
-  const auto fresh = [&](at::ScalarType type) { return at::empty({}, at::TensorOptions(device).dtype(type)); };
-  Judgement made{fresh(at::kDouble), fresh(at::kFloat), fresh(at::kFloat)};
-  map_blocks(caller_place(device), Judge::elements,
-             Judge{sum_squares.const_data_ptr<double>(), arguments.on(device).scalars, max_norm, made.divisor.mutable_data_ptr<double>(),
-                   made.norm.mutable_data_ptr<float>(), made.found_inf.mutable_data_ptr<float>()});
-  return made;
-}
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor> unscale_and_clip(const at::Tensor& sum_squares, const std::optional<at::Tensor>& grad_scale,
                                                                 const std::optional<at::Tensor>& found_inf,
                                                                 std::optional<double> max_norm) {
-  const Judgement made = judge(sum_squares, grad_scale, found_inf, max_norm.value_or(std::numeric_limits<double>::infinity()));
-  return {made.divisor, made.norm, made.found_inf};
+  TORCH_CHECK_TYPE(sum_squares.defined(), "sum_squares: expected a tensor, got none");
+  const at::Device device = sum_squares.device();
+  TORCH_CHECK_VALUE(sum_squares.numel() == 1 && sum_squares.scalar_type() == at::kDouble, "sum_squares: expected one float64 number, got ",
+                    sum_squares.toString(), " of shape ", sum_squares.sizes());
+  check_dense({sum_squares, "sum_squares"}, device);
+  const double limit = max_norm.value_or(std::numeric_limits<double>::infinity());
+  TORCH_CHECK_VALUE(limit >= 0.0, "max_norm: expected a number of at least 0, got ", limit);
+  const auto guard = on_device(device);
+  StepArguments arguments(/*lr=*/0.0, /*maximize=*/false, /*tensor_lr=*/std::nullopt, grad_scale, found_inf);
+  const auto fresh = [&](at::ScalarType type) { return at::empty({}, at::TensorOptions(device).dtype(type)); };
+  const at::Tensor divisor = fresh(at::kDouble), total_norm = fresh(at::kFloat), skip = fresh(at::kFloat);
+  map_blocks(caller_place(device), Judge::elements,
+             Judge{sum_squares.const_data_ptr<double>(), arguments.on(device).scalars, limit, divisor.mutable_data_ptr<double>(),
+                   total_norm.mutable_data_ptr<float>(), skip.mutable_data_ptr<float>()});
+  return {divisor, total_norm, skip};
 }
 
 TORCH_LIBRARY_FRAGMENT(dltrain_ext, library) {
@@ -95,15 +85,6 @@ at::Tensor sum_squares_on(const at::Device& device, const std::vector<TensorList
   at::Tensor sum = at::empty({}, at::TensorOptions(device).dtype(at::kDouble));
   sum_squares(caller_place(device), grads, {sum.mutable_data_ptr<double>(), nullptr});
   return sum;
-}
-
-void bind_clipping(py::module_& module) {
-  py::class_<Judgement>(module, "Judgement")
-      .def_readonly("divisor", &Judgement::divisor)
-      .def_readonly("norm", &Judgement::norm)
-      .def_readonly("found_inf", &Judgement::found_inf);
-  module.def("judge", judge, py::arg("sum_squares"), py::kw_only(), py::arg("grad_scale"), py::arg("found_inf"), py::arg("max_norm"),
-             py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace dltrain::bindings

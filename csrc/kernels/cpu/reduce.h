@@ -8,7 +8,6 @@
 #include "core/place.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/instruction_set.h"
-#include "kernels/cpu/prefetch.h"
 #include "math/sum_squares.h"
 
 namespace dltrain::cpu {
@@ -29,7 +28,6 @@ void reduce(const Place& place, const ListOf<Reduction>& list, const Reduction& 
   const auto loop = std::get<ReduceLoop<Reduction>>(loops().reductions);
   place.parallel_for(static_cast<int64_t>(parts.size()), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + ahead < end && parts[i + ahead].first == 0) prefetch(list.row(parts[i + ahead].row));
       auto& [row, first, last, sums] = parts[i];
       loop.run(reduction.at(list.row(row).numbers), list.form(), list.row(row), first, last, sums.data());
     }
