@@ -84,11 +84,9 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
   if (loss_scale) sum.feedback.loss_scale = number_of<float>(argument(*loss_scale, "loss_scale"), device);
   if (wire) sum.message = writable(message_of(argument(*wire, "wire", true), device, codec, sum.numel));
   if (decoded) sum.decoded = elements_of(argument(*decoded, "decoded", true), device, sum.numel);
-  sum.stochastic = stochastic;
   TORCH_CHECK_VALUE(seed >= 0, "seed: expected at least 0, got ", seed);
-  sum.random = {static_cast<uint64_t>(seed), word(step, "step"), word(rank, "rank")};
   TORCH_CHECK_VALUE(first >= 0 && first % 4 == 0, "first: expected a multiple of 4, got ", first);
-  sum.first = first;
+  sum.rounding = {stochastic, {static_cast<uint64_t>(seed), word(step, "step"), word(rank, "rank")}, first};
   check_apart(arguments);
 
   const auto guard = on_device(device);

@@ -40,9 +40,7 @@ std::optional<Sum> Work::sum_of(const SumStep& step) const {
   for (const Location& location : step.received) lists->received.push_back(reinterpret_cast<const uint8_t*>(at(location)));
   if (encodes) sum.message = reinterpret_cast<uint8_t*>(slots + step.slot);
   if (step.decodes) sum.decoded = result(step.region.span);
-  sum.stochastic = call.stochastic;
-  sum.random = {call.seed, this->step, static_cast<uint32_t>(rank)};
-  sum.first = call.first + step.region.number;
+  sum.rounding = {call.stochastic, {call.seed, this->step, static_cast<uint32_t>(rank)}, call.first + step.region.number};
   return sum;
 }
 

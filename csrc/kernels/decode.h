@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "kernels/coding.h"
 #include "kernels/message.h"
 #include "math/sum_squares.h"
 
@@ -11,8 +12,7 @@ namespace dltrain {
 // An operation of map_blocks: values <- what the message stands for, and sums <- the sum of squares of each tile's values.
 template <class C>
 struct Decode {
-  using Layout = Message<C>;
-  static constexpr int elements = Layout::tile;
+  static constexpr int elements = Message<C>::tile;
   static constexpr bool in_lists = true;
 
   int64_t numel;
@@ -23,9 +23,7 @@ struct Decode {
 
   template <class Tile>
   DLT_HD void operator()(Tile& tile) const {
-    const float scale = Layout::scaled ? *Layout::scale_at(message, tile.index()) : 1.0f;
-    tile.template decode<C>(Layout::units_at(message, numel, tile.index()),
-                            [=](float, uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, scale); });
+    decode<C>(tile, message, numel, [](float, float x) DLT_HD_LAMBDA { return x; });
     with_type(values, [&](auto* to) DLT_HD_LAMBDA {
       // The sum is one of what is stored: a narrower type may make an infinity of a value.
       tile.round(to);

@@ -3,8 +3,8 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "kernels/coding.h"
 #include "kernels/message.h"
-#include "math/philox.h"
 
 namespace dltrain {
 
@@ -34,9 +34,7 @@ struct Sum {
   Feedback feedback;                         // where something is encoded
   uint8_t* message = nullptr;                // null: nothing is encoded
   Elements decoded;                          // what the message stands for or, where nothing is encoded, the sum itself; may be own
-  bool stochastic = false;                   // rounding
-  math::RandomStream random;                 // for it
-  int64_t first = 0;                         // where in the rank's tensor own begins; a multiple of 4
+  Rounding rounding;                         // where something is encoded
 
   DLT_HD int operands() const { return count + (own.data ? 1 : 0); }
   DLT_HD bool is_own(int k) const { return own.data && k == own_place; }
@@ -71,9 +69,9 @@ struct EncodeSum : Sum {
       return with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float sum, float) DLT_HD_LAMBDA { return sum; }); });
     }
     const bool fed = feedback.residual.data && add_residual(tile);
-    const math::Scale found = encode(tile);
+    const math::Scale found = encode<C>(tile, message, numel, rounding, past_cache);
     if (!feedback.residual.data && !decoded.data) return;
-    tile.template recall<C>(Layout::units_at(message, numel, tile.index()),
+    tile.template recall<C>(Message<C>::units_at(message, numel, tile.index()),
                             [&](uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, found.decode); });
     if (feedback.residual.data) keep_lost(tile, fed);
     if (decoded.data) {
@@ -82,8 +80,6 @@ struct EncodeSum : Sum {
   }
 
  private:
-  using Layout = Message<C>;
-
   template <class Tile>
   DLT_HD void add_own(Tile& tile, bool is_first) const {
     const float by = scale;
@@ -112,49 +108,11 @@ struct EncodeSum : Sum {
 
   template <class Tile>
   DLT_HD void add_received(Tile& tile, const uint8_t* from, bool is_first) const {
-    const float unit = Layout::scaled ? *Layout::scale_at(from, tile.index()) : 1.0f;
-    const auto* units = Layout::units_at(from, numel, tile.index());
     if (is_first) {
-      tile.template decode<C>(units, [=](float, uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, unit); });
+      decode<C>(tile, from, numel, [](float, float x) DLT_HD_LAMBDA { return x; });
     } else {
-      tile.template decode<C>(units, [=](float sum, uint32_t code) DLT_HD_LAMBDA { return sum + math::decoded<C>(code, unit); });
+      decode<C>(tile, from, numel, [](float sum, float x) DLT_HD_LAMBDA { return sum + x; });
     }
-  }
-
-  template <class Tile>
-  DLT_HD math::Scale encode(Tile& tile) const {
-    math::Scale found{1.0f, 1.0f};
-    if constexpr (Layout::scaled) {
-      found = math::scale_of(statistic(tile), C::largest);
-      tile.put(Layout::scale_at(message, tile.index()), found.decode);
-    }
-    auto* units = Layout::units_at(message, numel, tile.index());
-    if (!math::is_finite(found.decode)) {
-      tile.template encode<C>(units, past_cache, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
-    } else if (stochastic) {
-      if constexpr (C::stochastic_error.max > 0.0) tile.randomize(random, first);
-      tile.template encode<C>(units, past_cache,
-                              [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
-    } else {
-      // Where the statistic is the mean, a code is a sign and needs no scale.
-      const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
-        if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
-        return C::nearest(x * found.encode);
-      };
-      tile.template encode<C>(units, past_cache, nearest);
-    }
-    return found;
-  }
-
-  template <class Tile>
-  DLT_HD float statistic(Tile& tile) const {
-    if (C::statistic == math::Statistic::absmax || stochastic) return float_of(tile.largest_magnitude());
-    const float sum = tile.template sum<float>([](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)); });
-    const auto count = static_cast<float>(tile.count());
-    if (math::is_finite(sum)) return sum / count;
-    // Divided before they are added, so that the sum of finite ones is finite.
-    const float mean = tile.template sum<float>([=](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)) / count; });
-    return math::is_finite(float_of(tile.largest_magnitude())) && !math::is_finite(mean) ? math::largest_float : mean;
   }
 
   template <class Tile>

@@ -207,8 +207,8 @@ TEST(AllReduce, DrawsForEachElementItsOwnNumber) {
     sum.numel = numel;
     sum.own = sum.decoded = {once.data()};
     sum.message = message.data();
-    sum.stochastic = true;
-    sum.random = {5, 1, rank};
+    sum.rounding.stochastic = true;
+    sum.rounding.random = {5, 1, rank};
     codec.encode_sum({}, sum);
   }
   EXPECT_TRUE(std::equal(results[0].begin() + 256, results[0].begin() + 512, once.begin() + 256));

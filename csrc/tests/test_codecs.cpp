@@ -102,9 +102,7 @@ Result run(const Place& place, const Case& c) {
   }
   sum.message = message.data();
   sum.decoded = {decoded.data(), c.dtype};
-  sum.stochastic = c.stochastic;
-  sum.random = {uint64_t{1} << 40, 5, 2};
-  sum.first = 1024;
+  sum.rounding = {c.stochastic, {uint64_t{1} << 40, 5, 2}, 1024};
   c.codec.encode_sum(place, sum);
   const Array<double> sum_squares(place, {-1.0});
   const Array<float> found_inf(place, {-1.0f});
