@@ -101,7 +101,7 @@ def unit_width(codec):
 def test_four_blocks_fit_and_nothing_lies_in_local_memory(kernels):
     for (architecture, kernel, arguments), (stack, registers, accesses) in kernels.items():
         name = f"{architecture} {kernel} {arguments}: {registers} registers, {stack} bytes, {dict(accesses)}"
-        blocks = 3 if "AdamW, 7u" in arguments else 4
+        blocks = 2 if arguments.endswith("true") else 3 if "AdamW, 7u" in arguments else 4
         assert registers * THREADS * blocks <= REGISTERS, name
         # pow, once a tensor, may keep one number there.
         assert stack <= (8 if "AdamW" in arguments else 0), name
@@ -129,8 +129,8 @@ def test_decoding_reads_and_writes_at_full_width(kernels):
 @pytest.mark.parametrize("name", STREAMS)
 def test_optimizers_read_and_write_at_full_width(kernels, name):
     streams, written = STREAMS[name]
-    found = [k for key, k in kernels.items() if key[2].startswith(name) and key[0] in ARCHITECTURES]
-    assert len(found) == 2 * len(ARCHITECTURES)  # for short lists and long ones
-    for _, _, accesses in found:
+    found = {key: k for key, k in kernels.items() if key[2].startswith(name) and key[0] in ARCHITECTURES}
+    assert sum(key[2].endswith("false") for key in found) == 2 * len(ARCHITECTURES)  # for short lists and long ones
+    for _, _, accesses in found.values():
         assert accesses["LDG", 128] >= streams and accesses["LDG", 64] >= 2 * streams, accesses
         assert accesses["STG", 128] >= written and accesses["STG", 64] >= 2 * written, accesses

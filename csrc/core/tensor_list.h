@@ -3,16 +3,31 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 #include "core/dtype.h"
 
 namespace dltrain {
 
-// The element types of a list's streams, and of the copy of the first one that may be written beside it.
+// How a stream's elements are kept: one after the other, or those of a row as a message of a codec, by its place in StreamCodecs.
+struct Format {
+  Dtype dtype = Dtype::fp32;  // that the arithmetic sees, where there is a codec
+  int8_t codec = none;
+  static constexpr int8_t none = -1;
+
+  constexpr Format() = default;
+  constexpr Format(Dtype elements) : dtype(elements) {}
+
+  bool operator==(const Format&) const = default;
+  DLT_HD bool is_coded() const { return codec != none; }
+  bool is_plain() const { return dtype == Dtype::fp32 && !is_coded(); }
+};
+
+// The formats of a list's streams, and the type of the copy of the first one that may be written beside it.
 template <int K>
 struct Form {
-  Dtype dtypes[K] = {};
+  Format formats[K] = {};
   bool copies = false;
   Dtype copy = Dtype::fp32;
 
@@ -20,12 +35,14 @@ struct Form {
 
   // Arithmetic may work on the streams as they lie.
   bool is_plain() const {
-    for (const Dtype dtype : dtypes) {
-      if (dtype != Dtype::fp32) return false;
-    }
-    return !copies;
+    return !copies && std::all_of(std::begin(formats), std::end(formats), [](const Format& format) { return format.is_plain(); });
+  }
+  bool is_coded() const {
+    return std::any_of(std::begin(formats), std::end(formats), [](const Format& format) { return format.is_coded(); });
   }
 };
+
+inline constexpr int64_t row_unit = 512;  // elements; a power of two, and a multiple of the block of every codec
 
 // Of a row that has no numbers.
 struct None {};
@@ -63,7 +80,10 @@ class TensorList {
     if (!rows_.empty()) {
       Row& last = rows_.back();
       bool follows = true;
-      for (int k = 0; k < K; ++k) follows &= data[k] == Elements{last.data[k], form_.dtypes[k]}.from(last.numel).data;
+      for (int k = 0; k < K; ++k) {
+        const Format& format = form_.formats[k];
+        follows &= !format.is_coded() && data[k] == Elements{last.data[k], format.dtype}.from(last.numel).data;
+      }
       if (follows) {
         last.numel += numel;
         ends_.back() += numel;
@@ -90,20 +110,22 @@ class TensorList {
 
   // The k-th stream of each row, by itself.
   TensorList<1> stream(int k) const {
-    TensorList<1> list(Form<1>{{form_.dtypes[k]}});
+    TensorList<1> list(Form<1>{{form_.formats[k]}});
     for (const Row& row : rows_) list.add({row.data[k]}, row.numel);
     return list;
   }
 
-  // Calls visit(row index, row, first, last) for each stretch [first, last) of a row that lies in [begin, end) of the index space.
+  // Calls visit(row index, row, first, last) for each stretch [first, last) of a row that lies in [begin, end) of the index space. Rows are
+  // cut after a multiple of row_unit of their elements: where a border lies elsewhere, what comes before it goes as far as to the next.
   template <class Visit>
   void visit(int64_t begin, int64_t end, Visit&& visit) const {
     auto row = std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin();
     for (int64_t at = begin; at < end; ++row) {
       const int64_t start = ends_[row] - rows_[row].numel;
-      const int64_t last = std::min(end, ends_[row]);
-      if (last > at) visit(row, rows_[row], at - start, last - start);
-      at = last;
+      const auto border = [&](int64_t index) { return std::min(rows_[row].numel, (index - start + row_unit - 1) & -row_unit); };
+      const int64_t next = std::min(end, ends_[row]), first = border(at), last = border(next);
+      if (last > first) visit(row, rows_[row], first, last);
+      at = next;
     }
   }
 

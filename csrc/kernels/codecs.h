@@ -3,7 +3,10 @@
 // Every codec, once: what encodes and decodes is compiled for what stands here, and the names of them come from here.
 
 #include <tuple>
+#include <type_traits>
 
+#include "core/host_device.h"
+#include "core/tensor_list.h"
 #include "math/codecs/bf16.h"
 #include "math/codecs/fp16.h"
 #include "math/codecs/fp8.h"
@@ -15,5 +18,29 @@
 namespace dltrain {
 
 using Codecs = std::tuple<math::Raw, math::FP16, math::BF16, math::FP8, math::Int8, math::Int4, math::Sign>;
+
+// Those that a stream of a tensor list may be kept in. A warp holds such a block with one access of each lane.
+using StreamCodecs = std::tuple<math::FP8, math::Int4>;
+
+// visit(type_identity<C>), of the codec of a stream.
+template <class Visit>
+DLT_HD void with_codec(const Format& format, Visit&& visit) {
+  const auto all = [&]<class... C>(std::type_identity<std::tuple<C...>>) DLT_HD_LAMBDA {
+    int number = 0;
+    ((format.codec == number++ ? visit(std::type_identity<C>()) : void()), ...);
+  };
+  all(std::type_identity<StreamCodecs>());
+}
+
+template <class C>
+constexpr Format format_of() {
+  Format format;
+  const auto all = [&]<class... All>(std::type_identity<std::tuple<All...>>) {
+    int8_t number = 0;
+    ((std::is_same_v<C, All> ? void(format.codec = number++) : void(number++)), ...);
+  };
+  all(std::type_identity<StreamCodecs>());
+  return format;
+}
 
 }  // namespace dltrain

@@ -52,8 +52,7 @@ DLT_HD math::Scale encode(Tile& tile, uint8_t* message, int64_t numel, const Rou
     tile.template encode<C>(units, past_cache, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
   } else if (rounding.stochastic) {
     if constexpr (C::stochastic_error.max > 0.0) tile.randomize(rounding.random, rounding.first);
-    tile.template encode<C>(units, past_cache,
-                            [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
+    tile.template encode<C>(units, past_cache, [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
   } else {
     // Where the statistic is the mean, a code is a sign and needs no scale.
     const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {

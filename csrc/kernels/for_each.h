@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/check.h"
 #include "core/place.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/for_each.h"
@@ -8,9 +9,13 @@
 namespace dltrain {
 
 // element(x_0[i], ..., x_{K-1}[i]) for every element of every row, where element = operation.at(the row's numbers); nothing if
-// operation.skip(). K is Operation::streams; Operation::writes says which of them the element changes.
+// operation.skip(). K is Operation::streams; Operation::writes says which of them the element changes. Streams in a codec's format are
+// decoded as they are read, and encoded as they are written.
 template <class Operation>
 void for_each(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
+  for (int k = 0; k < Operation::streams; ++k) {
+    check(!list.form().formats[k].is_coded() || may_be_coded<Operation>(k), "list: expected elements in stream ", k, ", got a codec's");
+  }
   if constexpr (built_with_cuda) {
     if (place.on_cuda()) return std::get<cuda::ForEach<Operation>>(cuda::for_each_table).enqueue(place, list, operation);
   }

@@ -51,6 +51,19 @@ auto reductions_of(const std::tuple<Rules...>&)
     -> decltype(std::tuple_cat(std::declval<std::tuple<Squares>>(), std::declval<NormsOf<Rules>>()...));
 using Reductions = decltype(reductions_of(std::declval<Optimizers>()));
 
+// Whether the operation takes its k-th stream in a codec's format, too; whether it takes any.
+template <class Operation>
+constexpr bool may_be_coded(int k) {
+  if constexpr (requires { Operation::may_be_coded(k); }) return Operation::may_be_coded(k);
+  return false;
+}
+template <class Operation>
+inline constexpr bool takes_codes = [] {
+  bool any = false;
+  for (int k = 0; k < Operation::streams; ++k) any |= may_be_coded<Operation>(k);
+  return any;
+}();
+
 // An entry for each operation of a list.
 template <template <class> class Entry, class List>
 struct TableOf;

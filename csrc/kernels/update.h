@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <bit>
 
 #include "core/host_device.h"
@@ -47,6 +48,15 @@ template <class Rule, unsigned states>
 struct Update {
   static constexpr int streams = 2 + std::popcount(states);
   DLT_HD static constexpr bool writes(int k) { return k != 1; }
+  // Of the rule's states the one that is the k-th stream.
+  static constexpr auto state_of = [] {
+    std::array<int, streams> found{};
+    for (int k = 2, state = 0; k < streams; ++state) {
+      if (states >> state & 1) found[k++] = state;
+    }
+    return found;
+  }();
+  static constexpr bool may_be_coded(int k) { return k >= 2 && Rule::states[state_of[k]].coded; }
   using Element = typename Rule::template Element<states>;
   using Numbers = NumbersOf<Rule>;
 

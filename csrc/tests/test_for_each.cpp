@@ -5,6 +5,8 @@
 #include <limits>
 #include <thread>
 
+#include "kernels/codec.h"
+#include "kernels/codecs.h"
 #include "tests/places.h"
 
 namespace dltrain {
@@ -103,7 +105,7 @@ struct Rows {
       : counts(place, std::vector<float>(sizes.size(), 3.0f)), list(form) {
     for (size_t row = 0; row < sizes.size(); ++row) {
       std::array<void*, K> data;
-      for (int k = 0; k < K; ++k) data[k] = add(place, form.dtypes[k], sizes[row], k, row, aligned);
+      for (int k = 0; k < K; ++k) data[k] = add(place, form.formats[k].dtype, sizes[row], k, row, aligned);
       Numbers numbers;
       if constexpr (requires { numbers.counters().values[0]; }) numbers.counters().values[0] = counts.data() + row;
       list.add(data, sizes[row], numbers, form.copies ? add(place, form.copy, sizes[row], K, row, aligned) : nullptr);
@@ -198,6 +200,78 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
   same(momentum);
 }
 
+void encode(const Place& place, const Codec& codec, int64_t numel, void* values, uint8_t* message) {
+  Sum sum;
+  sum.numel = numel;
+  sum.own = {values};
+  sum.message = message;
+  codec.encode_sum(place, sum);
+}
+
+// The moments of AdamW as messages: the bits of decoding them, a step in fp32, and encoding what it made of them.
+template <class Run>
+void check_coded_states(const Place& place, const Codec& codec, const Format& format, Run&& run) {
+  const std::vector<int64_t> sizes = {1, 0, 7, 8192, 127, 128, 20003, 3};
+  const RowsOf<AdamW> rows(place, sizes), on_the_host({}, sizes);
+  std::deque<Array<uint8_t>> messages;
+  ListOf<AdamW> list(Form<4>{{fp32, fp32, format, format}});
+  for (const auto& row : rows.list) {
+    auto data = row.data;
+    for (int k : {2, 3}) {
+      messages.emplace_back(place, std::vector<uint8_t>(codec.bytes(row.numel)));
+      encode(place, codec, row.numel, data[k], messages.back().data());
+      data[k] = messages.back().data();
+    }
+    list.add(data, row.numel, row.numbers);
+  }
+  run(list);
+
+  for (int64_t i = 0; i < list.size(); ++i) {
+    const auto& row = on_the_host.list.row(i);
+    for (int k : {2, 3}) {
+      std::vector<uint8_t> message(codec.bytes(row.numel));
+      encode({}, codec, row.numel, row.data[k], message.data());
+      codec.decode({}, row.numel, message.data(), {row.data[k]}, {});
+    }
+  }
+  for_each({}, on_the_host.list, adamw);
+  for (int64_t i = 0; i < list.size(); ++i) {
+    const auto& row = on_the_host.list.row(i);
+    for (int k : {2, 3}) {
+      std::vector<uint8_t> message(codec.bytes(row.numel));
+      encode({}, codec, row.numel, row.data[k], message.data());
+      EXPECT_EQ(messages[2 * i + k - 2].values(), message) << codec.name << " row " << i << " stream " << k;
+    }
+    const auto expected = on_the_host.values()[4 * i], got = rows.values()[4 * i];
+    for (size_t j = 0; j < expected.size(); ++j) ASSERT_NEAR(got[j], expected[j], 1e-6f) << "row " << i << " j=" << j;
+  }
+}
+
+template <class Run>
+void check_each_codec(const Place& place, Run&& run) {
+  check_coded_states(place, find_codec("fp8"), format_of<math::FP8>(), run);
+  check_coded_states(place, find_codec("int4"), format_of<math::Int4>(), run);
+}
+
+TEST(ForEach, KeepsStatesInACodecsFormatOnEveryInstructionSet) {
+  for (const auto& set : cpu::instruction_sets()) {
+    check_each_codec({}, [&](const ListOf<AdamW>& list) {
+      for (const auto& row : list) {
+        std::get<cpu::ElementLoop<AdamW>>(set.loops->elements).run(adamw.at(row.numbers), list.form(), row, 0, row.numel);
+      }
+    });
+  }
+}
+
+TEST(ForEach, CutsCodedRowsBetweenThreads) {
+  check_each_codec({}, [](const ListOf<AdamW>& list) { for_each({two_threads}, list, adamw); });
+}
+
+TEST(ForEach, RefusesACodecWhereTheOperationTakesElements) {
+  EXPECT_THROW(for_each({}, ListOf<AdamW>(Form<4>{{fp32, format_of<math::FP8>()}}), adamw), std::invalid_argument);
+  EXPECT_THROW(for_each({}, ListOf<SGD>(Form<2>{{format_of<math::Int4>()}}), sgd), std::invalid_argument);
+}
+
 TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
   std::vector<uint16_t> all(65536 + 5), none(all.size());
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
@@ -218,6 +292,10 @@ TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
 
 class ForEachOn : public OnEveryPlace {};
 DLT_ON_EVERY_PLACE(ForEachOn);
+
+TEST_P(ForEachOn, KeepsStatesInACodecsFormat) {
+  check_each_codec(place(), [&](const ListOf<AdamW>& list) { for_each(place(), list, adamw); });
+}
 
 // Every element exactly once, whatever the types, sizes and alignments; the gradient is left alone.
 TEST_P(ForEachOn, IsTheElementsArithmetic) {
@@ -317,8 +395,25 @@ TEST(TensorList, ExtendsARowWhereMemoryGoesOn) {
   ASSERT_EQ(list.size(), 3);
   EXPECT_EQ(list.numel(), 8);
   std::vector<int64_t> stretches;
-  list.visit(1, 8, [&](int64_t row, const auto&, int64_t first, int64_t last) { stretches.insert(stretches.end(), {row, first, last}); });
-  EXPECT_EQ(stretches, (std::vector<int64_t>{0, 1, 3, 1, 0, 3, 2, 0, 2}));
+  list.visit(0, 8, [&](int64_t row, const auto&, int64_t first, int64_t last) { stretches.insert(stretches.end(), {row, first, last}); });
+  EXPECT_EQ(stretches, (std::vector<int64_t>{0, 0, 3, 1, 0, 3, 2, 0, 2}));
+}
+
+TEST(TensorList, CutsRowsAfterWholeUnits) {
+  TensorList<1> list;
+  for (const int64_t numel : {3, 1500, 0, 1024, 700}) list.add({nullptr}, numel);
+  for (const std::vector<int64_t>& borders :
+       {std::vector<int64_t>{0, 1, 2, 600, 1503, 1504, 2600, 3227}, {0, 3227}, {0, 515, 516, 3226, 3227}}) {
+    std::vector<int64_t> seen(list.size());
+    for (size_t i = 1; i < borders.size(); ++i) {
+      list.visit(borders[i - 1], borders[i], [&](int64_t row, const auto&, int64_t first, int64_t last) {
+        EXPECT_EQ(first, seen[row]);
+        EXPECT_EQ(first % row_unit, 0);
+        seen[row] = last;
+      });
+    }
+    EXPECT_EQ(seen, (std::vector<int64_t>{3, 1500, 0, 1024, 700}));
+  }
 }
 
 TEST_P(ForEachOn, TakesEmptyLists) {

@@ -113,7 +113,7 @@ TEST_P(ReduceOn, TakesTheNormsOfAnUpdate) {
   using LARSNorms = Norms<math::LARS, 1>;
   for (const Dtype dtype : {Dtype::fp32, Dtype::fp16}) {
     Form<3> form;
-    form.dtypes[1] = dtype;
+    form.formats[1] = dtype;
     ListOf<LARSNorms> list(form);
     std::vector<std::unique_ptr<Array<float>>> arrays;
     std::vector<std::unique_ptr<Array<Half>>> halves;

@@ -75,7 +75,7 @@ class Updates {
   // flag: the rule's. Returns whether the manner allowed it; else nothing is done.
   bool add(const Reading<keys_count<Rule>>& reading, bool flag, int64_t index, Manner manner) {
     Tensors tensors = {reading.param, reading.grad};
-    for (int k = 2; k < K; ++k) tensors[k] = reading.values[counters + places[k]];
+    for (int k = 2; k < K; ++k) tensors[k] = reading.values[counters + Operation::state_of[k]];
     const at::Tensor& param = *reading.param;
     const at::Tensor* const master = reading.master;
     if (manner == Manner::as_it_lies) {
@@ -99,7 +99,7 @@ class Updates {
     std::array<void*, K> data{};
     for (int k = 0; k < K; ++k) {
       const at::Tensor& tensor = master && k == 0 ? *master : *tensors[k];
-      form.dtypes[k] = dtype_of(tensor);
+      form.formats[k] = dtype_of(tensor);
       if (k == 1) {
         // Kernels only read the gradient; the list has one pointer type for all its streams.
         data[k] = const_cast<void*>((in_place ? tensor : dense_grads_.emplace_back(tensor.contiguous())).const_data_ptr());
@@ -180,16 +180,7 @@ class Updates {
     return parts_.emplace_back(Part{device, flag, ListOf<Operation>(form), TensorList<std::max(counters, 1)>()});
   }
 
-  // Of the rule's states the one that is a stream, from the third on.
-  static constexpr auto places = [] {
-    std::array<int, K> states{};
-    for (int k = 2, state = 0; k < K; ++state) {
-      if (bits >> state & 1) states[k++] = state;
-    }
-    return states;
-  }();
-
-  static const char* name(int k) { return k == 0 ? "params" : k == 1 ? "grads" : lists_of<Rule>()[places[k]].c_str(); }
+  static const char* name(int k) { return k == 0 ? "params" : k == 1 ? "grads" : lists_of<Rule>()[Operation::state_of[k]].c_str(); }
 
   static bool may_be_half(int k) { return k < 2; }
 

@@ -1,6 +1,8 @@
 // Compiled once for each instruction set (csrc/build.json), with its flags and its name as DLT_INSTRUCTION_SET. Nothing in here may leave
 // a function that another file could be linked with: the loops have no linkage, what they call is inlined or the C library's.
 
+#include "kernels/codecs.h"
+#include "kernels/coding.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/instruction_set.h"
 #include "kernels/cpu/tile.h"
@@ -15,12 +17,61 @@ namespace dltrain::cpu {
 namespace {
 
 // What is not fp32 is widened so many elements at a time, in the first-level cache.
-constexpr int64_t piece = 512;
+constexpr int64_t piece = row_unit;
+
+// Elements [at, at + count) of a row's stream.
+struct Stretch {
+  void* data;
+  Format format;
+  int64_t numel;  // of the row
+  int64_t at, count;
+
+  DLT_HD Elements elements() const { return Elements{data, format.dtype}.from(at); }
+};
+
+// Calls visit(tile) for each tile of a codec in the stretch; its elements begin at a multiple of the tile's.
+template <class C, class Visit>
+DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
+  constexpr int size = Message<C>::tile;
+  for (int64_t first = 0; first < stretch.count; first += size) {
+    const int64_t index = (stretch.at + first) / size, rest = stretch.count - first;
+    if (rest >= size) {
+      Tile<size, true> tile(index, size, first);
+      visit(tile);
+    } else {
+      Tile<size, false> tile(index, static_cast<int>(rest), first);
+      visit(tile);
+    }
+  }
+}
+
+// Not inlined: they are the same for every operation.
+[[gnu::noinline]] void decode_to(float* room, const Stretch& from) {
+  with_codec(from.format, [&]<class C>(std::type_identity<C>) DLT_HD_LAMBDA {
+    each_tile<C>(from, [&](auto& tile) DLT_HD_LAMBDA {
+      decode<C>(tile, static_cast<const uint8_t*>(from.data), from.numel, [](float, float x) DLT_HD_LAMBDA { return x; });
+      tile.store(room, [](float value, float) DLT_HD_LAMBDA { return value; });
+    });
+  });
+}
+[[gnu::noinline]] void encode_from(const float* values, const Stretch& to) {
+  with_codec(to.format, [&]<class C>(std::type_identity<C>) DLT_HD_LAMBDA {
+    each_tile<C>(to, [&](auto& tile) DLT_HD_LAMBDA {
+      tile.view(values);
+      encode<C>(tile, static_cast<uint8_t*>(to.data), to.numel);
+    });
+  });
+}
 
 // The elements as fp32: where they lie, or in the room.
-DLT_HD float* widened(const Elements& from, int64_t count, float* room) {
-  if (from.dtype == Dtype::fp32) return static_cast<float*>(from.data);
-  with_type(from, [&](const auto* values) DLT_HD_LAMBDA { widen_run(room, values, count); });
+DLT_HD float* widened(const Stretch& from, float* room) {
+  if (from.format.is_coded()) {
+    decode_to(room, from);
+    return room;
+  }
+  const Elements elements = from.elements();
+  if (elements.dtype == Dtype::fp32) return static_cast<float*>(elements.data);
+  with_type(elements, [&](const auto* values) DLT_HD_LAMBDA { widen_run(room, values, from.count); });
   return room;
 }
 
@@ -41,9 +92,10 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
     alignas(line_bytes) float room[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {
       const int64_t count = end - at < piece ? end - at : piece;
-      float* const data[] = {widened(Elements{row.data[K], form.dtypes[K]}.from(at), count, room[K])...};
+      const Stretch stretches[] = {{row.data[K], form.formats[K], row.numel, at, count}...};
+      float* const data[] = {widened(stretches[K], room[K])...};
       over(element, data, 0, count);
-      (narrow_if<Operation::writes(K)>(data[K], count, Elements{row.data[K], form.dtypes[K]}.from(at)), ...);
+      (narrow_if<Operation::writes(K)>(data[K], stretches[K]), ...);
       if (form.copies) narrow_to(data[0], count, Elements{row.copy, form.copy}.from(at));
     }
   }
@@ -61,9 +113,13 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
   }
 
   template <bool written>
-  DLT_HD static void narrow_if(const float* values, int64_t count, const Elements& to) {
+  DLT_HD static void narrow_if(const float* values, const Stretch& to) {
     if constexpr (written) {
-      if (to.dtype != Dtype::fp32) narrow_to(values, count, to);
+      if (to.format.is_coded()) {
+        encode_from(values, to);
+      } else if (to.format.dtype != Dtype::fp32) {
+        narrow_to(values, to.count, to.elements());
+      }
     }
   }
 };
@@ -111,7 +167,7 @@ struct ReduceRun<Reduction, std::index_sequence<K...>> {
     const int64_t step = Reduction::sums == 1 && form.is_plain() ? end - begin : piece;  // a multiple of the lanes, or all
     for (int64_t at = begin; at < end; at += step) {
       const int64_t count = end - at < step ? end - at : step;
-      const float* const data[] = {widened(Elements{row.data[K], form.dtypes[K]}.from(at), count, room[K])...};
+      const float* const data[] = {widened({row.data[K], form.formats[K], row.numel, at, count}, room[K])...};
       add_all(element, data, count, running, std::make_integer_sequence<int, Reduction::sums>{});
     }
     for (int s = 0; s < Reduction::sums; ++s) sums[s] = merged(running[s]);

@@ -17,7 +17,9 @@ namespace dltrain::cpu {
 template <int size, bool full>
 class Tile {
  public:
-  DLT_HD Tile(int64_t index, int count) : index_(index), first_(index * size), count_(full ? size : count) {
+  DLT_HD Tile(int64_t index, int count) : Tile(index, count, index * size) {}
+  // first: where its elements begin, behind the pointers to elements that it is given.
+  DLT_HD Tile(int64_t index, int count, int64_t first) : index_(index), first_(first), count_(full ? size : count) {
     if constexpr (!full) std::memset(held_, 0, sizeof(held_));
   }
 

@@ -1,6 +1,8 @@
+#include "kernels/coding.h"
 #include "kernels/cuda/batch.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
+#include "kernels/cuda/tile.h"
 #include "kernels/operations.h"
 
 #include <utility>
@@ -8,6 +10,16 @@
 namespace dltrain::cuda {
 
 namespace {
+
+// What a lane works on of a row: four elements, from i on, of which so many are there, or all for certain.
+template <bool all>
+struct Quad {
+  int64_t i;
+  int present;
+
+  __device__ bool is_whole() const { return all || present >= width; }
+  __device__ bool has(int c) const { return all || c < present; }
+};
 
 // Four elements as they lie in memory: all streams are on their way before the first is widened.
 union Raw {
@@ -20,13 +32,14 @@ union Raw {
   __device__ Pack<BFloat16>& of(const BFloat16*) { return bf16; }
 };
 
-__device__ Raw load(const Elements& from) {
+template <bool all>
+__device__ Raw load(const Elements& from, const Quad<all>& quad) {
   Raw raw;
-  with_type(from, [&]<class T>(const T* values) {
-    if (is_aligned(values)) {
+  with_type(from.from(quad.i), [&]<class T>(const T* values) {
+    if (quad.is_whole() && is_aligned(values)) {
       raw.of(values) = *reinterpret_cast<const Pack<T>*>(values);
     } else {
-      for (int i = 0; i < width; ++i) raw.of(values).values[i] = values[i];
+      for (int c = 0; c < width; ++c) raw.of(values).values[c] = quad.has(c) ? values[c] : T{};
     }
   });
   return raw;
@@ -34,18 +47,21 @@ __device__ Raw load(const Elements& from) {
 
 __device__ void widen_to(float (&to)[width], Raw& raw, Dtype dtype) {
   with_type(Elements{nullptr, dtype}, [&](const auto* typed) {
-    for (int i = 0; i < width; ++i) to[i] = widen(raw.of(typed).values[i]);
+    for (int c = 0; c < width; ++c) to[c] = widen(raw.of(typed).values[c]);
   });
 }
 
-__device__ void store(const Elements& to, const float (&from)[width]) {
-  with_type(to, [&]<class T>(T* out) {
+template <bool all>
+__device__ void store(const Elements& to, const Quad<all>& quad, const float (&values)[width]) {
+  with_type(to.from(quad.i), [&]<class T>(T* out) {
     Pack<T> pack;
-    for (int i = 0; i < width; ++i) pack.values[i] = narrow<T>(from[i]);
-    if (is_aligned(out)) {
+    for (int c = 0; c < width; ++c) pack.values[c] = narrow<T>(values[c]);
+    if (quad.is_whole() && is_aligned(out)) {
       *reinterpret_cast<Pack<T>*>(out) = pack;
     } else {
-      for (int i = 0; i < width; ++i) out[i] = pack.values[i];
+      for (int c = 0; c < width; ++c) {
+        if (quad.has(c)) out[c] = pack.values[c];
+      }
     }
   });
 }
@@ -54,35 +70,107 @@ __device__ void store(const Elements& to, float value) {
   with_type(to, [&]<class T>(T* out) { *out = narrow<T>(value); });
 }
 
-template <bool written, class Value>
-__device__ void store_if(const Elements& to, const Value& value) {
-  if constexpr (written) store(to, value);
+// A row's stream, which may be kept in a codec's format: then the quads of a warp are a block.
+template <bool coded>
+struct Stream {
+  void* data;
+  Format format;
+  int64_t numel;  // of the row
+
+  __device__ Elements elements(int64_t first) const { return Elements{data, format.dtype}.from(first); }
+
+  template <class Quad>
+  __device__ Raw load(const Quad& quad) const {
+    if constexpr (coded) {
+      if (format.is_coded()) return decoded(quad.i);
+    }
+    return cuda::load(elements(0), quad);
+  }
+
+  template <class Quad>
+  __device__ void store(const Quad& quad, const float (&values)[width]) const {
+    if constexpr (coded) {
+      if (format.is_coded()) return encode(quad.i, values);
+    }
+    cuda::store(elements(0), quad, values);
+  }
+  __device__ void store(int64_t i, float value) const { cuda::store(elements(i), value); }
+
+ private:
+  static constexpr int block = width * warp;
+
+  __device__ Tile<block> tile(int64_t i) const {
+    const int64_t index = i / block, rest = numel - index * block;
+    return Tile<block>(index, rest < block ? static_cast<int>(rest) : block);
+  }
+
+  __device__ Raw decoded(int64_t i) const {
+    Raw raw;
+    auto held = tile(i);
+    with_codec(format, [&]<class C>(std::type_identity<C>) {
+      static_assert(Message<C>::tile == block);
+      decode<C>(held, static_cast<const uint8_t*>(data), numel, [](float, float x) { return x; });
+    });
+    held.give(raw.fp32.values);
+    return raw;
+  }
+
+  __device__ void encode(int64_t i, const float (&values)[width]) const {
+    auto held = tile(i);
+    held.take(values);
+    with_codec(format, [&]<class C>(std::type_identity<C>) { dltrain::encode<C>(held, static_cast<uint8_t*>(data), numel); });
+  }
+};
+
+// Not in device code, since what it asks is the host's.
+template <class Operation, bool coded, std::size_t k>
+constexpr bool is_coded = coded && may_be_coded<Operation>(k);
+
+template <class Operation, bool coded, std::size_t k, class B>
+__device__ auto stream_of(const B& batch, const BatchRow<ListOf<Operation>>& row) {
+  return Stream<is_coded<Operation, coded, k>>{row.data[k], batch.form.formats[k], row.numel};
 }
 
-template <class Operation, class B, std::size_t... K>
+template <bool written, class Stream, class Place, class Values>
+__device__ void store_if(const Stream& to, const Place& place, const Values& values) {
+  if constexpr (written) to.store(place, values);
+}
+
+// The elements [first, last) of a row, by all threads of a block.
+template <class Operation, bool coded, class B, std::size_t... K>
 __device__ void run(const typename Operation::Element& element, const B& batch, const BatchRow<ListOf<Operation>>& row, int64_t first,
                     int64_t last, std::index_sequence<K...>) {
-  const auto stream = [&](std::size_t k, int64_t i) { return Elements{row.data[k], batch.form.dtypes[k]}.from(i); };
-  const int64_t whole = first + (last - first) / width * width;
-  for (int64_t i = first + width * threadIdx.x; i < whole; i += width * threads) {
-    Raw raw[] = {load(stream(K, i))...};
+  // A warp that holds blocks goes on together, and to the end. Else the last elements are worked on one by one.
+  const int64_t ahead = coded ? width * (threadIdx.x % warp) : 0;
+  const int64_t end = coded ? last : first + (last - first) / width * width;
+  for (int64_t i = first + width * threadIdx.x; i - ahead < end; i += width * threads) {
+    const Quad<!coded> quad{i, static_cast<int>(last - i)};
+    Raw raw[] = {stream_of<Operation, coded, K>(batch, row).load(quad)...};
     float values[sizeof...(K)][width];
-    (widen_to(values[K], raw[K], batch.form.dtypes[K]), ...);
+    (widen_to(values[K], raw[K], batch.form.formats[K].dtype), ...);
 #pragma unroll
-    for (int lane = 0; lane < width; ++lane) element(values[K][lane]...);
-    (store_if<Operation::writes(K)>(stream(K, i), values[K]), ...);
-    if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
+    for (int c = 0; c < width; ++c) element(values[K][c]...);
+    (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), quad, values[K]), ...);
+    if (batch.form.copies) store({row.copy, batch.form.copy}, quad, values[0]);
   }
-  if (const int64_t i = whole + threadIdx.x; i < last) {
-    float values[] = {first_of(stream(K, i))...};
-    element(values[K]...);
-    (store_if<Operation::writes(K)>(stream(K, i), values[K]), ...);
-    if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
+  if constexpr (!coded) {
+    if (const int64_t i = end + threadIdx.x; i < last) {
+      float values[] = {first_of(stream_of<Operation, coded, K>(batch, row).elements(i))...};
+      element(values[K]...);
+      (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), i, values[K]), ...);
+      if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
+    }
   }
 }
 
-template <class Operation, int capacity>
-__global__ void __launch_bounds__(threads, Operation::streams <= 4 ? resident : resident - 1)
+// Of a multiprocessor. Fewer where a thread's registers would not hold what it works on.
+template <class Operation, bool coded>
+constexpr int blocks_at_once = coded                    ? resident / 2
+                               : Operation::streams > 4 ? resident - 1
+                                                        : resident;
+
+template <class Operation, int capacity, bool coded>
+__global__ void __launch_bounds__(threads, blocks_at_once<Operation, coded>)
     for_each_kernel(const __grid_constant__ Batch<Operation, ListOf<Operation>, capacity> batch) {
   if (batch.operation.skip()) return;
   __shared__ typename Operation::Element prepared;
@@ -101,21 +189,25 @@ __global__ void __launch_bounds__(threads, Operation::streams <= 4 ? resident : 
     const auto element = prepared;
     const int64_t first = (chunk - row.first_chunk) * chunk_size;
     const int64_t last = first + chunk_size < row.numel ? first + chunk_size : row.numel;
-    run<Operation>(element, batch, row, first, last, std::make_index_sequence<Operation::streams>{});
+    run<Operation, coded>(element, batch, row, first, last, std::make_index_sequence<Operation::streams>{});
   }
 }
 
-template <int capacity, class Operation>
+template <int capacity, bool coded, class Operation>
 void enqueue_up_to(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
   in_batches<capacity>(list, operation, [&](const auto& batch, int64_t) {
-    launch(place, for_each_kernel<Operation, capacity>, batch.chunks, batch, "starting for_each");
+    launch(place, for_each_kernel<Operation, capacity, coded>, batch.chunks, batch, "starting for_each");
   });
 }
 
 template <class Operation>
 void enqueue(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
-  if (list.size() <= few) return enqueue_up_to<few>(place, list, operation);
-  enqueue_up_to<most<Operation, ListOf<Operation>>>(place, list, operation);
+  constexpr int many = most<Operation, ListOf<Operation>>;
+  if constexpr (takes_codes<Operation>) {
+    if (list.form().is_coded()) return enqueue_up_to<many, true>(place, list, operation);
+  }
+  if (list.size() <= few) return enqueue_up_to<few, false>(place, list, operation);
+  enqueue_up_to<many, false>(place, list, operation);
 }
 
 }  // namespace

@@ -68,6 +68,14 @@ class Tile {
     }
   }
 
+  // The lane's own values, where they need not come from memory.
+  __device__ void take(const float (&values)[held]) {
+    for (int i = 0; i < held; ++i) value_[i] = is_present(i) ? values[i] : 0.0f;
+  }
+  __device__ void give(float (&values)[held]) const {
+    for (int i = 0; i < held; ++i) values[i] = value_[i];
+  }
+
   template <class Codec, class F>
   __device__ void encode(typename Codec::Unit* to, bool, F f) {
     using Layout = Message<Codec>;

@@ -57,7 +57,8 @@ struct AdamW {
                       Hyper{"weight_decay", &AdamW::weight_decay}};
   }
 
-  static constexpr std::array states = {State{.key = "exp_avg"}, State{.key = "exp_avg_sq", .nonnegative = true},
+  static constexpr std::array states = {State{.key = "exp_avg", .coded = true},
+                                        State{.key = "exp_avg_sq", .nonnegative = true, .coded = true},
                                         State{.key = "max_exp_avg_sq", .optional = true, .nonnegative = true}};
   static constexpr std::array counters = {Counter{"step"}};
   DLT_HD void advance(float& step) const { step += 1.0f; }

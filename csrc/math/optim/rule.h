@@ -36,6 +36,7 @@ struct State {
   bool optional = false;     // not all parameter groups have it
   float initial = 0.0f;      // before the first step
   bool nonnegative = false;  // whatever the gradients are
+  bool coded = false;        // kernels take it in a codec's format, too
 };
 
 struct Counter {
