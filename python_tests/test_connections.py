@@ -136,7 +136,7 @@ def test_the_real_library_loads():
 CHECK = """
 #include <nccl.h>
 #include <type_traits>
-#include "comm/nccl/api.h"
+#include "comm/transport/nccl/api.h"
 
 namespace ours = dltrain::comm::nccl;
 

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/nccl/transport.h"
+#include "comm/transport/nccl/transport.h"
 #include "tests/fake_nccl/fake_nccl.h"
 #include "tests/places.h"
 #include "tests/ranks.h"

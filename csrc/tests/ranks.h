@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/envelopes.h"
-#include "comm/executor.h"
-#include "comm/in_process.h"
+#include "comm/run/executor.h"
+#include "comm/transport/envelopes.h"
+#include "comm/transport/in_process.h"
 #include "core/cuda/runtime.h"
 #include "core/cuda/stream_queue.h"
 #include "core/place.h"

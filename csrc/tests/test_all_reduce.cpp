@@ -8,7 +8,7 @@
 #include <map>
 #include <random>
 
-#include "comm/plan.h"
+#include "comm/plan/plan.h"
 #include "kernels/codec.h"
 #include "tests/places.h"
 #include "tests/ranks.h"

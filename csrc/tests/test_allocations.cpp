@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/executor.h"
-#include "comm/plan.h"
+#include "comm/plan/plan.h"
+#include "comm/run/executor.h"
 #include "kernels/codec.h"
 
 namespace {

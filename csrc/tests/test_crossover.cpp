@@ -1,4 +1,4 @@
-#include "comm/crossover.h"
+#include "comm/program/crossover.h"
 
 #include <gtest/gtest.h>
 

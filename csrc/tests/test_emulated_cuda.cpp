@@ -8,7 +8,7 @@
 #include <latch>
 #include <memory>
 
-#include "comm/failure.h"
+#include "comm/fault/failure.h"
 #include "tests/nccl_ranks.h"
 
 namespace dltrain::comm::nccl {

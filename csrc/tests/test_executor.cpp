@@ -1,4 +1,4 @@
-#include "comm/executor.h"
+#include "comm/run/executor.h"
 
 #include <latch>
 #include <thread>

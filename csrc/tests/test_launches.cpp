@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/choice.h"
-#include "comm/program.h"
+#include "comm/program/choice.h"
+#include "comm/program/program.h"
 #include "tests/nccl_ranks.h"
 #ifdef DLTRAIN_EMULATED
 #include <cuda_runtime.h>

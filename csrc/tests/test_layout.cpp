@@ -1,12 +1,12 @@
 // Regions of a tensor, each in a codec of its own and cut by itself.
 
-#include "comm/layout.h"
+#include "comm/program/layout.h"
 
 #include <cmath>
 #include <limits>
 #include <random>
 
-#include "comm/plan.h"
+#include "comm/plan/plan.h"
 #include "tests/places.h"
 #include "tests/ranks.h"
 

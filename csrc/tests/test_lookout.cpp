@@ -1,10 +1,10 @@
-#include "comm/lookout.h"
+#include "comm/fault/lookout.h"
 
 #include <gtest/gtest.h>
 
 #include <latch>
 
-#include "comm/in_process_channel.h"
+#include "comm/fault/in_process_channel.h"
 #include "core/check.h"
 #include "tests/ranks.h"
 

@@ -7,8 +7,8 @@
 #include <latch>
 #include <random>
 
-#include "comm/in_process_channel.h"
-#include "comm/plan.h"
+#include "comm/fault/in_process_channel.h"
+#include "comm/plan/plan.h"
 #include "kernels/codec.h"
 #include "tests/nccl_ranks.h"
 

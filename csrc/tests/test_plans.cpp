@@ -3,8 +3,8 @@
 #include <functional>
 #include <string>
 
-#include "comm/plan.h"
-#include "comm/verify.h"
+#include "comm/plan/plan.h"
+#include "comm/plan/verify.h"
 
 namespace dltrain::comm {
 namespace {

@@ -1,10 +1,10 @@
-#include "comm/simulate.h"
+#include "comm/program/simulate.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 
-#include "comm/plan.h"
+#include "comm/plan/plan.h"
 
 namespace dltrain::comm {
 namespace {

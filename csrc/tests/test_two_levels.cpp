@@ -1,4 +1,4 @@
-#include "comm/two_levels.h"
+#include "comm/run/two_levels.h"
 
 #include <algorithm>
 #include <latch>

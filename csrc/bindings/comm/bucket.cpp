@@ -12,7 +12,7 @@ namespace dltrain::bindings {
 
 namespace {
 
-int64_t nanoseconds(Bucket::Clock::duration duration) { return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count(); }
+int64_t nanoseconds(Clock::duration duration) { return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count(); }
 
 const char* range_name(comm::Phase phase) {
   switch (phase) {
@@ -26,7 +26,7 @@ const char* range_name(comm::Phase phase) {
 
 // What the thread is in: phases do not nest.
 struct Current {
-  Bucket::Clock::time_point start;
+  Clock::time_point start;
   std::optional<at::RecordFunction> range;
 };
 thread_local Current current;

@@ -4,7 +4,6 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -13,8 +12,9 @@
 #include <vector>
 
 #include "bindings/place.h"
-#include "comm/layout.h"
-#include "comm/phase.h"
+#include "comm/program/layout.h"
+#include "comm/run/phase.h"
+#include "core/clock.h"
 
 namespace dltrain::bindings {
 
@@ -45,7 +45,6 @@ class Bucket : public comm::Observer {
   void keep_for(const Place& place) const;
 
   // One all-reduce after another.
-  using Clock = std::chrono::steady_clock;
   void started(Clock::time_point submitted);
   void ended(Clock::time_point submitted, int64_t wire_bytes);
   void begin(comm::Phase phase) override;

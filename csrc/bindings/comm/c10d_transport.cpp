@@ -29,15 +29,15 @@ auto guarded(Call&& call) {
 }
 
 // A wait of zero would mean no deadline at all.
-std::chrono::milliseconds until(comm::Deadline deadline) {
-  return std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline - comm::Clock::now()), std::chrono::milliseconds(1));
+std::chrono::milliseconds until(Deadline deadline) {
+  return std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()), std::chrono::milliseconds(1));
 }
 
 class GlooRequest : public comm::Request {
  public:
   GlooRequest(GlooWaits& waits, int peer, c10::intrusive_ptr<c10d::Work> work) : waits_(waits), peer_(peer), work_(std::move(work)) {}
 
-  void wait(comm::Deadline deadline) override {
+  void wait(Deadline deadline) override {
     guarded([&] {
       if (!waits_.wait(peer_, *work_, until(deadline))) throw comm::TransportError("aborted");
     });
@@ -56,7 +56,7 @@ class EnqueuedRequest : public comm::Request {
  public:
   EnqueuedRequest(const Place& place, c10::intrusive_ptr<c10d::Work> work) : place_(place), work_(std::move(work)) {}
 
-  void wait(comm::Deadline) override {
+  void wait(Deadline) override {
     const OnStream current(place_);
     guarded([&] { work_->wait(); });
   }
@@ -97,8 +97,8 @@ void shut_down(const c10::intrusive_ptr<c10d::Backend>& backend, std::chrono::mi
 c10d::ReduceOp op_of(bool average) { return average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM; }
 
 // As the backends want them: side by side, and as long as each other.
-bool are_equal(const std::vector<comm::Span>& shares) {
-  return std::all_of(shares.begin(), shares.end(), [&](const comm::Span& share) {
+bool are_equal(const std::vector<Span>& shares) {
+  return std::all_of(shares.begin(), shares.end(), [&](const Span& share) {
     return share.count == shares[0].count && share.first == (&share - shares.data()) * share.count;
   });
 }
@@ -147,10 +147,10 @@ void C10dTransport::all_reduce(const Place& place, void* values, int64_t numel, 
   });
 }
 
-void C10dTransport::reduce_scatter(const Place& place, float* values, const std::vector<comm::Span>& shares, bool average) {
+void C10dTransport::reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) {
   const OnStream current(place);
   guarded([&] {
-    const auto tensor_of = [&](const comm::Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
+    const auto tensor_of = [&](const Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
     if (are_equal(shares)) {
       auto all = tensor_at(values, shares.back().first + shares.back().count, at::kFloat), mine = tensor_of(shares[rank_]);
       c10d::ReduceScatterOptions options;
@@ -169,10 +169,10 @@ void C10dTransport::reduce_scatter(const Place& place, float* values, const std:
   });
 }
 
-void C10dTransport::all_gather(const Place& place, float* values, const std::vector<comm::Span>& shares) {
+void C10dTransport::all_gather(const Place& place, float* values, const std::vector<Span>& shares) {
   const OnStream current(place);
   guarded([&] {
-    const auto tensor_of = [&](const comm::Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
+    const auto tensor_of = [&](const Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
     if (are_equal(shares)) {
       auto all = tensor_at(values, shares.back().first + shares.back().count, at::kFloat), mine = tensor_of(shares[rank_]);
       backend()->_allgather_base(all, mine)->wait();
@@ -188,7 +188,7 @@ void C10dTransport::all_gather(const Place& place, float* values, const std::vec
   });
 }
 
-void C10dTransport::all_reduce(at::Tensor tensor, comm::Deadline deadline, const std::function<bool()>& given_up) {
+void C10dTransport::all_reduce(at::Tensor tensor, Deadline deadline, const std::function<bool()>& given_up) {
   constexpr auto slice = std::chrono::milliseconds(50);
   std::vector<at::Tensor> tensors = {std::move(tensor)};
   guarded([&] {
@@ -197,7 +197,7 @@ void C10dTransport::all_reduce(at::Tensor tensor, comm::Deadline deadline, const
     native_ = backend()->allreduce(tensors, options);
     while (!native_->isCompleted()) {
       if (given_up()) throw comm::TransportError("given up");
-      if (comm::Clock::now() > deadline + slice) throw comm::TransportError("nothing came");
+      if (Clock::now() > deadline + slice) throw comm::TransportError("nothing came");
       const bool has_broken = waits_->any_has_broken();
       try {
         native_->wait(slice);

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "bindings/comm/gloo_waits.h"
-#include "comm/collectives.h"
-#include "comm/transport.h"
+#include "comm/transport/collectives.h"
+#include "comm/transport/transport.h"
 
 namespace dltrain::bindings {
 
@@ -32,15 +32,15 @@ class C10dTransport : public comm::Transport, public comm::Collectives {
   Collectives* collectives() override { return device_.is_cuda() ? this : nullptr; }
 
   void all_reduce(const Place& place, void* values, int64_t numel, comm::Number number, bool average) override;
-  void reduce_scatter(const Place& place, float* values, const std::vector<comm::Span>& shares, bool average) override;
-  void all_gather(const Place& place, float* values, const std::vector<comm::Span>& shares) override;
+  void reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) override;
+  void all_gather(const Place& place, float* values, const std::vector<Span>& shares) override;
 
   std::string error() override;
   void abort() noexcept override;
   void close() noexcept override;  // on a CUDA device in good order, unless it was aborted
 
   // On the CPU: the backend's own all-reduce, in place. Throws TransportError, and when given_up() says so.
-  void all_reduce(at::Tensor tensor, comm::Deadline deadline, const std::function<bool()>& given_up);
+  void all_reduce(at::Tensor tensor, Deadline deadline, const std::function<bool()>& given_up);
 
  private:
   c10::intrusive_ptr<c10d::Backend> backend() const;

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <optional>
 
-#include "comm/channel.h"
+#include "comm/fault/channel.h"
 
 namespace dltrain::bindings {
 

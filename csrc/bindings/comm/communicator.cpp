@@ -284,7 +284,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
       c10::make_intrusive<TensorHolder>(options.share ? py::cast(*options.share) : std::move(object))));
   const auto task =
-      as_caller([work = work_, tensor, options, future, value = std::move(value), submitted = Bucket::Clock::now()](const Place& place) {
+      as_caller([work = work_, tensor, options, future, value = std::move(value), submitted = Clock::now()](const Place& place) {
         try {
           const int64_t sent = work->across->executor().wire_bytes();
           if (options.bucket) options.bucket->started(submitted);

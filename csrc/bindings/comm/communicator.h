@@ -13,7 +13,7 @@
 #include "bindings/comm/level.h"
 #include "bindings/comm/options.h"
 #include "bindings/place.h"
-#include "comm/two_levels.h"
+#include "comm/run/two_levels.h"
 #include "core/cuda/stream_queue.h"
 #include "core/queue.h"
 

@@ -7,7 +7,7 @@
 
 #include "bindings/comm/communicator.h"
 #include "bindings/module.h"
-#include "comm/executor.h"
+#include "comm/run/executor.h"
 
 namespace dltrain::bindings {
 

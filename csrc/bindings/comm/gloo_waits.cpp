@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "comm/transport.h"
+#include "comm/transport/transport.h"
 
 namespace dltrain::bindings {
 

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <vector>
 
+#include "core/clock.h"
+
 namespace dltrain::bindings {
 
 // Waits for Gloo's messages that also end when the connection breaks in the middle of one. Gloo itself wakes who waits for a message that
@@ -33,7 +35,6 @@ class GlooWaits {
 
  private:
   friend class Rounds;
-  using Clock = std::chrono::steady_clock;
   struct Wait {
     const int peer;
     c10d::Work& message;

@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "bindings/module.h"
-#include "comm/envelopes.h"
-#include "comm/nccl/transport.h"
+#include "comm/transport/envelopes.h"
+#include "comm/transport/nccl/transport.h"
 #include "core/check.h"
 
 namespace dltrain::bindings {
@@ -58,7 +58,7 @@ void Level::all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::mil
   call.average = average;
   const std::string type = c10::toString(tensor.scalar_type());
   type.copy(call.type.data(), call.type.size() - 1);
-  const comm::Deadline deadline = comm::Clock::now() + timeout;
+  const Deadline deadline = Clock::now() + timeout;
   executor_.meet(call, timeout);
   if (tensor.numel() == 0) return;
   if (average) tensor.div_(executor_.world_size());

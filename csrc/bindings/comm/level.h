@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings/comm/c10d_transport.h"
-#include "comm/executor.h"
+#include "comm/run/executor.h"
 
 namespace dltrain::bindings {
 

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "bindings/comm/bucket.h"
-#include "comm/executor.h"
+#include "comm/run/executor.h"
 
 namespace dltrain::bindings {
 

@@ -1,6 +1,6 @@
 #include "bindings/module.h"
-#include "comm/plan.h"
-#include "comm/verify.h"
+#include "comm/plan/plan.h"
+#include "comm/plan/verify.h"
 #include "core/check.h"
 
 namespace dltrain::bindings {

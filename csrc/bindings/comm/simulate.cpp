@@ -1,7 +1,7 @@
-#include "comm/simulate.h"
+#include "comm/program/simulate.h"
 
 #include "bindings/module.h"
-#include "comm/two_levels.h"
+#include "comm/run/two_levels.h"
 
 namespace dltrain::bindings {
 

@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "comm/nccl/api.h"
+#include "comm/transport/nccl/api.h"
 #include "core/check.h"
 #include "core/dtype.h"
 #ifdef DLTRAIN_CUDA

@@ -1,0 +1,109 @@
+#include "comm/program/layout.h"
+
+#include <algorithm>
+
+#include "core/digest.h"
+
+namespace dltrain::comm {
+
+namespace {
+
+int64_t grains_of(int64_t count, int64_t grain) { return (count + grain - 1) / grain; }
+
+Piece even_piece(const Span& span, const Codec& codec) { return {{span, &codec, span.first}, codec.alignment}; }
+
+// Spreads what is left over by one grain evenly over the chunks, and the same for the same parameter wherever it is.
+uint32_t turn_of(int64_t number) { return static_cast<uint32_t>(dltrain::digest({number})); }
+
+}  // namespace
+
+Layout within(const Layout& layout, const Span& span) {
+  Layout out;
+  for (const Region& region : layout) {
+    const int64_t begin = std::max(region.span.first, span.first);
+    const int64_t end = std::min(region.span.first + region.span.count, span.first + span.count);
+    if (begin >= end) continue;
+    const int64_t skipped = (begin - region.span.first) / 4 * 4;
+    out.push_back({{begin - span.first, end - begin}, region.codec, region.number + skipped});
+  }
+  return out;
+}
+
+int64_t message_bytes(const Layout& layout) {
+  int64_t bytes = 0;
+  for (const Region& region : layout) bytes += region.codec->bytes(region.span.count);
+  return bytes;
+}
+
+int64_t digest(const Layout& layout) {
+  uint64_t all = 0;
+  for (const auto& [span, codec, number] : layout) all = dltrain::digest({span.first, span.count, codec - codecs().data(), number}, all);
+  return static_cast<int64_t>(all | 1);
+}
+
+Piece Piece::part(int64_t parts, int64_t part) const {
+  Piece out = *this;
+  if (stride) {
+    out.span.first += part * stride;
+    out.number += part * ((stride + 3) / 4 * 4);
+    return out;
+  }
+  if (owners) parts = owners;
+  const auto border = [&](int64_t i) {
+    const int64_t grains = grains_of(span.count, grain);
+    return std::min(span.count, (grains * std::min(i, parts) + turn % parts) / parts * grain);
+  };
+  out.span = {span.first + border(part), border(part + 1) - border(part)};
+  out.number += border(part);
+  return out;
+}
+
+std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, int segments) {
+  segments = static_cast<int>(std::clamp<int64_t>(grains_of(numel, codec.alignment), 1, segments));
+  const Piece whole = even_piece({0, numel}, codec);
+  std::vector<std::vector<Piece>> out;
+  for (int segment = 0; segment < segments; ++segment) out.push_back({whole.part(segments, segment)});
+  return out;
+}
+
+std::vector<std::vector<Piece>> cut_in_shares(int64_t numel, int64_t shares, const Codec& codec, int segments) {
+  const int64_t share = numel / shares;
+  auto out = cut_evenly(share, codec, segments);
+  for (auto& pieces : out) pieces.front().stride = share;
+  return out;
+}
+
+std::vector<std::vector<Piece>> cut_for_owners(int64_t numel, int64_t owners, const Codec& codec, int segments) {
+  auto out = cut_evenly(numel, codec, segments);
+  for (auto& pieces : out) pieces.front().owners = owners;
+  return out;
+}
+
+std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments) {
+  constexpr int64_t most = 1 << 19;  // elements of a piece: several segments can be made of one region
+  constexpr int64_t whole = 4096;    // those of a region that is not worth cutting
+  const int64_t total = std::max<int64_t>(message_bytes(layout), 1);
+  std::vector<std::vector<Piece>> out;
+  int64_t bytes = 0, latest = -1;
+  for (const Region& region : layout) {
+    for (int64_t first = 0; first < region.span.count; first += most) {
+      const int64_t count = std::min(most, region.span.count - first), number = region.number + first;
+      const Span span{region.span.first + first, count};
+      const int64_t segment = bytes * segments / total;
+      if (segment != latest) out.emplace_back();
+      latest = segment;
+      out.back().push_back({{span, region.codec, number}, count <= whole ? count : region.codec->alignment, turn_of(number)});
+      bytes += region.codec->bytes(count);
+    }
+  }
+  if (out.empty()) out.emplace_back();
+  return out;
+}
+
+Span share(int64_t numel, int parts, int part) {
+  Piece whole = even_piece({0, numel}, find_codec("raw"));
+  whole.owners = parts;
+  return whole.part(parts, part).span;
+}
+
+}  // namespace dltrain::comm

@@ -1,0 +1,272 @@
+#include "comm/program/program.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace dltrain::comm {
+
+namespace {
+
+using Room = Location::Room;
+
+constexpr int64_t cache_line = 64, vector = 16;  // bytes
+
+int64_t aligned(int64_t bytes, int64_t border = cache_line) { return (bytes + border - 1) / border * border; }
+
+// Places of equal size, each for one message until all its chunks have been used. One given back is the next one taken, since it is still
+// in the cache.
+class Inbox {
+ public:
+  int64_t place_size = 0;
+
+  int64_t take(int chunks) {
+    if (free_.empty()) {
+      free_.push_back(place_size * static_cast<int64_t>(unused_chunks_.size()));
+      unused_chunks_.push_back(0);
+    }
+    const int64_t place = free_.back();
+    free_.pop_back();
+    unused_chunks_[place / place_size] = chunks;
+    return place;
+  }
+  void use_chunk(int64_t offset) {
+    const int64_t index = offset / place_size;
+    if (--unused_chunks_[index] == 0) free_.push_back(index * place_size);
+  }
+  int64_t size() const { return place_size * static_cast<int64_t>(unused_chunks_.size()); }
+
+ private:
+  std::vector<int> unused_chunks_;  // of the message in each place
+  std::vector<int64_t> free_;
+};
+
+struct Slot {  // of a chunk
+  std::vector<Region> regions;
+  std::vector<int64_t> offsets;  // of their messages in the chunk's
+  int64_t slot = 0, bytes = 0;
+};
+
+// By segment; in all they take so many bytes.
+std::vector<std::vector<Slot>> slots_of(int chunks, const std::vector<std::vector<Piece>>& segments, bool in_place, int64_t& bytes) {
+  std::vector<std::vector<Slot>> out;
+  bytes = 0;
+  for (const std::vector<Piece>& pieces : segments) {
+    auto& slots = out.emplace_back();
+    // The chunks of one piece travel together, side by side: it is cut where messages may begin. Shares end anywhere.
+    const int64_t border = pieces.size() > 1 || (!pieces.empty() && pieces.front().stride > 0) ? vector : 1;
+    for (int c = 0; c < chunks; ++c) {
+      Slot& slot = slots.emplace_back();
+      slot.slot = aligned(bytes, border);
+      for (const Piece& piece : pieces) {
+        const Piece part = piece.part(chunks, c);
+        if (part.span.count == 0) continue;
+        const int64_t offset = aligned(slot.bytes, border);
+        slot.regions.push_back(part);
+        slot.offsets.push_back(offset);
+        slot.bytes = offset + part.codec->bytes(part.span.count);
+      }
+      bytes = slot.slot + slot.bytes;
+    }
+    if (!in_place) bytes = aligned(bytes);
+  }
+  return out;
+}
+
+struct Chunk : Slot {
+  std::vector<Location> received;  // not yet added up
+  int own_place = 0;
+  int encoded_in = -1;  // the round; from then on my own contribution is part of the message in the slot
+  bool final = false;
+};
+
+struct Partial {  // a message of recv_reduce
+  int peer;
+  Chunks chunks;
+  int64_t place;
+};
+
+struct Segment {
+  std::vector<Chunk> chunks;
+  std::vector<Partial> arriving, arrived;  // in this round, in the one before
+  std::vector<Chunks> final_arriving, final_arrived;
+
+  int64_t bytes_of(const Chunks& range) const {
+    const Chunk &first = chunks[range.begin], &last = chunks[range.end - 1];
+    return last.slot + last.bytes - first.slot;
+  }
+  int filled(const Chunks& range) const {
+    return static_cast<int>(
+        std::count_if(chunks.begin() + range.begin, chunks.begin() + range.end, [](const Chunk& chunk) { return chunk.bytes > 0; }));
+  }
+};
+
+class Lowering {
+ public:
+  Lowering(const Plan& plan, const std::vector<std::vector<Piece>>& segments, Result result)
+      : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())), in_place_(result == Result::values_in_place) {
+    program_.algorithm = index_of(plan.algorithm);
+    program_.result = result;
+    program_.rounds = rounds_;
+    program_.segments = static_cast<int>(segments.size());
+    for (std::vector<Slot>& slots : slots_of(plan.chunks, segments, in_place_, program_.slots)) {
+      Segment& segment = segments_.emplace_back();
+      for (Slot& slot : slots) segment.chunks.emplace_back().Slot::operator=(std::move(slot));
+      for (const Round& round : plan.rounds) {
+        for (const Step& step : round) {
+          if (step.op == Op::recv_reduce) inbox_.place_size = std::max(inbox_.place_size, aligned(segment.bytes_of(step.chunks)));
+        }
+      }
+    }
+  }
+
+  Program run() {
+    // A segment passes one tick beyond its last round, in which it uses what that round brought.
+    program_.first = lower_receives(0, 0);
+    program_.ticks.resize(rounds_ + segments_.size());
+    for (int tick = 0; tick < static_cast<int>(program_.ticks.size()); ++tick) {
+      for (int segment = std::max(0, tick - rounds_); segment <= std::min(tick, program_.segments - 1); ++segment) {
+        program_.ticks[tick].push_back(lower_part(segment, tick - segment));
+        for (const Transfer& send : program_.ticks[tick].back().sends) program_.sent += send.bytes;
+      }
+    }
+    program_.inbox = inbox_.size();
+    if (in_place_) program_.slots = 0;
+    return std::move(program_);
+  }
+
+ private:
+  std::vector<Transfer> lower_receives(int index, int round) {
+    std::vector<Transfer> out;
+    if (index == static_cast<int>(segments_.size()) || round >= rounds_) return out;
+    Segment& segment = segments_[index];
+    for (const Step& step : plan_.rounds[round]) {
+      const int64_t bytes = segment.bytes_of(step.chunks);
+      if (!receives(step.op) || bytes == 0) continue;
+      Location location{Room::slots, segment.chunks[step.chunks.begin].slot};
+      if (step.op == Op::recv_final) {
+        segment.final_arriving.push_back(step.chunks);
+      } else {
+        location = {Room::inbox, inbox_.take(segment.filled(step.chunks))};
+        segment.arriving.push_back({step.peer, step.chunks, location.offset});
+      }
+      out.push_back({step.peer, round, index, location, bytes});
+    }
+    return out;
+  }
+
+  Part lower_part(int index, int round) {
+    Segment& segment = segments_[index];
+    Part part{index, {}, {}, {}, {}};
+    take_arrived(segment, part);
+    if (round == rounds_) {
+      for (Chunk& chunk : segment.chunks) {
+        const bool given_away = chunk.encoded_in >= 0 && chunk.received.empty();  // by half an all-reduce, which leaves it to its owner
+        if (!chunk.final && !given_away) sum(chunk, false, true, part);
+      }
+      return part;
+    }
+    for (const Step& step : plan_.rounds[round]) {
+      if (receives(step.op)) continue;
+      for (int c = step.chunks.begin; c < step.chunks.end; ++c) {
+        Chunk& chunk = segment.chunks[c];
+        if (step.op != Op::send_final && chunk.encoded_in != round)
+          sum(chunk, true, step.op == Op::finalize && program_.result != Result::message, part);
+        if (step.op != Op::send_final) chunk.encoded_in = round;
+        chunk.final |= step.op == Op::finalize;
+      }
+      const int64_t bytes = segment.bytes_of(step.chunks);
+      if (!sends(step.op) || bytes == 0) continue;
+      part.sends.push_back({step.peer, round, index, {Room::slots, segment.chunks[step.chunks.begin].slot}, bytes});
+    }
+    // In the order in which the peers send: by tick, then by segment. A segment's first round follows the one of the segment before it.
+    part.ahead = lower_receives(index, round + 1);
+    if (round == 0) {
+      const auto next = lower_receives(index + 1, 0);
+      part.ahead.insert(part.ahead.end(), next.begin(), next.end());
+    }
+    return part;
+  }
+
+  void take_arrived(Segment& segment, Part& part) {
+    std::map<int, std::map<int, Location>> partials;  // chunk -> peer -> where it came
+    for (const Partial& partial : segment.arrived) {
+      const int64_t first = segment.chunks[partial.chunks.begin].slot;
+      for (int c = partial.chunks.begin; c < partial.chunks.end; ++c) {
+        const Chunk& chunk = segment.chunks[c];
+        if (chunk.bytes > 0) partials[c][partial.peer] = {Room::inbox, partial.place + chunk.slot - first};
+      }
+    }
+    segment.arrived = std::exchange(segment.arriving, {});
+    // What was folded in before counts as mine.
+    for (const auto& [c, by_peer] : partials) {
+      Chunk& chunk = segment.chunks[c];
+      std::vector<Location> lower, upper;
+      for (const auto& [peer, location] : by_peer) (peer < plan_.rank ? lower : upper).push_back(location);
+      chunk.own_place += static_cast<int>(lower.size());
+      chunk.received.insert(chunk.received.begin(), lower.begin(), lower.end());
+      chunk.received.insert(chunk.received.end(), upper.begin(), upper.end());
+    }
+    for (const Chunks& range : segment.final_arrived) {
+      for (int c = range.begin; c < range.end; ++c) {
+        Chunk& chunk = segment.chunks[c];
+        chunk.final = true;
+        if (program_.result != Result::values) continue;
+        for (size_t i = 0; i < chunk.regions.size(); ++i) part.decodes.push_back({chunk.regions[i], chunk.slot + chunk.offsets[i]});
+      }
+    }
+    segment.final_arrived = std::exchange(segment.final_arriving, {});
+  }
+
+  // What is in the chunk's slot becomes an operand in place of my own contribution, which it holds.
+  void sum(Chunk& chunk, bool encodes, bool decodes, Part& part) {
+    const bool own = chunk.encoded_in < 0;
+    const int own_place = std::exchange(chunk.own_place, 0);
+    std::vector<Location> received = std::exchange(chunk.received, {});
+    if (chunk.bytes == 0) return;
+    for (const Location& location : received) inbox_.use_chunk(location.offset);
+    if (!own) received.insert(received.begin() + own_place, {Room::slots, chunk.slot});
+    for (size_t i = 0; i < chunk.regions.size(); ++i) {
+      const int64_t offset = chunk.offsets[i], slot = encodes ? chunk.slot + offset : -1;
+      std::vector<Location> messages = received;
+      for (Location& message : messages) message.offset += offset;
+      part.sums.push_back({chunk.regions[i], std::move(messages), own, own_place, slot, decodes && !(encodes && in_place_)});
+    }
+  }
+
+  const Plan& plan_;
+  const int rounds_;
+  const bool in_place_;
+  Program program_;
+  std::vector<Segment> segments_;
+  Inbox inbox_;
+};
+
+}  // namespace
+
+Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments, Result result) {
+  return Lowering(plan, segments, result).run();
+}
+
+Encoded encoded(int chunks, const std::vector<std::vector<Piece>>& segments) {
+  Encoded out;
+  for (const std::vector<Slot>& slots : slots_of(chunks, segments, false, out.bytes)) {
+    for (const Slot& slot : slots) {
+      for (size_t i = 0; i < slot.regions.size(); ++i) out.parts.push_back({slot.regions[i], slot.slot + slot.offsets[i]});
+    }
+  }
+  return out;
+}
+
+Program meeting(int rank, int world_size) {
+  Program program;
+  if (world_size == 1) return program;
+  program.rounds = program.segments = 1;
+  const Transfer to{(rank + 1) % world_size, 0, 0, {Room::inbox, 0}, 0},
+      from{(rank + world_size - 1) % world_size, 0, 0, {Room::inbox, 0}, 0};
+  program.first = {from};
+  program.ticks = {{Part{0, {}, {to}, {}, {}}}, {Part{0, {}, {}, {}, {}}}};
+  return program;
+}
+
+}  // namespace dltrain::comm

@@ -1,0 +1,136 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "comm/fault/failure.h"
+#include "comm/fault/lookout.h"
+#include "comm/fault/watch.h"
+#include "comm/program/crossover.h"
+#include "comm/run/traffic.h"
+#include "comm/run/work.h"
+#include "comm/transport/collectives.h"
+#include "core/memory.h"
+#include "core/place.h"
+
+namespace dltrain::comm {
+
+// An all-reduce that cannot complete. The text names the rank waited for, the algorithm, the round and the deadline.
+class AllReduceError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Throws std::invalid_argument naming what there is, and what fits what.
+void check_names(const std::string& algorithm, const std::string& codec);
+
+// How the message of a call that leaves one is laid out; nothing where its plan leaves none. "auto" goes by size.
+Encoded encoded(const AllReduce& call, int64_t numel, int world_size);
+
+// Runs plans over a transport, one at a time: whoever calls brings the order (a Queue).
+class Executor {
+ public:
+  // global_ranks: what the ranks of the group are called in errors; by their place in the group where empty.
+  explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {});
+  ~Executor();  // what is enqueued and not done is aborted
+
+  // Sums (or averages) values over the ranks, in place: on the CPU before it returns, on a CUDA device in the order of the stream. After an
+  // error the messages of the group are out of step, so every later call fails. On a device errors come after the call: its values are NaN
+  // then, and the next call says why.
+  void all_reduce(const Place& place, const Elements& values, int64_t numel, const AllReduce& call);
+
+  // The share of the sum (or average) that is this rank's, the rank-th of as many equal ones as there are ranks; values stay as they are.
+  void reduce_scatter(const Place& place, const Elements& share, const Elements& values, int64_t numel, AllReduce call);
+
+  // The halves of an all-reduce in fp32. Afterwards each of the owners, which are the first ranks, holds the sum (or average) of its
+  // share(); and where each holds its own, all ranks hold all. By the backend itself where the transport has that, else by plans.
+  void reduce_scatter(const Place& place, float* values, int64_t numel, int owners, bool average, std::chrono::milliseconds timeout);
+  void all_gather(const Place& place, float* values, int64_t numel, int owners, std::chrono::milliseconds timeout);
+
+  // The backend's own; for transports that have it. In the second form the caller does it, and throws TransportError.
+  void all_reduce_natively(const Place& place, void* values, int64_t numel, Number number, bool average, std::chrono::milliseconds timeout);
+  void all_reduce_natively(std::chrono::milliseconds timeout, const std::function<void()>& collective);
+
+  // For a call that is none of the executor's: returns when the rank before this one is in the same.
+  void meet(Call call, std::chrono::milliseconds timeout);
+
+  // From any thread: what is under way and all that comes later fails with `reason`.
+  void abort(const std::string& reason);
+
+  // What comes later fails with `reason`. Connections of a device that are well and have nothing under way close in good order, since a
+  // peer may still be reading what this rank has sent last; else, and on the CPU, this is an abort.
+  void end(const std::string& reason);
+
+  // An abort where only the finding is known: the call that is under way, if there is one, will say the rest.
+  void give_up(const std::string& finding);
+
+  // Whom to ask why a wait has failed; before the first call. Without one the error says what this rank alone can know.
+  void set_lookout(std::shared_ptr<Lookout> lookout) { lookout_ = std::move(lookout); }
+
+  // What the call under way waits for, by the global ranks; nothing where there is none. From any thread.
+  Waiting waiting();
+
+  // Returns when what has been enqueued is done, or has failed.
+  void drain() { watch_.drain(); }
+
+  // What comes from now on fails with `reason`; what is under way goes on.
+  void refuse(const std::string& reason) { failure_.set(reason); }
+
+  // When nothing is under way any more: lets the peers know.
+  void close() noexcept;
+
+  std::string failure() const { return failure_.reason(); }  // why calls fail now; empty while they do not
+
+  int rank() const { return transport_->rank(); }
+  int world_size() const { return transport_->world_size(); }
+  int64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank
+
+ private:
+  Waiting in_the_world(Waiting waiting) const;
+  int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
+  const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, Result result);
+  char* slots(const Work& work);
+  Work work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place, const Elements& values,
+               int64_t numel);
+  void look_for_crossover(const Place& place, std::chrono::milliseconds timeout);
+  void check_open() const;
+  template <class Enqueue>
+  void run(const Work& work, Enqueue enqueue);
+  void spoil(const Work& work);
+  void enqueue(const std::string& name, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
+               const std::function<void()>& collective);
+  std::function<void(const Waiting*, const std::string&)> giving_up(const Work& work, Clock::time_point start);
+  [[noreturn]] void fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
+  std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
+  std::vector<Span> shares(int64_t numel, int owners) const;
+  std::string describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
+                               const std::string& finding) const;
+  std::string describe(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
+                       const std::string& what) const;
+
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Traffic> traffic_;
+  std::vector<int> global_ranks_;
+  Buffer slots_, inbox_;
+  Lists lists_;
+  const Program meeting_;
+  using Key = std::tuple<std::tuple<int, int, int64_t, int, Result, int>, Layout>;
+  std::map<Key, Program, std::less<>> programs_;
+  std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
+  std::atomic<bool> under_way_ = false, broken_ = false;
+  std::optional<Crossover> crossover_;
+  std::shared_ptr<Lookout> lookout_;
+  std::mutex closing_;
+  Failure failure_;
+  Watch watch_{[this] { return transport_->error(); }};  // the last: its thread uses the others
+};
+
+}  // namespace dltrain::comm

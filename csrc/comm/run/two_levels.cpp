@@ -1,0 +1,132 @@
+#include "comm/run/two_levels.h"
+
+#include <algorithm>
+#include <future>
+#include <utility>
+
+namespace dltrain::comm {
+
+// Enough to hide one level behind the other; more only add messages.
+int64_t pieces_of(int64_t numel) {
+  constexpr int64_t size = 1 << 20, most = 8;  // elements
+  return std::clamp<int64_t>(numel / size, 1, most);
+}
+
+void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call) {
+  const std::vector<Piece>& pieces = this->pieces(numel, call);
+  const int rank = inside_.rank();
+  std::vector<Wait> under_way;
+  std::vector<char*> messages(pieces.size(), nullptr);
+  messages_.resize(std::max(messages_.size(), pieces.size()));
+  try {
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const Piece& piece = pieces[i];
+      inside_.reduce_scatter(place, values + piece.span.first, piece.span.count, hosts_.shares, call.average, call.timeout);
+      AllReduce part = call;
+      part.weight = static_cast<float>(inside_.world_size()) / static_cast<float>(hosts_.ranks);  // of this host's average
+      part.first = piece.shares[rank].first;
+      part.feedback = call.feedback.from(part.first);
+      if (call.layout) {
+        part.layout = &piece.layouts[rank];
+        part.first = 0;
+      }
+      if (piece.message_bytes > 0) {
+        messages[i] = static_cast<char*>(messages_[i].reserve(place, piece.message_bytes * hosts_.shares));
+        if (rank < hosts_.shares) part.message = messages[i] + piece.message_bytes * rank;
+      }
+      under_way.push_back(start_across(place, values + piece.shares[rank].first, piece.shares[rank].count, part, pieces.size() == 1));
+    }
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      std::exchange(under_way[i], {})();
+      share_out(place, values, pieces[i], messages[i], call.timeout);
+      if (place.on_cuda()) messages_[i] = {};  // a captured graph has memory of its own
+    }
+  } catch (const std::exception& error) {  // also of who finds no memory: what is under way writes to the values
+    for (Executor* level : {&inside_, &across_}) level->abort(error.what());
+    for (const Wait& wait : under_way) {
+      try {
+        if (wait) wait();
+      } catch (const std::exception&) {
+        continue;  // the first says why
+      }
+    }
+    throw;
+  }
+}
+
+const std::vector<TwoLevels::Piece>& TwoLevels::pieces(int64_t numel, const AllReduce& call) {
+  constexpr size_t most = 256;
+  static const Layout whole;
+  const auto key = std::make_tuple(numel, call.algorithm, call.codec, call.segments, call.measures);
+  const Layout& layout = call.layout ? *call.layout : whole;
+  if (const auto found = pieces_.find(std::tie(key, layout)); found != pieces_.end()) return found->second;
+  if (pieces_.size() == most) pieces_.clear();
+  std::vector<Piece> out;
+  const auto count = static_cast<int>(pieces_of(numel));
+  for (int i = 0; i < count; ++i) out.push_back(piece(share(numel, count, i), call));
+  return pieces_[{key, layout}] = std::move(out);
+}
+
+TwoLevels::Piece TwoLevels::piece(const Span& span, const AllReduce& call) const {
+  Piece piece;
+  piece.span = span;
+  for (int rank = 0; rank < inside_.world_size(); ++rank) {
+    const Span share = comm::share(span.count, hosts_.shares, rank);
+    piece.shares.push_back({span.first + share.first, share.count});
+    if (call.layout) piece.layouts.push_back(within(*call.layout, piece.shares.back()));
+  }
+  if (call.measures && call.algorithm == "auto") return piece;  // times decide about the plan, and may find another for each share
+  std::vector<Encoded> messages;
+  for (int rank = 0; rank < hosts_.shares; ++rank) {
+    AllReduce part = call;
+    if (call.layout) part.layout = &piece.layouts[rank];
+    messages.push_back(encoded(part, piece.shares[rank].count, hosts_.count));
+    if (messages.back().parts.empty()) return piece;
+  }
+  const int64_t bytes = std::ranges::max_element(messages, {}, &Encoded::bytes)->bytes;
+  if (span.count * static_cast<int64_t>(sizeof(float)) - bytes * hosts_.shares < saving_) return piece;
+  piece.message_bytes = bytes;
+  for (int rank = 0; rank < hosts_.shares; ++rank) {
+    for (auto& [region, slot] : messages[rank].parts) {
+      region.span.first += piece.shares[rank].first;
+      piece.decodes.push_back({region, slot + bytes * rank});
+    }
+  }
+  return piece;
+}
+
+void TwoLevels::share_out(const Place& place, float* values, const Piece& piece, char* messages, std::chrono::milliseconds timeout) {
+  if (!messages) return inside_.all_gather(place, values + piece.span.first, piece.span.count, hosts_.shares, timeout);
+  const int64_t words = piece.message_bytes * hosts_.shares / static_cast<int64_t>(sizeof(float));
+  inside_.all_gather(place, reinterpret_cast<float*>(messages), words, hosts_.shares, timeout);
+  decode(place, piece.decodes, messages, {values}, decodings_);
+}
+
+TwoLevels::Wait TwoLevels::start_across(const Place& place, float* values, int64_t numel, const AllReduce& call, bool alone) {
+  if constexpr (built_with_cuda) {
+    if (place.on_cuda()) {
+      if (!stream_) stream_ = std::make_shared<cuda::Stream>(place.device);
+      const Place side = stream_->place(place.allocator);
+      Event::record(place).wait(side);
+      across_.all_reduce(side, {values}, numel, call);
+      return [done = Event::record(side), place] { done.wait(place); };
+    }
+  }
+  const auto across = [=, this](const Place& where) {
+    try {
+      across_.all_reduce(where, {values}, numel, call);
+    } catch (const AllReduceError& error) {
+      inside_.abort(error.what());  // whose peers may never come
+      throw;
+    }
+  };
+  if (alone) {
+    across(place);
+    return [] {};
+  }
+  auto task = std::make_shared<std::packaged_task<void()>>([across] { across({}); });  // the other threads are busy inside
+  worker_.submit([task] { (*task)(); });
+  return [task] { task->get_future().get(); };
+}
+
+}  // namespace dltrain::comm

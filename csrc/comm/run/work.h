@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/program/program.h"
+#include "comm/run/phase.h"
+#include "comm/transport/transport.h"
+#include "core/place.h"
+#include "kernels/codec.h"
+
+namespace dltrain::comm {
+
+struct AllReduce {
+  std::string algorithm = "auto";
+  std::string codec = "raw";
+  bool average = false;
+  float weight = 0;       // of this rank in an average; 0: as much as each of the others
+  int owners = 0;         // of a half of an all-reduce: how many ranks, the first, have a share; 0: all
+  int segments = 0;       // 0: chosen by size
+  bool measures = false;  // on the CPU "auto" goes by times, for which its first call makes some more; else by size
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+
+  char* message = nullptr;  // where given, the final bytes stay there, as Executor::encoded says, and the values as they are
+
+  Elements share;  // where given, this rank's share of the sum goes there, and the values stay as they are: a reduce-scatter
+
+  const Layout* layout = nullptr;  // null: the tensor as a whole, in the codec; not null: that codec is the one to choose by
+  Feedback feedback;
+  bool stochastic = false;  // rounding
+  uint64_t seed = 0;
+  int64_t first = 0;             // the number of the first element: each draws its own random numbers
+  std::optional<uint32_t> step;  // of the stream of random numbers; the number of the call where there is none
+  Observer* observer = nullptr;
+};
+
+// Has the messages decoded that lie at such distances from `messages`, those of a codec together. decodings: room, which is kept.
+void decode(const Place& place, std::span<const DecodeStep> steps, const char* messages, const Elements& values,
+            std::vector<Decoding>& decodings);
+
+// Room for what is done at once, kept from call to call.
+struct Lists {
+  std::vector<const uint8_t*> received;
+  std::vector<Sum> sums;
+  std::vector<DecodeStep> decodes;
+  std::vector<Decoding> decodings;
+};
+
+// One call: its program, where its bytes lie, and what is done with them between the messages.
+struct Work {
+  const Program& program;
+  const std::string& algorithm;
+  const AllReduce& call;
+  int rank, world_size;
+  Place place;
+  Elements values;
+  int64_t numel = 0;
+  char *slots = nullptr, *inbox = nullptr;
+  uint32_t step = 0;
+  Lists* lists = nullptr;
+
+  char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : inbox) + location.offset; }
+  // Those of some parts at once, which on a device are one launch for each codec.
+  void sum(std::span<const Part* const> parts) const;
+  void decode(std::span<const Part* const> parts) const;
+
+ private:
+  std::optional<Sum> sum_of(const SumStep& step) const;
+  Elements result(const Span& span) const;
+};
+
+}  // namespace dltrain::comm

@@ -1,0 +1,236 @@
+#include "comm/transport/nccl/transport.h"
+
+#include <algorithm>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "core/check.h"
+#include "core/in_time.h"
+
+namespace dltrain::comm::nccl {
+
+namespace {
+
+class Launched : public Request {
+ public:
+  Launched(const Place& place, Event done) : place_(place), done_(std::move(done)) {}
+  void wait(Deadline) override { done_.wait(place_); }
+  void abort() override {}  // the transport's does it
+
+ private:
+  Place place_;
+  Event done_;
+};
+
+DataType type_of(Number number) {
+  switch (number) {
+    case Number::int8: return int8;
+    case Number::uint8: return uint8;
+    case Number::int32: return int32;
+    case Number::int64: return int64;
+    case Number::fp16: return fp16;
+    case Number::bf16: return bf16;
+    case Number::fp32: return fp32;
+    case Number::fp64: return fp64;
+  }
+  throw std::invalid_argument("number: expected one of those that NCCL knows");
+}
+
+// As NCCL wants them: side by side, and as long as each other.
+bool are_equal(const std::vector<Span>& shares) {
+  for (const Span& share : shares) {
+    if (share.count != shares[0].count || share.first != (&share - shares.data()) * share.count) return false;
+  }
+  return true;
+}
+
+// NCCL takes what the current device is for the communicator's.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    if constexpr (built_with_cuda) {
+      if (device >= 0) guard_ = std::make_shared<cuda::DeviceGuard>(device, std::nothrow);  // of a faulty device NCCL says itself
+    }
+  }
+
+ private:
+  std::shared_ptr<cuda::DeviceGuard> guard_;  // shared: a build without CUDA has no destructor of it
+};
+
+constexpr auto most_for_an_end = std::chrono::milliseconds(2000);  // that whoever closes waits
+// That whoever ends a communicator waits for who is in it: to give NCCL messages takes a moment, but to launch them may take for ever.
+constexpr auto most_for_giving = std::chrono::milliseconds(1000), most_for_a_launch = std::chrono::milliseconds(50);
+
+struct Initialised {
+  Result result;
+  Comm comm;
+};
+
+}  // namespace
+
+UniqueId make_unique_id(const Library& library) {
+  UniqueId id;
+  const Result result = library->get_unique_id(&id);
+  if (result != success) throw TransportError(text("NCCL ", library.version_text(), ": ", library.describe("ncclGetUniqueId", result)));
+  return id;
+}
+
+Transport::Transport(const Library& library, const UniqueId& id, int rank, int world_size, int device, std::chrono::milliseconds timeout)
+    : library_(library), rank_(rank), world_size_(world_size), device_(device), timeout_(timeout) {
+  const OnDevice guard(device);
+  if constexpr (built_with_cuda) {
+    if (device >= 0) stream_ = std::make_shared<cuda::Stream>(device);
+  }
+  constexpr const char* what = "ncclCommInitRankConfig";
+  const auto initialise = [&library, id, rank, world_size, device] {
+    const OnDevice guard(device);
+    Config config;
+    Comm comm = nullptr;
+    const Result result = library->comm_init_rank_config(&comm, world_size, id, rank, &config);
+    return Initialised{result, comm};
+  };
+  const auto found = in_time(timeout, initialise, [&library, device](const Initialised& late) {
+    const OnDevice guard(device);
+    if (late.result == success) library->comm_abort(late.comm);
+  });
+  if (!found) throw TransportError(text(what, ": not done in ", std::chrono::duration<double>(timeout).count(), " s"));
+  check(what, found->result);
+  comm_ = found->comm;
+}
+
+std::unique_ptr<Request> Transport::send(const Place& place, int peer, const void* data, int64_t bytes, int) {
+  return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
+}
+
+std::unique_ptr<Request> Transport::recv(const Place& place, int peer, void* data, int64_t bytes, int) {
+  return exchange(place, {{false, peer, data, bytes}});
+}
+
+std::unique_ptr<Request> Transport::exchange(const Place& place, const std::vector<Posting>& postings) {
+  return std::make_unique<Launched>(place, launch(place, [&](CUstream_st* stream) {
+                                      for (const Posting& each : postings) {
+                                        const auto bytes = static_cast<size_t>(each.bytes);
+                                        each.sent ? check("ncclSend", library_->send(each.data, bytes, uint8, each.peer, comm_, stream))
+                                                  : check("ncclRecv", library_->recv(each.data, bytes, uint8, each.peer, comm_, stream));
+                                      }
+                                    }));
+}
+
+void Transport::all_reduce(const Place& place, void* values, int64_t numel, Number number, bool average) {
+  launch(place, [&](CUstream_st* stream) {
+    check("ncclAllReduce",
+          library_->all_reduce(values, values, static_cast<size_t>(numel), type_of(number), average ? avg : sum, comm_, stream));
+  }).wait(place);
+}
+
+void Transport::reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) {
+  const RedOp op = average ? avg : sum;
+  launch(place, [&](CUstream_st* stream) {
+    if (are_equal(shares)) {
+      const auto count = static_cast<size_t>(shares[rank_].count);
+      check("ncclReduceScatter", library_->reduce_scatter(values, values + shares[rank_].first, count, fp32, op, comm_, stream));
+      return;
+    }
+    for (int root = 0; root < world_size_; ++root) {
+      if (shares[root].count == 0) continue;
+      float* const share = values + shares[root].first;
+      check("ncclReduce", library_->reduce(share, share, static_cast<size_t>(shares[root].count), fp32, op, root, comm_, stream));
+    }
+  }).wait(place);
+}
+
+void Transport::all_gather(const Place& place, float* values, const std::vector<Span>& shares) {
+  launch(place, [&](CUstream_st* stream) {
+    if (are_equal(shares)) {
+      const auto count = static_cast<size_t>(shares[rank_].count);
+      check("ncclAllGather", library_->all_gather(values + shares[rank_].first, values, count, fp32, comm_, stream));
+      return;
+    }
+    for (int root = 0; root < world_size_; ++root) {
+      if (shares[root].count == 0) continue;
+      float* const share = values + shares[root].first;
+      check("ncclBroadcast", library_->broadcast(share, share, static_cast<size_t>(shares[root].count), fp32, root, comm_, stream));
+    }
+  }).wait(place);
+}
+
+// One grouped launch of what `give` gives, after the place's work so far. Events may keep the host, too, and then nobody is in NCCL.
+template <class Give>
+Event Transport::launch(const Place& place, Give&& give) {
+  const OnDevice guard(device_);
+  Place mine = place;
+  if constexpr (built_with_cuda) {
+    if (stream_) mine = stream_->place();
+  }
+  Event::record(place).wait(mine);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!comm_ || aborted_) throw TransportError("the connections were closed");
+    check("ncclGroupStart", library_->group_start());
+    std::optional<TransportError> error;  // a group that was begun has to be ended
+    try {
+      give(mine.stream);
+    } catch (const TransportError& caught) {
+      error = caught;
+    }
+    launches_ = true;
+    const Result result = library_->group_end();
+    launches_ = false;
+    if (aborted_) throw TransportError("aborted");  // and the communicator may be gone
+    if (error) throw *error;
+    check("ncclGroupEnd", result);
+  }
+  return Event::record(mine);
+}
+
+void Transport::check(const char* what, Result result) const {
+  if (result != success) throw TransportError(text("NCCL ", library_.version_text(), ": ", library_.describe(what, result, comm_)));
+}
+
+std::string Transport::error() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  const Comm comm = comm_;
+  if (!lock || !comm) return {};  // whoever has it is told himself
+  Result result = success;
+  const Result asked = library_->comm_get_async_error(comm, &result);
+  if (asked != success) result = asked;
+  return result == success ? "" : text("NCCL ", library_.version_text(), ": ", library_.describe("in the background", result, comm));
+}
+
+// Nobody else gives it anything from now on. Whoever is in it for long waits for a peer, and is to be ended.
+Transport::Taken Transport::take() noexcept {
+  std::unique_lock lock(mutex_, std::defer_lock);
+  for (const auto start = Clock::now(); !lock.try_lock();) {
+    if (Clock::now() > start + (launches_ ? most_for_a_launch : most_for_giving)) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return {comm_.exchange(nullptr), lock.owns_lock()};
+}
+
+void Transport::abort() noexcept {
+  aborted_ = true;
+  end(take().comm, [&library = library_](Comm comm) { library->comm_abort(comm); });
+}
+
+// Ranks of one host are to do this together.
+void Transport::close() noexcept {
+  const bool in_good_order = !aborted_.exchange(true);
+  const Taken taken = take();
+  end(taken.comm, [&library = library_, in_good_order = in_good_order && taken.alone](Comm comm) {
+    in_good_order && library->comm_finalize(comm) == success ? library->comm_destroy(comm) : library->comm_abort(comm);
+  });
+}
+
+template <class End>
+void Transport::end(Comm comm, End end) const noexcept {
+  if (!comm) return;
+  const auto ended = [comm, end, device = device_] {
+    const OnDevice guard(device);
+    end(comm);
+    return true;
+  };
+  in_time(std::min(timeout_, most_for_an_end), ended, [](bool) {});
+}
+
+}  // namespace dltrain::comm::nccl

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "comm/transport/call.h"
+#include "core/clock.h"
+#include "core/place.h"
+
+namespace dltrain::comm {
+
+class Collectives;
+
+// A message that will not come: the peer is gone or late, or the wait was aborted. The text is the transport's own.
+class TransportError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A message of another call than this rank's came instead.
+class Disagreement : public TransportError {
+ public:
+  using TransportError::TransportError;
+};
+
+// The peer has said that none will come any more.
+class Farewell : public TransportError {
+ public:
+  using TransportError::TransportError;
+};
+
+// A posted send or receive. Dropping it gives its memory back, whether it has completed or not.
+class Request {
+ public:
+  virtual ~Request() = default;
+  // Returns when work that the place is given from now on finds the message complete. Throws TransportError.
+  virtual void wait(Deadline deadline) = 0;
+  virtual void abort() = 0;  // from any thread: wait throws
+};
+
+// One of several that are posted together.
+struct Posting {
+  bool sent;  // else received
+  int peer;
+  void* data;
+  int64_t bytes;
+};
+
+// Carries bytes between the ranks of one group. Between two ranks messages of one tag arrive in the order in which they were posted. The
+// data lies at the place, and a message takes its turn in the order of the place's work.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  virtual std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) = 0;
+  // The message may be shorter than `bytes`, never longer.
+  virtual std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) = 0;
+
+  // Posts all of them; the request is for all. They make progress together, so a rank's receives may be what others' sends wait for.
+  virtual std::unique_ptr<Request> exchange(const Place& place, const std::vector<Posting>& postings);
+  // Whether messages that wait for each other must be posted together, each receive with the send that it is to match.
+  virtual bool in_groups() const { return false; }
+
+  // What the backend does by itself; null where it is to be left to plans.
+  virtual Collectives* collectives() { return nullptr; }
+
+  // What is posted from now on belongs to this call.
+  virtual void begin(const Call&) {}
+  // Nothing is sent or received from now on. Tells the peers, where they can be told, and ends their waits for this rank.
+  virtual void close() noexcept {}
+  // Where messages are only enqueued, both from any thread: what has become of the connections, empty while they are well; and the end of
+  // all that is under way.
+  virtual std::string error() { return {}; }
+  virtual void abort() noexcept {}
+  // What a peer said when it closed; empty where it has not, or cannot be heard.
+  virtual std::string last_words(int /*peer*/) { return {}; }
+};
+
+}  // namespace dltrain::comm

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <chrono>
+
+namespace dltrain {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+}  // namespace dltrain
