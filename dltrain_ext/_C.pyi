@@ -87,7 +87,7 @@ class Step:
     def __eq__(self, other: object, /) -> bool: ...
 
 class Plan:
-    """What one rank does in an all-reduce: rounds of steps over abstract chunks. print() draws it."""
+    """What one rank does in a collective: rounds of steps over abstract chunks. print() draws it."""
 
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __init__(
@@ -98,7 +98,13 @@ class Plan:
         chunks: int,
         rounds: Sequence[Sequence[Step]],
         exact: bool = False,
+        collective: str = "all_reduce",
+        root: int = 0,
     ) -> None: ...
+    @property
+    def collective(self) -> str: ...
+    @property
+    def root(self) -> int: ...
     @property
     def algorithm(self) -> str: ...
     @property
@@ -128,6 +134,7 @@ class Estimate:
     def algorithm(self) -> str: ...
 
 def simulate(
+    collective: str,
     algorithm: str,
     world_size: int,
     numel: int,
@@ -198,13 +205,15 @@ class Communicator:
         round_trip: float,
         measures: bool,
     ) -> None: ...
-    def all_reduce(
+    def run(
         self,
         tensor: Tensor,
         *,
-        algorithm: str,
-        codec: str,
-        average: bool,
+        collective: str = "all_reduce",
+        algorithm: str = "auto",
+        codec: str = "raw",
+        average: bool = False,
+        root: int = 0,
         segments: int = 0,
         residual: Tensor | None = None,
         stochastic: bool = False,
@@ -214,15 +223,18 @@ class Communicator:
         feeds: bool = False,
         loss_scale: Tensor | None = None,
         share: Tensor | None = None,
+        sizes: Sequence[int] = (),
     ) -> None: ...
     # A torch._C.Future, which has the methods of this one, and is what torch's own stubs call so.
     def submit(
         self,
         tensor: Tensor,
         *,
-        algorithm: str,
-        codec: str,
-        average: bool,
+        collective: str = "all_reduce",
+        algorithm: str = "auto",
+        codec: str = "raw",
+        average: bool = False,
+        root: int = 0,
         segments: int = 0,
         residual: Tensor | None = None,
         stochastic: bool = False,
@@ -232,22 +244,24 @@ class Communicator:
         feeds: bool = False,
         loss_scale: Tensor | None = None,
         share: Tensor | None = None,
+        sizes: Sequence[int] = (),
     ) -> Future[Tensor]: ...
     def wait(self, future: torch.futures.Future[Tensor]) -> None: ...
     def close(self) -> None: ...
     def drain(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
 
-def algorithms() -> list[str]: ...
+def algorithms(collective: str, /) -> list[str]: ...
 def check_feedback(codec: str, stochastic: bool, expected: str, /) -> None: ...
-def check_names(algorithm: str, codec: str, /) -> None: ...
+def check_names(algorithm: str, codec: str, collective: str, /) -> None: ...
 def codecs() -> list[Codec]: ...
+def collectives() -> list[str]: ...
 def find_codec(name: str, /) -> Codec: ...
 def nccl_unique_id() -> bytes: ...
 def nccl_version() -> str:
     """Raises RuntimeError, saying why there is none."""
 
-def make_plan(algorithm: str, rank: int, world_size: int, /) -> Plan: ...
+def make_plan(collective: str, algorithm: str, rank: int, world_size: int, root: int, /) -> Plan: ...
 def timeout_of(group: ProcessGroup, /) -> float:
     """The seconds that a group's own collectives wait."""
 

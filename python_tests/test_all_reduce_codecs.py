@@ -230,10 +230,10 @@ def check_disagreement(rank, world_size):
     cases = [
         (dict(), dict(tensor=torch.ones(2999)), "2999 elements"),
         (dict(), dict(tensor=torch.ones(300_000)), "300000 elements"),
-        (dict(), dict(codec="int8"), "int8 by direct"),
+        (dict(), dict(codec="int8"), "all_reduce in int8 by direct"),
         (dict(), dict(op="avg"), "averaged"),
-        (dict(algorithm="ring"), dict(), "raw by direct"),
-        (dict(), dict(algorithm="oneshot"), "raw by oneshot"),
+        (dict(algorithm="ring"), dict(), "all_reduce in raw by direct"),
+        (dict(), dict(algorithm="oneshot"), "all_reduce in raw by oneshot"),
     ]
     for others, mine, _ in cases:
         communicator = comm.Communicator()
@@ -331,7 +331,7 @@ def check_native_disagreement(rank, world_size):
 def test_ranks_that_disagree_on_a_native_call_raise():
     for texts in zip(*run_ranks(2, check_native_disagreement), strict=True):
         assert all("it is in call 1: " in text and "this rank is in call 1: " in text for text in texts), texts
-        assert any("native, Float over 10 elements" in text for text in texts), texts
+        assert any("all_reduce natively in Float over 10 elements" in text for text in texts), texts
 
 
 def drop_after_native(rank, world_size):

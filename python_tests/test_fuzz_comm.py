@@ -34,16 +34,21 @@ def communicator(group):
     return comm.Communicator()
 
 
-@fuzz("comm.plan", "comm.verify", "comm.verify_plans", "comm.algorithms_for", "comm.ALGORITHMS", examples=60)
+@fuzz(
+    *("comm.plan", "comm.verify", "comm.verify_plans", "comm.algorithms_for", "comm.ALGORITHMS", "comm.COLLECTIVES"),
+    examples=60,
+)
 @given(st.data())
 def test_plans(data):
-    some = st.sampled_from(comm.ALGORITHMS)
+    collective = data.draw(st.sampled_from(list(comm.COLLECTIVES)))
+    some = st.sampled_from(comm.COLLECTIVES[collective])
+    rooted = {"collective": st.just(collective), "root": st.integers(0, 1)}
     plans = st.integers(1, 4).map(lambda size: [comm.plan("ring", rank, size) for rank in range(size)])
     function, fits = data.draw(
         st.sampled_from(
             [
-                (comm.plan, {"algorithm": some, "rank": sizes, "world_size": sizes}),
-                (comm.verify, {"algorithm": some, "world_size": st.integers(0, 9)}),
+                (comm.plan, {"algorithm": some, "rank": sizes, "world_size": sizes, **rooted}),
+                (comm.verify, {"algorithm": some, "world_size": st.integers(0, 9), **rooted}),
                 (comm.verify_plans, {"plans": plans}),
                 (comm.algorithms_for, {"codec": codec_names}),
             ]
@@ -69,6 +74,8 @@ def test_plans_by_hand(data):
             "chunks": st.sampled_from([1, 2, 2**31 - 1]),
             "rounds": st.just([[each for each in steps if each is not None]] * 2),
             "exact": st.booleans(),
+            "collective": st.sampled_from(["all_reduce", *comm.COLLECTIVES]),
+            "root": st.integers(-1, 2),
         }
         plan, _ = attempt(comm.Plan, data.draw(spoiled(fields, most=1)), names=fields, also=signature)
         if plan is not None:
@@ -109,6 +116,7 @@ def test_simulations(data):
                         "segments": st.one_of(st.none(), sizes),
                         "levels": st.integers(1, 2),
                         "late": st.lists(st.floats(0, 1), max_size=3),
+                        "collective": st.sampled_from(list(comm.COLLECTIVES)),
                     },
                 ),
                 ("best", {"world_size": st.integers(0, 9), "nbytes": sizes, "codec": codec_names, "network": networks}),
@@ -201,8 +209,7 @@ def test_choices(nbytes):
     assert tuning.codec_for(nbytes) in ("raw", "native")
 
 
-COLLECTIVES = {
-    "op": st.sampled_from(["sum", "avg", dist.ReduceOp.SUM]),
+OPTIONS = {
     "codec": codec_names,
     "residual": st.none(),
     "rounding": st.sampled_from(["nearest", "stochastic"]),
@@ -214,10 +221,17 @@ COLLECTIVES = {
 
 
 def collective(data, name, shape):
-    if name == "all_reduce":
-        fits = {"tensor": tensors(shape), **COLLECTIVES, "algorithm": algorithms}
+    fits = {**OPTIONS, "algorithm": st.sampled_from([*comm.COLLECTIVES[name], "auto", "butterfly"])}
+    if name in ("reduce_scatter", "all_gather"):
+        lists = tensors(shape).map(lambda tensor: [tensor])
+        whole, part = ("input", "output") if name == "reduce_scatter" else ("output", "input")
+        fits |= {whole: st.one_of(tensors(shape), lists), part: tensors(shape)}
     else:
-        fits = {"output": tensors(shape), "input": tensors(shape), **COLLECTIVES}
+        fits["tensor"] = tensors(shape)
+    if name in ("broadcast", "reduce"):
+        fits["src" if name == "broadcast" else "dst"] = st.just(0)
+    if name in ("all_reduce", "reduce_scatter", "reduce"):
+        fits["op"] = st.sampled_from(["sum", "avg", dist.ReduceOp.SUM])
     arguments = data.draw(spoiled(fits, shape))
     if data.draw(st.booleans()):
         arguments["residual"] = torch.zeros(shape)
@@ -231,13 +245,14 @@ def call(function, **arguments):
 
 
 @fuzz(
-    *("comm.all_reduce", "comm.reduce_scatter", "comm.Communicator.all_reduce", "comm.Communicator.reduce_scatter"),
+    *(f"comm.{name}" for name in comm.COLLECTIVES),
+    *(f"comm.Communicator.{name}" for name in comm.COLLECTIVES),
     *("comm.Work", "comm.Work.wait", "comm.Work.is_completed", "comm.Work.get_future", "comm.Communicator.stats"),
     examples=80,
 )
 @given(st.data(), shapes)
 def test_collectives(communicator, data, shape):
-    name = data.draw(st.sampled_from(["all_reduce", "reduce_scatter"]))
+    name = data.draw(st.sampled_from(list(comm.COLLECTIVES)))
     if data.draw(st.booleans()):
         function = getattr(comm, name)
         arguments = collective(data, name, shape)

@@ -14,7 +14,7 @@ DATA = {
     *("codecs.CODECS", "codecs.ErrorBound", "codecs.GradStats", "sim.Estimate", "sim.StepEstimate"),
     *("sim.StepEstimate.efficiency", "sim.Speed.from_list", "sim.Speed.to_list", "comm.Plan.to_json"),
     *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.reduce_bucket"),
-    "comm.Communicator.connect",
+    *("comm.Communicator.connect", "comm.CallOptions", "comm.Work.then"),
 }
 # Called by FSDP, with what it has: python_tests/test_fsdp.py holds what these refuse.
 ELSEWHERE = {"fsdp.ShardedState.all_reduce", "fsdp.ShardedState.reduce_scatter"}

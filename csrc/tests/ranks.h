@@ -34,7 +34,7 @@ class OwnPlace {
   std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of it
 };
 
-// What runs a rank's all-reduces: the rank itself at once or, on a CUDA device, a queue with a stream of its own.
+// What runs a rank's calls: the rank itself at once or, on a CUDA device, a queue with a stream of its own.
 class Runner {
  public:
   explicit Runner(const Place& place) : place_(place) {
@@ -44,22 +44,15 @@ class Runner {
       queue_ = std::make_shared<cuda::StreamQueue>(stream_->place());
     }
   }
-  void all_reduce(Executor& executor, const Elements& values, int64_t numel, const AllReduce& call) {
-    run([&](const Place& where) { executor.all_reduce(where, values, numel, call); });
-  }
-  void reduce_scatter(Executor& executor, const Elements& share, const Elements& values, int64_t numel, const AllReduce& call) {
-    run([&](const Place& where) { executor.reduce_scatter(where, share, values, numel, call); });
-  }
-
- private:
-  template <class Task>
-  void run(Task task) {
+  void run(Executor& executor, const Elements& values, int64_t numel, const Options& call) {
+    const auto task = [&](const Place& where) { executor.run(where, values, numel, call); };
     if constexpr (built_with_cuda) {
       if (queue_) return queue_->run(place_, task);
     }
     task(place_);
   }
 
+ private:
   Place place_;
   std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of them
   std::shared_ptr<cuda::StreamQueue> queue_;

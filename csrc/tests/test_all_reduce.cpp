@@ -28,21 +28,21 @@ std::vector<float> given(int rank, int64_t numel, uint32_t seed = 0) {
 std::vector<std::string> fitting(const Codec& codec) {
   std::vector<std::string> names;
   for (const std::string& algorithm : algorithms()) {
-    if (!codec.is_lossy() || !make_plan(algorithm, 0, 1).exact) names.push_back(algorithm);
+    if (!codec.is_lossy() || !make_plan(Collective::all_reduce, algorithm, 0, 1).exact) names.push_back(algorithm);
   }
   return names;
 }
 
 // What each rank holds after an all-reduce of what `fill` gives.
 template <class Fill>
-std::vector<std::vector<float>> all_reduce(const Place& place, int world_size, const AllReduce& call, Fill fill) {
+std::vector<std::vector<float>> all_reduce(const Place& place, int world_size, const Options& call, Fill fill) {
   std::vector<std::vector<float>> results(world_size);
   on_ranks(
       world_size,
       [&](Executor& executor, Runner& runner) {
         const std::vector<float> values = fill(executor.rank());
         const Array<float> array(place, values);
-        runner.all_reduce(executor, {array.data()}, std::ssize(values), call);
+        runner.run(executor, {array.data()}, std::ssize(values), call);
         results[executor.rank()] = array.values();
       },
       place);
@@ -70,7 +70,7 @@ class AllReduceOn : public OnEveryPlace {
       largest += own;
     }
     for (const std::string& algorithm : fitting(codec)) {
-      AllReduce call;
+      Options call;
       call.algorithm = algorithm;
       call.codec = codec.name;
       call.segments = segments;
@@ -102,7 +102,7 @@ TEST_P(AllReduceOn, GivesAllRanksTheSameBits) {
 TEST(AllReduce, GivesTheSameBitsForMillionsOfElements) {
   for (const Codec& codec : codecs()) {
     for (const std::string& algorithm : fitting(codec)) {
-      AllReduce call;
+      Options call;
       call.algorithm = algorithm;
       call.codec = codec.name;
       const auto fill = [](int rank) {
@@ -123,7 +123,7 @@ TEST(AllReduce, GivesTheSameBitsForMillionsOfElements) {
 
 TEST(AllReduce, IsTheSameInTheSameOrderAgain) {
   for (const std::string& algorithm : fitting(find_codec("int8"))) {
-    AllReduce call;
+    Options call;
     call.algorithm = algorithm;
     call.codec = "int8";
     call.stochastic = true;
@@ -139,7 +139,7 @@ TEST(AllReduce, IsTheSameInTheSameOrderAgain) {
 TEST(AllReduce, SpreadsWhatIsNotFiniteToAllRanks) {
   for (const Codec& codec : codecs()) {
     for (const std::string& algorithm : fitting(codec)) {
-      AllReduce call;
+      Options call;
       call.algorithm = algorithm;
       call.codec = codec.name;
       const auto results = all_reduce({}, 4, call, [](int rank) {
@@ -163,7 +163,7 @@ TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
   std::vector<std::vector<float>> inputs;
   for (int rank = 0; rank < 16; ++rank) inputs.push_back(given(rank, numel));
   const auto noise = [&](int world_size, const std::string& algorithm) {
-    AllReduce call;
+    Options call;
     call.algorithm = algorithm;
     call.codec = "int8";
     call.stochastic = true;
@@ -193,7 +193,7 @@ TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
 TEST(AllReduce, DrawsForEachElementItsOwnNumber) {
   const Codec& codec = find_codec("int8");
   constexpr int64_t numel = 3 * 256;
-  AllReduce call;
+  Options call;
   call.algorithm = "direct";
   call.codec = "int8";
   call.stochastic = true;
@@ -219,10 +219,10 @@ TEST(AllReduce, AddsTheResidualOnce) {
   for (const std::string& algorithm : algorithms()) {
     on_ranks(4, [&](Executor& executor, Runner&) {
       std::vector<float> values(999, 1.0f), residual(999, 0.25f);
-      AllReduce call;
+      Options call;
       call.algorithm = algorithm;
       call.feedback.residual = {residual.data()};
-      executor.all_reduce({}, {values.data()}, 999, call);
+      executor.run({}, {values.data()}, 999, call);
       EXPECT_EQ(values, std::vector<float>(999, 5.0f)) << algorithm;
       EXPECT_EQ(residual, std::vector<float>(999, 0.0f)) << algorithm;
     });
@@ -248,12 +248,12 @@ TEST(AllReduce, FeedsBackWhatItLoses) {
         std::vector<float> residual(numel);
         for (int step = 0; step < steps; ++step) {
           auto values = inputs[executor.rank()][step];
-          AllReduce call;
+          Options call;
           call.algorithm = algorithm;
           call.codec = codec.name;
           call.average = true;
           call.feedback.residual = {residual.data()};
-          executor.all_reduce({}, {values.data()}, numel, call);
+          executor.run({}, {values.data()}, numel, call);
           for (int64_t i = 0; i < numel; ++i) received[executor.rank()][i] += values[i];
         }
         left[executor.rank()].assign(residual.begin(), residual.end());
@@ -283,10 +283,10 @@ TEST(AllReduce, TakesHalves) {
           }
         }
         on_ranks(world_size, [&](Executor& executor, Runner&) {
-          AllReduce call;
+          Options call;
           call.algorithm = algorithm;
           call.codec = codec.name;
-          executor.all_reduce({}, {results[executor.rank()].data(), dtype}, numel, call);
+          executor.run({}, {results[executor.rank()].data(), dtype}, numel, call);
         });
         EXPECT_EQ(results[0], results[1]);
         EXPECT_EQ(results[0], results[2]);

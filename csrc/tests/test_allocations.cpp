@@ -98,7 +98,7 @@ TEST(Executor, AllocatesNothingInSteadyState) {
     std::vector<std::string> all = algorithms();
     all.emplace_back("auto");
     for (const std::string& algorithm : all) {
-      if (codec != std::string("raw") && algorithm != "auto" && make_plan(algorithm, 0, 1).exact) continue;
+      if (codec != std::string("raw") && algorithm != "auto" && make_plan(Collective::all_reduce, algorithm, 0, 1).exact) continue;
       Pipes pipes;
       int64_t before = 0, after = 0;
       std::mutex mutex;
@@ -115,13 +115,13 @@ TEST(Executor, AllocatesNothingInSteadyState) {
         threads.emplace_back([&, rank] {
           Executor executor(std::make_unique<PipeTransport>(pipes, rank));
           std::vector<float> values(50'000, 1.0f);
-          AllReduce call;
+          Options call;
           call.algorithm = algorithm;
           call.codec = codec;
           call.segments = 3;
           call.measures = true;
           const auto again = [&](int times) {
-            for (int i = 0; i < times; ++i) executor.all_reduce({}, {values.data()}, std::ssize(values), call);
+            for (int i = 0; i < times; ++i) executor.run({}, {values.data()}, std::ssize(values), call);
           };
           again(Pipe::most + 1);
           meet(4);

@@ -78,12 +78,12 @@ TEST(Crossover, TakesItsTimeAndOnSlowNetworksOneTurn) {
 TEST(Crossover, AnExecutorLooksOnceAndCountsNothingOfIt) {
   for (const int world_size : {1, 2, 3}) {
     on_ranks(world_size, [&](Executor& executor, Runner&) {
-      AllReduce measured;
+      Options measured;
       measured.measures = true;
       int64_t sent = 0;
       for (int call = 0; call < 2; ++call) {
         std::vector<float> values(1000, 1.0f);
-        executor.all_reduce({}, {values.data()}, static_cast<int64_t>(values.size()), measured);
+        executor.run({}, {values.data()}, static_cast<int64_t>(values.size()), measured);
         for (const float value : values) ASSERT_EQ(value, static_cast<float>(world_size));
         if (call == 0) sent = executor.wire_bytes();
       }

@@ -81,11 +81,11 @@ TEST_P(GraphsOn, ReplayAnAllReduce) {
   constexpr int world_size = 3;
   on_nccl_ranks(place(), world_size, [](Executor& executor, Runner& runner, const Place& place) {
     cuda::stay_out_of_captures(place.device);  // of the other ranks, which are threads of this process
-    AllReduce call;
+    Options call;
     call.algorithm = "direct";
     call.codec = "int8";
     const Array<float> array(place, Values(1000, 127.0f));
-    const auto reduce = [&] { runner.all_reduce(executor, {array.data()}, 1000, call); };
+    const auto reduce = [&] { runner.run(executor, {array.data()}, 1000, call); };
     reduce();  // connects, and makes what cannot be made in a capture
     float now = 127.0f * world_size;
     EXPECT_EQ(array.values(), Values(1000, now));
@@ -107,17 +107,17 @@ TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
   std::latch captured(1), begun(1);
   on_nccl_ranks(place(), 2, [&](Executor& executor, Runner& runner, const Place& place) {
     const Array<float> array(place, Values(100, 1.0f));
-    AllReduce call;
+    Options call;
     call.algorithm = "direct";
-    runner.all_reduce(executor, {array.data()}, 100, call);
+    runner.run(executor, {array.data()}, 100, call);
     array.values();
     if (executor.rank() == 1) {
       begun.wait();
       const Graph graph(place, [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
       captured.count_down();
-      runner.all_reduce(executor, {array.data()}, 100, call);
+      runner.run(executor, {array.data()}, 100, call);
     } else {
-      runner.all_reduce(executor, {array.data()}, 100, call);  // under way until rank 1 has captured
+      runner.run(executor, {array.data()}, 100, call);  // under way until rank 1 has captured
       begun.count_down();
       captured.wait();
     }
@@ -134,13 +134,13 @@ TEST_P(GraphsOn, AFirstCallHasADeadlineAlsoInACapture) {
     if (executor.rank() == 1) return over.wait();
     cuda::stay_out_of_captures(place.device);
     const Array<float> array(place, Values(100, 1.0f));
-    AllReduce call;
+    Options call;
     call.algorithm = "direct";
     call.timeout = std::chrono::milliseconds(300);
     const cuda::DeviceGuard guard(place.device);
     cudaStreamBeginCapture(place.stream, cudaStreamCaptureModeGlobal);
-    const auto reduce = [&] { runner.all_reduce(executor, {array.data()}, 100, call); };
-    expect_in("waiting for rank 1 in round 0 of 2 failed after", error_of<AllReduceError>(reduce));
+    const auto reduce = [&] { runner.run(executor, {array.data()}, 100, call); };
+    expect_in("waiting for rank 1 in round 0 of 2 failed after", error_of<CollectiveError>(reduce));
     cudaGraph_t graph = nullptr;
     EXPECT_NE(cudaStreamEndCapture(place.stream, &graph), cudaSuccess);  // a part of the call has not come back to the stream
     over.count_down();

@@ -18,11 +18,11 @@ void expect_sum(const Place& place, const std::string& algorithm, int world_size
       [&](Executor& executor, Runner& runner) {
         std::vector<float> values(numel);
         for (int64_t i = 0; i < numel; ++i) values[i] = given(executor.rank(), i);
-        AllReduce call;
+        Options call;
         call.algorithm = algorithm;
         call.segments = segments;
         const Array<float> array(place, values);
-        runner.all_reduce(executor, {array.data()}, numel, call);
+        runner.run(executor, {array.data()}, numel, call);
         values = array.values();
         for (int64_t i = 0; i < numel; ++i) {
           float sum = 0;
@@ -54,10 +54,10 @@ TEST(Executor, AveragesAndHoldsTheSameBitsOnAllRanks) {
     on_ranks(world_size, [&](Executor& executor, Runner&) {
       auto& values = results[executor.rank()];
       for (int64_t i = 0; i < numel; ++i) values.push_back(1.0f / static_cast<float>(i + executor.rank() + 1));
-      AllReduce call;
+      Options call;
       call.algorithm = algorithm;
       call.average = true;
-      executor.all_reduce({}, {values.data()}, numel, call);
+      executor.run({}, {values.data()}, numel, call);
     });
     EXPECT_EQ(results[0], results[1]);
     EXPECT_EQ(results[0], results[2]);
@@ -66,18 +66,18 @@ TEST(Executor, AveragesAndHoldsTheSameBitsOnAllRanks) {
 }
 
 // Everybody's error, where rank 0 does what it alone thinks fit.
-std::vector<std::string> disagree(const AllReduce& first, int64_t numel, const AllReduce& others, int64_t their_numel) {
+std::vector<std::string> disagree(const Options& first, int64_t numel, const Options& others, int64_t their_numel) {
   std::vector<std::string> errors(3);
   on_ranks(3, [&](Executor& executor, Runner&) {
     std::vector<float> values(std::max(numel, their_numel), 1.0f);
-    AllReduce agreed;
+    Options agreed;
     agreed.timeout = std::chrono::seconds(20);
-    executor.all_reduce({}, {values.data()}, numel, agreed);
-    AllReduce call = executor.rank() == 0 ? first : others;
+    executor.run({}, {values.data()}, numel, agreed);
+    Options call = executor.rank() == 0 ? first : others;
     call.timeout = std::chrono::seconds(20);
     try {
-      executor.all_reduce({}, {values.data()}, executor.rank() == 0 ? numel : their_numel, call);
-    } catch (const AllReduceError& error) {
+      executor.run({}, {values.data()}, executor.rank() == 0 ? numel : their_numel, call);
+    } catch (const CollectiveError& error) {
       errors[executor.rank()] = error.what();
     }
   });
@@ -85,12 +85,12 @@ std::vector<std::string> disagree(const AllReduce& first, int64_t numel, const A
 }
 
 TEST(Executor, RanksThatDisagreeAreTold) {
-  AllReduce ring, int8, average;
+  Options ring, int8, average;
   ring.algorithm = int8.algorithm = average.algorithm = "ring";
   int8.codec = "int8";
   average.average = true;
-  const std::string plain = "call 2: raw by ring over 70000 elements in 1 segment, summed";
-  const auto expect = [&](const AllReduce& other, int64_t numel, const std::string& theirs) {
+  const std::string plain = "call 2: all_reduce in raw by ring over 70000 elements in 1 segment, summed";
+  const auto expect = [&](const Options& other, int64_t numel, const std::string& theirs) {
     const auto errors = disagree(ring, 70000, other, numel);
     for (int rank = 0; rank < 3; ++rank) {
       EXPECT_NE(errors[rank].find("all_reduce with ring on rank " + std::to_string(rank)), std::string::npos) << errors[rank];
@@ -100,23 +100,24 @@ TEST(Executor, RanksThatDisagreeAreTold) {
       EXPECT_NE(errors[rank].find("this rank is in " + (rank ? theirs : plain)), std::string::npos) << errors[rank];
     }
   };
-  expect(ring, 69999, "call 2: raw by ring over 69999 elements in 1 segment, summed");
-  expect(ring, 10, "call 2: raw by ring over 10 elements in 1 segment, summed");
-  expect(int8, 70000, "call 2: int8 by ring over 70000 elements in 1 segment, summed");
-  expect(average, 70000, "call 2: raw by ring over 70000 elements in 1 segment, averaged");
+  expect(ring, 69999, "call 2: all_reduce in raw by ring over 69999 elements in 1 segment, summed");
+  expect(ring, 10, "call 2: all_reduce in raw by ring over 10 elements in 1 segment, summed");
+  expect(int8, 70000, "call 2: all_reduce in int8 by ring over 70000 elements in 1 segment, summed");
+  expect(average, 70000, "call 2: all_reduce in raw by ring over 70000 elements in 1 segment, averaged");
 }
 
 TEST(Executor, IsToldWhenAPeerHasClosed) {
   on_ranks(2, [](Executor& executor, Runner&) {
     std::vector<float> values(100, 1.0f);
-    executor.all_reduce({}, {values.data()}, 100, {});
+    executor.run({}, {values.data()}, 100, {});
     if (executor.rank() == 1) return;
     try {
-      executor.all_reduce({}, {values.data()}, 100, {});
+      executor.run({}, {values.data()}, 100, {});
       ADD_FAILURE() << "did not fail";
-    } catch (const AllReduceError& error) {
-      EXPECT_NE(std::string(error.what()).find("it has closed its end; its latest is call 1: raw by oneshot over 100 elements"),
-                std::string::npos)
+    } catch (const CollectiveError& error) {
+      EXPECT_NE(
+          std::string(error.what()).find("it has closed its end; its latest is call 1: all_reduce in raw by oneshot over 100 elements"),
+          std::string::npos)
           << error.what();
     }
   });
@@ -126,25 +127,25 @@ TEST(Executor, IsToldWhenAPeerHasClosed) {
 TEST(Executor, MeetsWhereThereIsNothingToReduce) {
   on_ranks(3, [](Executor& executor, Runner&) {
     std::vector<float> values(executor.rank() == 2 ? 5 : 0);
-    AllReduce call;
+    Options call;
     call.timeout = std::chrono::seconds(20);
-    executor.all_reduce({}, {values.data()}, 0, call);
+    executor.run({}, {values.data()}, 0, call);
     EXPECT_EQ(executor.wire_bytes(), 0);
     if (executor.rank() == 1) return;  // its neighbour before it agrees
-    EXPECT_THROW(executor.all_reduce({}, {values.data()}, std::ssize(values), call), AllReduceError);
+    EXPECT_THROW(executor.run({}, {values.data()}, std::ssize(values), call), CollectiveError);
   });
 }
 
 TEST(Executor, KeepsProgramsOfDifferentTypesApart) {
   on_ranks(2, [](Executor& executor, Runner&) {
     constexpr int64_t numel = 100;
-    AllReduce call;
+    Options call;
     call.algorithm = "ring";
     std::vector<float> values(numel, 1.0f);
     std::vector<uint16_t> halves(numel, narrow<Half>(1.0f).bits);
     for (int i = 0; i < 2; ++i) {
-      executor.all_reduce({}, {values.data()}, numel, call);
-      executor.all_reduce({}, {halves.data(), Dtype::fp16}, numel, call);
+      executor.run({}, {values.data()}, numel, call);
+      executor.run({}, {halves.data(), Dtype::fp16}, numel, call);
     }
     EXPECT_EQ(values, std::vector<float>(numel, 4.0f));
     EXPECT_EQ(halves, std::vector<uint16_t>(numel, narrow<Half>(4.0f).bits));
@@ -159,7 +160,8 @@ TEST(Executor, SendsInsideEnvelopesWhatJustFits) {
 }
 
 TEST(Executor, CutsNoMoreSegmentsThanThereAreBlocks) {
-  const Program program = lower(make_plan("ring", 0, 3), cut_evenly(1000, find_codec("int8"), 1'000'000), Result::values);
+  const Program program =
+      lower(make_plan(Collective::all_reduce, "ring", 0, 3), cut_evenly(1000, find_codec("int8"), 1'000'000), Result::values);
   EXPECT_EQ(program.segments, 4);
   EXPECT_EQ(std::ssize(program.ticks), program.rounds + program.segments);
 }
@@ -169,20 +171,20 @@ TEST(Executor, NamesTheRankItWaitsFor) {
   on_ranks(3, [&](Executor& executor, Runner&) {
     if (executor.rank() == 1) return over.wait();
     std::vector<float> values(100, 1.0f);
-    AllReduce call;
+    Options call;
     call.algorithm = "ring";
     call.timeout = std::chrono::milliseconds(50);
     try {
-      executor.all_reduce({}, {values.data()}, 100, call);
+      executor.run({}, {values.data()}, 100, call);
       FAIL() << "did not fail";
-    } catch (const AllReduceError& error) {
+    } catch (const CollectiveError& error) {
       if (executor.rank() == 2) {
         EXPECT_NE(std::string(error.what()).find("all_reduce with ring on rank 2 in a group of 3: waiting for rank 1 in round 0 of 4"),
                   std::string::npos)
             << error.what();
       }
     }
-    EXPECT_THROW(executor.all_reduce({}, {values.data()}, 100, call), AllReduceError);
+    EXPECT_THROW(executor.run({}, {values.data()}, 100, call), CollectiveError);
     over.count_down();
   });
 }
@@ -197,9 +199,9 @@ TEST(Executor, AbortEndsAWait) {
     });
     std::vector<float> values(100, 1.0f);
     try {
-      executor.all_reduce({}, {values.data()}, 100, {});
+      executor.run({}, {values.data()}, 100, {});
       ADD_FAILURE() << "did not fail";
-    } catch (const AllReduceError& error) {
+    } catch (const CollectiveError& error) {
       EXPECT_STREQ(error.what(), "closed by the test");
     }
     other.join();
@@ -208,7 +210,8 @@ TEST(Executor, AbortEndsAWait) {
 }
 
 TEST(Program, ReusesItsInbox) {
-  const Program program = lower(make_plan("ring", 0, 8), cut_evenly(8 * 1600, find_codec("raw"), 1), Result::values_in_place);
+  const Program program =
+      lower(make_plan(Collective::all_reduce, "ring", 0, 8), cut_evenly(8 * 1600, find_codec("raw"), 1), Result::values_in_place);
   EXPECT_EQ(program.inbox, 2 * 1600 * 4);
   EXPECT_EQ(program.sent, 2 * 7 * 1600 * 4);
   EXPECT_EQ(program.slots, 0);

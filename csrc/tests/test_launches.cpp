@@ -83,7 +83,7 @@ std::map<std::string, Layout> buckets() {  // of about 25 MiB
 }
 
 Program program_of(const Layout& layout, const std::string& algorithm, int rank, int ranks, int segments) {
-  return lower(make_plan(algorithm, rank, ranks), cut_by_region(layout, segments), Result::values);
+  return lower(make_plan(Collective::all_reduce, algorithm, rank, ranks), cut_by_region(layout, segments), Result::values);
 }
 
 // The hook takes `direct` on a device. Before regions were launched together that took 237 for a layer of GPT-2, and the ring 497 for a
@@ -97,7 +97,7 @@ TEST(Launches, AreFewWhateverTheParameters) {
       {"one parameter", {9, 34}}, {"a layer of GPT-2", {14, 44}}, {"a stage of ResNet-50", {18, 65}}, {"small parameters", {36, 58}}};
   for (const auto& [name, layout] : buckets()) {
     const int64_t bytes = message_bytes(layout);
-    const int segments = choose("direct", 0, world_size, bytes, int8, bytes).segments;
+    const int segments = choose(Collective::all_reduce, "direct", 0, world_size, bytes, int8, bytes).segments;
     const int direct = launches_of(program_of(layout, "direct", 3, world_size, segments));
     const int ring = launches_of(program_of(layout, "ring", 3, world_size, segments));
     EXPECT_LE(direct, at_most.at(name).by_direct) << name;
@@ -120,13 +120,13 @@ TEST_P(LaunchesOn, AreThoseThatTheProgramHas) {
   for (int rank = 0; rank < ranks; ++rank) expected += launches_of(program_of(layout, "direct", rank, ranks, 1)) + 1;  // a NaN's
   const int before = emulated_cuda::launches;
   nccl::on_nccl_ranks(place(), ranks, [&](Executor& executor, Runner& runner, const Place& place) {
-    AllReduce call;
+    Options call;
     call.algorithm = "direct";
     call.codec = "int8";
     call.segments = 1;
     call.layout = &layout;
     const Array<float> array(place, std::vector<float>(numel, 127.0f));
-    runner.all_reduce(executor, {array.data()}, numel, call);
+    runner.run(executor, {array.data()}, numel, call);
     EXPECT_EQ(array.values(), std::vector<float>(numel, 254.0f));
   });
   EXPECT_EQ(emulated_cuda::launches - before, expected);

@@ -100,14 +100,14 @@ Outcome reduce(const Place& place, int world_size, const std::string& algorithm,
       world_size,
       [&](Executor& executor, Runner& runner) {
         const Array<float> values(place, given(executor.rank())), residual(place, std::vector<float>(numel, 0.125f));
-        AllReduce call;
+        Options call;
         call.algorithm = algorithm;
         call.codec = "int8";
         call.average = true;
         call.segments = segments;
         call.layout = &layout;
         call.feedback.residual = {residual.data()};
-        runner.all_reduce(executor, {values.data()}, numel, call);
+        runner.run(executor, {values.data()}, numel, call);
         out.values[executor.rank()] = values.values();
         out.residuals[executor.rank()] = residual.values();
       },
@@ -124,7 +124,7 @@ class LayoutOn : public OnEveryPlace {
   std::vector<std::string> names() const {
     std::vector<std::string> out;
     for (const std::string& name : algorithms()) {
-      if (!make_plan(name, 0, 1).exact && (!is_slow(place()) || name == "direct")) out.push_back(name);
+      if (!make_plan(Collective::all_reduce, name, 0, 1).exact && (!is_slow(place()) || name == "direct")) out.push_back(name);
     }
     return out;
   }

@@ -264,13 +264,13 @@ std::vector<std::string> errors_without_the_last(int world_size, const std::stri
     if (rank + 1 < world_size) {
       lookout->begin();
       std::vector<float> values(1000, 1.0f);
-      AllReduce call;
+      Options call;
       call.algorithm = algorithm;
       call.segments = 3;
       call.timeout = Ms(rank == 0 ? 200 : 20000);  // who waits longest is told
       try {
-        executor.all_reduce({}, {values.data()}, std::ssize(values), call);
-      } catch (const AllReduceError& error) {
+        executor.run({}, {values.data()}, std::ssize(values), call);
+      } catch (const CollectiveError& error) {
         errors[rank] = error.what();
       }
     }

@@ -26,7 +26,7 @@ Values given(int rank, int64_t numel) {
 }
 
 struct Case {
-  AllReduce call;
+  Options call;
   int64_t numel;
 };
 
@@ -35,8 +35,8 @@ std::vector<Case> cases(int world_size, bool all) {
   std::vector<Case> out;
   for (const Codec& codec : codecs()) {
     for (const std::string& algorithm : algorithms()) {
-      if (codec.is_lossy() && make_plan(algorithm, 0, 1).exact) continue;
-      AllReduce call;
+      if (codec.is_lossy() && make_plan(Collective::all_reduce, algorithm, 0, 1).exact) continue;
+      Options call;
       call.algorithm = algorithm;
       call.codec = codec.name;
       call.timeout = generous;
@@ -63,7 +63,7 @@ std::vector<Values> reduce_all(const std::vector<Case>& cases, Executor& executo
   std::vector<Values> results;
   for (const auto& [call, numel] : cases) {
     const Array<float> array(place, given(executor.rank(), numel));
-    runner.all_reduce(executor, {array.data()}, numel, call);
+    runner.run(executor, {array.data()}, numel, call);
     results.push_back(array.values());
   }
   return results;
@@ -104,11 +104,11 @@ TEST_P(NcclExecutorOn, LaunchesOnceForHalfATick) {
     for (const int segments : {1, 3}) {
       fake().reset();
       on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
-        AllReduce call;
+        Options call;
         call.algorithm = "ring";
         call.segments = segments;
         const Array<float> array(place, Values(1000, 1.0f));
-        runner.all_reduce(executor, {array.data()}, 1000, call);
+        runner.run(executor, {array.data()}, 1000, call);
         EXPECT_EQ(array.values(), Values(1000, static_cast<float>(world_size)));
       });
       // Of three segments, the odd one passes its rounds alone; the even ones are two ticks apart, and share the rest.
@@ -136,8 +136,9 @@ TEST_P(NcclExecutorOn, LeavesItsHalvesToNccl) {
       Values values(numel);
       for (int i = 0; i < numel; ++i) values[i] = static_cast<float>(i + executor.rank());
       const Array<float> array(place, values);
-      executor.reduce_scatter(place, array.data(), numel, owners, true, generous);
-      executor.all_gather(place, array.data(), numel, owners, generous);
+      const auto shares = shares_of(numel, owners, world_size);
+      executor.reduce_scatter(place, array.data(), numel, shares, true, generous);
+      executor.all_gather(place, array.data(), numel, shares, generous);
       for (int i = 0; i < numel; ++i) values[i] = static_cast<float>(i + 1);
       EXPECT_EQ(array.values(), values);
       executor.all_reduce_natively(place, array.data(), numel, Number::fp32, false, generous);
@@ -148,15 +149,15 @@ TEST_P(NcclExecutorOn, LeavesItsHalvesToNccl) {
   }
 }
 
-AllReduce by_ring(std::chrono::milliseconds timeout) {
-  AllReduce call;
+Options by_ring(std::chrono::milliseconds timeout) {
+  Options call;
   call.algorithm = "ring";
   call.timeout = timeout;
   return call;
 }
 
 std::string next_error(Executor& executor, Runner& runner, const Array<float>& array) {
-  return error_of<AllReduceError>([&] { runner.all_reduce(executor, {array.data()}, 100, by_ring(generous)); });
+  return error_of<CollectiveError>([&] { runner.run(executor, {array.data()}, 100, by_ring(generous)); });
 }
 
 // On the CPU, where the exchange itself waits.
@@ -189,7 +190,7 @@ class NcclDeadline : public OverNccl {
     on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
       const Array<float> array(place, Values(100, 1.0f));
       executor.all_reduce_natively(place, array.data(), 100, Number::fp32, true, generous);
-      runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
+      runner.run(executor, {array.data()}, 100, by_ring(generous));
       EXPECT_EQ(array.values(), Values(100, static_cast<float>(world_size)));
       if (executor.rank() == world_size - 1) {
         last(executor);
@@ -209,7 +210,7 @@ INSTANTIATE_TEST_SUITE_P(Places, NcclDeadline, testing::Values("cuda"), [](const
 TEST_P(NcclDeadline, ARankThatNeverComes) {
   expect_spoilt(3, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
     const int rank = executor.rank();
-    runner.all_reduce(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300)));
+    runner.run(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300)));
     executor.drain();
     const std::string error = executor.failure();
     expect_in(text("all_reduce with ring on rank ", rank, " in a group of 3: waiting for rank ", (rank + 2) % 3, " in round 0 of 4"),
@@ -226,7 +227,7 @@ TEST_P(NcclDeadline, ARankThatNeverConnects) {
     if (rank == 2) return over.wait();
     const Array<float> array(place, Values(100, 1.0f));
     const std::string error =
-        error_of<AllReduceError>([&] { runner.all_reduce(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300))); });
+        error_of<CollectiveError>([&] { runner.run(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300))); });
     expect_in(text("all_reduce with ring on rank ", rank, " in a group of 3: waiting for rank ", (rank + 2) % 3, " in round 0 of 4"),
               error);
     expect_in("(deadline 0.3 s): nothing came", error);
@@ -253,12 +254,12 @@ TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
 TEST_P(NcclDeadline, SpoilsAMessageToo) {
   for (const char* codec : {"int8", "fp16", "bf16"}) {
     expect_spoilt(2, [codec](Executor& executor, Runner& runner, const Place& place, const Array<float>& array) {
-      AllReduce call = by_ring(std::chrono::milliseconds(300));
+      Options call = by_ring(std::chrono::milliseconds(300));
       call.codec = codec;
       const Encoded message = encoded(call, 100, 2);
       const Array<float> bytes(place, Values(message.bytes / sizeof(float), 1.0f));
       call.message = reinterpret_cast<char*>(bytes.data());
-      runner.all_reduce(executor, {array.data()}, 100, call);
+      runner.run(executor, {array.data()}, 100, call);
       executor.drain();
       std::vector<Decoding> room;
       decode(place, message.parts, call.message, {array.data()}, room);
@@ -288,7 +289,7 @@ TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
         const auto lookout = watched(executor);
         lookout->begin();
         const auto deadline = executor.rank() == 0 ? std::chrono::milliseconds(300) : generous;
-        runner.all_reduce(executor, {array.data()}, 100, by_ring(deadline));
+        runner.run(executor, {array.data()}, 100, by_ring(deadline));
         executor.drain();
         expect_in("the culprit is rank 2: it is alive, but has not made call 1 (found by rank 0 in round 0 of call 1)", executor.failure());
         wait_and_close(lookout);
@@ -298,7 +299,7 @@ TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
 
 TEST_P(NcclDeadline, AnAbortComesBeforeIt) {
   expect_spoilt(2, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
-    for (int i = 0; i < 2; ++i) runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
+    for (int i = 0; i < 2; ++i) runner.run(executor, {array.data()}, 100, by_ring(generous));
     EXPECT_EQ(executor.failure(), "");  // the calls have returned, and nothing has come
     executor.abort("closed by the test");
     executor.drain();
@@ -308,7 +309,7 @@ TEST_P(NcclDeadline, AnAbortComesBeforeIt) {
 
 TEST_P(NcclDeadline, AnErrorInTheBackgroundComesBeforeIt) {
   expect_spoilt(2, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
-    runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
+    runner.run(executor, {array.data()}, 100, by_ring(generous));
     fake().set_error(0, 2);
     executor.drain();
     expect_in("waiting for rank 1 in round 0 of 2", executor.failure());
@@ -323,7 +324,7 @@ TEST_P(NcclDeadline, ARankThatAbortsComesBeforeIt) {
     executor.abort("closed by the test");
   };
   const auto body = [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
-    runner.all_reduce(executor, {array.data()}, 100, by_ring(generous));
+    runner.run(executor, {array.data()}, 100, by_ring(generous));
     executor.drain();
     expect_in("in the background: remote process exited or there was a network error (a rank has aborted)", executor.failure());
   };
@@ -337,9 +338,9 @@ TEST_P(NcclDeadline, AnExecutorThatIsDroppedComesBeforeIt) {
     Runner runner(place);
     const Array<float> array(place, Values(100, 1.0f));
     auto executor = std::make_unique<Executor>(std::move(transport));
-    runner.all_reduce(*executor, {array.data()}, 100, by_ring(generous));
+    runner.run(*executor, {array.data()}, 100, by_ring(generous));
     if (executor->rank() == 1) return over.wait();
-    runner.all_reduce(*executor, {array.data()}, 100, by_ring(generous));
+    runner.run(*executor, {array.data()}, 100, by_ring(generous));
     executor.reset();
     EXPECT_TRUE(std::isnan(array.values()[0]));
     over.count_down();

@@ -19,7 +19,7 @@ Network network() {
 }
 
 double seconds(const char* algorithm, int world_size, int64_t numel, const Network& network, const Speed& speed = {}, int segments = 1) {
-  return simulate(algorithm, world_size, numel, raw(), segments, network, speed).seconds;
+  return simulate(Collective::all_reduce, algorithm, world_size, numel, raw(), segments, network, speed).seconds;
 }
 
 TEST(Simulate, IsTheFormulaWhereNothingIsShared) {
@@ -49,8 +49,8 @@ TEST(Simulate, WalksOneRankForAllThatDoTheSame) {
           shared.overhead = 1e-6;
           const int64_t numel = 132 * 256 * 64 * 3;
           const std::vector<double> together(p);  // told so, all are walked
-          const Estimate one = simulate(algorithm, p, numel, raw(), segments, shared, {0, 1e-10});
-          const Estimate all = simulate(algorithm, p, numel, raw(), segments, shared, {0, 1e-10}, together);
+          const Estimate one = simulate(Collective::all_reduce, algorithm, p, numel, raw(), segments, shared, {0, 1e-10});
+          const Estimate all = simulate(Collective::all_reduce, algorithm, p, numel, raw(), segments, shared, {0, 1e-10}, together);
           // Where ranks share a link, messages that come to it at one moment may go in another order.
           const double tolerance = per_host == 1 ? 1e-9 : 0.05;
           EXPECT_NEAR(one.seconds, all.seconds, tolerance * all.seconds) << algorithm << " " << p << " " << per_host << " " << segments;
@@ -92,8 +92,8 @@ TEST(Simulate, WaitsForTheLate) {
   std::vector<double> late(8);
   late[5] = 0.5;
   for (const std::string& algorithm : algorithms()) {
-    const double alone = simulate(algorithm, 8, 1000, raw(), 1, network(), {}).seconds;
-    const double with = simulate(algorithm, 8, 1000, raw(), 1, network(), {}, late).seconds;
+    const double alone = simulate(Collective::all_reduce, algorithm, 8, 1000, raw(), 1, network(), {}).seconds;
+    const double with = simulate(Collective::all_reduce, algorithm, 8, 1000, raw(), 1, network(), {}, late).seconds;
     EXPECT_GT(with, 0.5) << algorithm;
     EXPECT_LE(with, 0.5 + alone + 1e-9) << algorithm;
   }
@@ -102,23 +102,25 @@ TEST(Simulate, WaitsForTheLate) {
 TEST(Simulate, HidesEncodingBehindSending) {
   const Codec& int8 = find_codec("int8");
   const Speed speed{1e-9, 1e-9};
-  const auto with = [&](int segments) { return simulate("ring", 4, 4'000'000, int8, segments, network(), speed).seconds; };
+  const auto with = [&](int segments) {
+    return simulate(Collective::all_reduce, "ring", 4, 4'000'000, int8, segments, network(), speed).seconds;
+  };
   EXPECT_LT(with(4), 0.85 * with(1));
 }
 
 TEST(Simulate, KnowsThousandsOfRanks) {
   for (const std::string& algorithm : algorithms()) {
-    const Estimate estimate = simulate(algorithm, 4096, 25'000'000, raw(), 0, network(), {0, 1e-10});
+    const Estimate estimate = simulate(Collective::all_reduce, algorithm, 4096, 25'000'000, raw(), 0, network(), {0, 1e-10});
     EXPECT_GT(estimate.seconds, 0.1) << algorithm;
   }
 }
 
 TEST(Simulate, NamesWhatIsWrong) {
   Network none;
-  EXPECT_THROW(simulate("ring", 2, 1, raw(), 1, none, {}), std::invalid_argument);
-  EXPECT_THROW(simulate("rign", 2, 1, raw(), 1, network(), {}), std::invalid_argument);
-  EXPECT_THROW(simulate("ring", 2, 1, raw(), 1, network(), {-1, 0}), std::invalid_argument);
-  EXPECT_THROW(simulate("ring", 2, 1, raw(), 1, network(), {}, {0.0}), std::invalid_argument);
+  EXPECT_THROW(simulate(Collective::all_reduce, "ring", 2, 1, raw(), 1, none, {}), std::invalid_argument);
+  EXPECT_THROW(simulate(Collective::all_reduce, "rign", 2, 1, raw(), 1, network(), {}), std::invalid_argument);
+  EXPECT_THROW(simulate(Collective::all_reduce, "ring", 2, 1, raw(), 1, network(), {-1, 0}), std::invalid_argument);
+  EXPECT_THROW(simulate(Collective::all_reduce, "ring", 2, 1, raw(), 1, network(), {}, {0.0}), std::invalid_argument);
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ TEST_P(TwoLevelsOn, AddUp) {
         std::vector<float> values(numel);
         for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>((i * 7 + rank * 13) % 31 - 15);
         const Array<float> array(place, values);
-        AllReduce call;
+        Options call;
         call.algorithm = "ring";
         levels.all_reduce(place, array.data(), numel, call);
         results[rank] = array.values();
@@ -76,7 +76,7 @@ TEST_P(TwoLevelsOn, WeighRanksAlike) {
     std::vector<std::vector<float>> results(world_size);
     on_hosts(place(), hosts, [&](TwoLevels& levels, Executor&, Executor& across, int rank, const Place& place) {
       const Array<float> array(place, std::vector<float>(numel, static_cast<float>(rank)));
-      AllReduce call;
+      Options call;
       call.algorithm = "direct";
       call.average = true;
       levels.all_reduce(place, array.data(), numel, call);
@@ -104,7 +104,7 @@ TEST_P(TwoLevelsOn, KeepRegionsApart) {
     std::vector<float> values(numel);
     for (int64_t i = 0; i < numel; ++i) values[i] = given(i, rank);
     const Array<float> array(place, values);
-    AllReduce call;
+    Options call;
     call.algorithm = "ring";
     call.codec = "int8";
     call.layout = &layout;
@@ -147,7 +147,7 @@ TEST_P(TwoLevelsOn, ShareMessagesInside) {
         std::vector<float> values(numel);
         for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>((i * 7 + rank * 13) % 31) / 7;
         const Array<float> array(place, values);
-        AllReduce call;
+        Options call;
         call.algorithm = given.algorithm;
         call.codec = given.codec;
         call.layout = given.layout;
@@ -173,9 +173,9 @@ TEST(TwoLevels, FailOnEveryRank) {
   on_hosts({}, {2, 2}, [&](TwoLevels& levels, Executor& inside, Executor& across, int rank, const Place& place) {
     if (rank == 3) return over.wait();
     std::vector<float> values(2'100'001, 1.0f);
-    AllReduce call;
+    Options call;
     call.timeout = std::chrono::milliseconds(500);
-    EXPECT_THROW(levels.all_reduce(place, values.data(), std::ssize(values), call), AllReduceError) << rank;
+    EXPECT_THROW(levels.all_reduce(place, values.data(), std::ssize(values), call), CollectiveError) << rank;
     for (Executor* level : {&inside, &across}) {
       EXPECT_NE(level->failure(), "") << rank;
       level->close();

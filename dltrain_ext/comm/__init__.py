@@ -1,13 +1,16 @@
-"""All-reduce by plans that are data: choose, print and verify them, and run them over a torch.distributed group; and
-reduce-scatter with a codec."""
+"""Collectives by plans that are data: choose, print and verify them, and run them, with a codec, over a
+torch.distributed group."""
 
-from dltrain_ext.comm.collectives import all_reduce, reduce_scatter
-from dltrain_ext.comm.communicator import Communicator, Work
-from dltrain_ext.comm.plans import ALGORITHMS, Plan, Step, algorithms_for, plan, verify, verify_plans
+from dltrain_ext.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
+from dltrain_ext.comm.communicator import CallOptions, Communicator
+from dltrain_ext.comm.plans import ALGORITHMS, COLLECTIVES, Plan, Step, algorithms_for, plan, verify, verify_plans
 from dltrain_ext.comm.tuning import Choice, Tuning
+from dltrain_ext.comm.work import Work
 
 __all__ = [
     "ALGORITHMS",
+    "COLLECTIVES",
+    "CallOptions",
     "Choice",
     "Communicator",
     "Plan",
@@ -15,8 +18,11 @@ __all__ = [
     "Tuning",
     "Work",
     "algorithms_for",
+    "all_gather",
     "all_reduce",
+    "broadcast",
     "plan",
+    "reduce",
     "reduce_scatter",
     "verify",
     "verify_plans",

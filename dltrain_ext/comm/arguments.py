@@ -1,5 +1,7 @@
 """What collectives are given, checked before it is used."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -24,15 +26,30 @@ def _check_texts(**given: object) -> None:
             raise ValueError(f"{name}: expected a name, got {text!r}")
 
 
-def check_names(algorithm: str, codec: str) -> None:
-    _check_texts(algorithm=algorithm, codec=codec)
-    _ops.check_names(algorithm, codec)
+def check_names(algorithm: str, codec: str, collective: str = "all_reduce") -> None:
+    _check_texts(algorithm=algorithm, codec=codec, collective=collective)
+    _ops.check_names(algorithm, codec, collective)
 
 
 def check_tensors(**given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, torch.Tensor) and not (name == "residual" and value is None):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def check_list(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """One for each rank, of one dtype and device."""
+    if not tensors:
+        raise ValueError(f"{name}: expected a tensor for each rank, got none")
+    for rank, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}[{rank}]: expected a torch.Tensor, got {type(tensor).__name__}")
+        for what, mine, theirs in (
+            ("dtype", tensor.dtype, tensors[0].dtype),
+            ("device", tensor.device, tensors[0].device),
+        ):
+            if mine != theirs:
+                raise ValueError(f"{name}[{rank}]: expected the {what} of {name}[0], {theirs}, got {mine}")
 
 
 def check_options(algorithm: str, codec: str, seed: int, step: int | None, segments: int | None) -> None:

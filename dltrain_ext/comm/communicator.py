@@ -1,4 +1,4 @@
-"""A torch.distributed group on connections of its own, over which it runs its all-reduces and reduce-scatters."""
+"""A torch.distributed group on connections of its own, over which it runs its collectives."""
 
 import collections
 import contextlib
@@ -7,56 +7,53 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import check_number
 from dltrain_ext.codecs import CODECS
 from dltrain_ext.codecs.arguments import is_stochastic
 from dltrain_ext.comm import timing, tuner
-from dltrain_ext.comm.arguments import IN_PLANS, check_names, check_options, check_tensors, is_average, place_of
+from dltrain_ext.comm.arguments import (
+    IN_PLANS,
+    check_list,
+    check_names,
+    check_options,
+    check_tensors,
+    is_average,
+    place_of,
+)
 from dltrain_ext.comm.choosing import Chooser
 from dltrain_ext.comm.connections import TRANSPORTS, Connections
 from dltrain_ext.comm.groups import device_of, group_of
 from dltrain_ext.comm.model import Network
 from dltrain_ext.comm.tuning import Tuning
+from dltrain_ext.comm.work import Work
+
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
-class Work:
-    """An all-reduce or a reduce-scatter under way, to be waited for like ``torch.distributed.Work``."""
+class CallOptions(TypedDict, total=False):
+    """What the collectives take by name; see :func:`dltrain_ext.comm.all_reduce`."""
 
-    def __init__(
-        self,
-        future: torch.futures.Future[torch.Tensor],
-        wait: Callable[[torch.futures.Future[torch.Tensor]], None],
-        communicator: "Communicator",
-    ):
-        self._future, self._wait = future, wait
-        self._communicator = communicator  # which fails its work when it is dropped
-
-    def wait(self) -> bool:
-        """Returns True when the tensor holds the result; raises ``DistBackendError`` when it cannot come. On Ctrl-C,
-        which the future's own wait would not hear, the communicator is closed."""
-        self._communicator.check_process()
-        self._wait(self._future)
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def get_future(self) -> torch.futures.Future[torch.Tensor]:
-        """A future whose value is the tensor."""
-        return self._future
+    algorithm: str
+    codec: str
+    residual: torch.Tensor | None
+    rounding: str
+    seed: int
+    step: int | None
+    segments: int | None
+    async_op: bool
 
 
 class Communicator:
-    """Runs the all-reduces and reduce-scatters of one group, in the order of the calls, on connections of its own.
+    """Runs the collectives of one group, in the order of the calls, on connections of its own.
 
     CPU tensors go over Gloo. CUDA tensors go over NCCL: their calls enqueue, no host waits, and the result is there in
     the order of the current stream; connections for a device are made by the first call with a tensor on it.
@@ -119,7 +116,7 @@ class Communicator:
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
         ranks = dist.get_process_group_ranks(group)
         self._chooser = Chooser(tuning, len(ranks))
-        self._rank, self._world_size = ranks.index(dist.get_rank()), len(ranks)
+        self._ranks, self._rank, self._world_size = ranks, ranks.index(dist.get_rank()), len(ranks)
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
         members = _ops.Ranks(group.group_name, group.group_desc, ranks, self._rank)
@@ -177,7 +174,7 @@ class Communicator:
         """:func:`dltrain_ext.comm.all_reduce` on this communicator."""
         check_tensors(tensor=tensor, residual=residual)
         check_options(algorithm, codec, seed, step, segments)
-        place = place_of(tensor)
+        place_of(tensor)
         if codec == "auto" and residual is not None:
             raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
         nbytes, fits, chosen = 4 * tensor.numel(), tensor.dtype in IN_PLANS, None
@@ -186,8 +183,8 @@ class Communicator:
         if algorithm == "auto" and fits:
             algorithm, chosen = self.plan_for(codec, nbytes)
         return self._run(
+            "all_reduce",
             tensor,
-            place,
             op=op,
             rounding=rounding,
             segments=segments or chosen,
@@ -202,9 +199,66 @@ class Communicator:
     def reduce_scatter(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,
+        input: torch.Tensor | Tensors,
         op: "str | dist.ReduceOp" = "sum",
+        **options: Unpack[CallOptions],
+    ) -> Work | None:
+        """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
+        check_tensors(output=output)
+        if not isinstance(input, list | tuple):
+            return self._run("reduce_scatter", input, "input", op=op, share=output, **options)
+        check_list(input, "input")
+        whole = torch.cat([part.flatten() for part in input])
+        return self._run("reduce_scatter", whole, "input", op=op, share=output, sizes=_sizes(input), **options)
+
+    def all_gather(
+        self, output: torch.Tensor | Tensors, input: torch.Tensor, **options: Unpack[CallOptions]
+    ) -> Work | None:
+        """:func:`dltrain_ext.comm.all_gather` on this communicator, which must not be in two levels."""
+        check_tensors(input=input)
+        if not isinstance(output, list | tuple):
+            return self._run("all_gather", output, "output", share=input, **options)
+        check_list(output, "output")
+        parts, sizes = output, _sizes(output)
+        whole = parts[0].new_empty(sum(sizes))
+
+        def share_out() -> Tensors:
+            for part, found in zip(parts, torch.split(whole, sizes), strict=True):
+                part.detach().copy_(found.view(part.shape))
+            return parts
+
+        work = self._run("all_gather", whole, "output", share=input, sizes=sizes, **options)
+        if work is not None:
+            return work.then(share_out)
+        share_out()
+        return None
+
+    def broadcast(self, tensor: torch.Tensor, src: int, **options: Unpack[CallOptions]) -> Work | None:
+        """:func:`dltrain_ext.comm.broadcast` on this communicator, which must not be in two levels."""
+        return self._run("broadcast", tensor, root=self._place_of_rank(src, "src"), **options)
+
+    def reduce(
+        self, tensor: torch.Tensor, dst: int, op: "str | dist.ReduceOp" = "sum", **options: Unpack[CallOptions]
+    ) -> Work | None:
+        """:func:`dltrain_ext.comm.reduce` on this communicator, which must not be in two levels."""
+        return self._run("reduce", tensor, op=op, root=self._place_of_rank(dst, "dst"), **options)
+
+    def _place_of_rank(self, rank: int, name: str) -> int:
+        if type(rank) is not int or rank not in self._ranks:
+            raise ValueError(f"{name}: expected a rank of the group, one of {self._ranks}, got {rank!r}")
+        return self._ranks.index(rank)
+
+    def _run(
+        self,
+        collective: str,
+        tensor: torch.Tensor,
+        name: str = "tensor",
         *,
+        op: "str | dist.ReduceOp" = "sum",
+        root: int = 0,
+        share: torch.Tensor | None = None,
+        sizes: Sequence[int] = (),
+        algorithm: str = "auto",
         codec: str = "raw",
         residual: torch.Tensor | None = None,
         rounding: str = "nearest",
@@ -213,42 +267,26 @@ class Communicator:
         segments: int | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
-        check_tensors(output=output, input=input, residual=residual)
-        check_options("auto", codec, seed, step, segments)
-        return self._run(
-            input,
-            place_of(input, "input"),
-            op=op,
-            rounding=rounding,
-            segments=segments,
-            async_op=async_op,
-            share=output,
-            algorithm="auto",
-            codec=codec,
-            residual=residual,
-            seed=seed,
-            step=step,
-        )
-
-    def _run(
-        self,
-        tensor: torch.Tensor,
-        place: torch.device,
-        *,
-        op: "str | dist.ReduceOp",
-        rounding: str,
-        segments: int | None,
-        async_op: bool,
-        step: int | None,
-        **options: Any,
-    ) -> Work | None:
-        options["step"] = next(self._numbers) % 2**32 if step is None else step
-        options.update(average=is_average(op), stochastic=is_stochastic(rounding), segments=segments or 0)
-        communicator = self._on(place)
+        check_tensors(**{name: tensor}, residual=residual)
+        check_options(algorithm, codec, seed, step, segments)
+        communicator = self._on(place_of(tensor, name))
+        options: dict[str, Any] = {
+            "collective": collective,
+            "algorithm": algorithm,
+            "codec": codec,
+            "average": is_average(op),
+            "root": root,
+            "share": share,
+            "sizes": sizes,
+            "residual": residual,
+            "stochastic": is_stochastic(rounding),
+            "seed": seed,
+            "step": next(self._numbers) % 2**32 if step is None else step,
+            "segments": segments or 0,
+        }
         if async_op:
             return self._submit(communicator, tensor, **options)
-        communicator.all_reduce(tensor, **options)
+        communicator.run(tensor, **options)
         return None
 
     def reduce_bucket(self, tensor: torch.Tensor, bucket: _ops.Bucket, **options: Any) -> Work:
@@ -358,6 +396,10 @@ class Communicator:
     def close(self) -> None:
         """Fails what is under way and every later call, at once. Leaving the process does the same."""
         self._close()
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
 
 
 def _is_timeout(value: object) -> bool:

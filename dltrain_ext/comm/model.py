@@ -126,22 +126,24 @@ def simulate(
     segments: int | None = None,
     levels: int = 1,
     late: Sequence[float] = (),
+    collective: str = "all_reduce",
 ) -> Estimate:
-    """How long an all-reduce takes on a modelled network.
+    """How long a collective takes on a modelled network.
 
     The programs that the executor would run are walked with a clock for each rank, link and core in the place of
     messages and kernels: the alpha-beta-gamma model (Thakur, Rabenseifner, Gropp 2005) with contention.
 
     Args:
-        algorithm: one of ``comm.ALGORITHMS``, ``"butterfly"`` or ``"auto"``, as for ``comm.all_reduce``.
+        algorithm: one of ``comm.COLLECTIVES[collective]``, ``"auto"`` or, for an all-reduce, ``"butterfly"``.
         world_size: ranks, at least 1; thousands take seconds at most.
-        nbytes: of the tensor in fp32.
+        nbytes: of the tensor in fp32; where each rank has a share, of all shares.
         codec: one of ``codecs.CODECS``.
         network: ``Network()`` where None.
         segments: as for ``comm.all_reduce``; chosen where None.
         levels: 2 for a sum inside each host, then ``algorithm`` across the hosts, as ``comm.Communicator`` does it.
         late: seconds by which each rank begins later, where not all begin together. Every rank is then followed by
             itself, which takes time and memory where there are thousands.
+        collective: one of ``comm.COLLECTIVES``; the root of those that have one is rank 0.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -151,17 +153,19 @@ def simulate(
     check_number(world_size, "world_size", 2**16 + 1)
     if segments is not None:
         check_number(segments, "segments", 2**16)
-    check_names(algorithm, codec)
+    check_names(algorithm, codec, collective)
     if not isinstance(late, Sequence) or not all(isinstance(seconds, int | float) for seconds in late):
         raise TypeError(f"late: expected a sequence of seconds, got {late!r}")
     if algorithm == "native":
         raise ValueError("algorithm: expected one that is a plan, got 'native'")
     if not isinstance(levels, int) or levels not in (1, 2):
         raise ValueError(f"levels: expected 1 or 2, got {levels!r}")
+    if levels == 2 and collective != "all_reduce":
+        raise ValueError(f"levels: expected 1 for {collective}, got 2")
     numel = (nbytes + 3) // 4
     if levels == 2:
         return _in_two_levels(algorithm, world_size, numel, codec, network, segments or 0, late)
-    return _in_one_level(algorithm, world_size, numel, codec, network, segments or 0, late)
+    return _in_one_level(algorithm, world_size, numel, codec, network, segments or 0, late, collective)
 
 
 def network_of(given: Network | None) -> Network:
@@ -171,10 +175,18 @@ def network_of(given: Network | None) -> Network:
 
 
 def _in_one_level(
-    algorithm: str, world_size: int, numel: int, codec: str, network: Network, segments: int, late: Sequence[float]
+    algorithm: str,
+    world_size: int,
+    numel: int,
+    codec: str,
+    network: Network,
+    segments: int,
+    late: Sequence[float],
+    collective: str = "all_reduce",
 ) -> Estimate:
     speed = network.speed(codec)
     found = _ops.simulate(
+        collective,
         algorithm,
         world_size,
         numel,
@@ -213,7 +225,7 @@ def _in_two_levels(
     # Of a host that many ranks work each at a share of the piece, and share the link.
     share = replace(network, bandwidth=network.bandwidth / shares, burst=network.burst / shares, ranks_per_host=1)
     inside = [
-        _in_one_level(half, per_host, length * per_host // shares, "raw", network, 1, ()).seconds
+        _in_one_level("direct", per_host, length * per_host // shares, "raw", network, 1, (), half).seconds
         for half in ("reduce_scatter", "all_gather")
     ]
     across, later = (

@@ -1,33 +1,41 @@
-"""Plans: what one rank does in an all-reduce, as data."""
+"""Plans: what one rank does in a collective, as data."""
 
 from collections.abc import Sequence
 
 from dltrain_ext._arguments import check_number
-from dltrain_ext._ops import Plan, Step, algorithms, make_plan
+from dltrain_ext._ops import Plan, Step, algorithms, collectives, make_plan
 from dltrain_ext._ops import verify as _verify
 from dltrain_ext.codecs import CODECS
 
-__all__ = ["ALGORITHMS", "Plan", "Step", "algorithms_for", "plan", "verify", "verify_plans"]
+__all__ = ["ALGORITHMS", "COLLECTIVES", "Plan", "Step", "algorithms_for", "plan", "verify", "verify_plans"]
 
-ALGORITHMS: tuple[str, ...] = tuple(algorithms())
+COLLECTIVES: dict[str, tuple[str, ...]] = {name: tuple(algorithms(name)) for name in collectives()}
+"""The algorithms that there are for each collective."""
+
+ALGORITHMS: tuple[str, ...] = COLLECTIVES["all_reduce"]
 
 
-def plan(algorithm: str, rank: int, world_size: int) -> Plan:
+def plan(algorithm: str, rank: int, world_size: int, *, collective: str = "all_reduce", root: int = 0) -> Plan:
     """The plan of one rank: ``.rounds`` of :class:`Step`, ``print()`` draws it, ``.to_json()`` writes it.
 
     Args:
-        algorithm: one of ``ALGORITHMS``.
+        algorithm: one of ``COLLECTIVES[collective]``.
         rank: 0 to ``world_size - 1``.
         world_size: at least 1.
+        collective: ``"all_reduce"``, ``"reduce_scatter"``, ``"all_gather"``, ``"broadcast"`` or ``"reduce"``.
+        root: of a broadcast the rank that has the tensor, of a reduce the one that gets the sum.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    if not isinstance(collective, str) or collective not in COLLECTIVES:
+        raise ValueError(f"collective: expected one of {', '.join(COLLECTIVES)}, got {collective!r}")
     if not isinstance(algorithm, str) or not algorithm.isprintable():
-        raise TypeError(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+        raise TypeError(f"algorithm: expected one of {', '.join(COLLECTIVES[collective])}, got {algorithm!r}")
     check_number(world_size, "world_size", 2**31)
     check_number(rank, "rank", max(world_size, 1))
-    return make_plan(algorithm, rank, world_size)
+    check_number(root, "root", max(world_size, 1))
+    return make_plan(collective, algorithm, rank, world_size, root)
 
 
 def algorithms_for(codec: str) -> tuple[str, ...]:
@@ -37,18 +45,19 @@ def algorithms_for(codec: str) -> tuple[str, ...]:
     return tuple(name for name in ALGORITHMS if codec == "raw" or not plan(name, 0, 1).exact)
 
 
-def verify(algorithm: str, world_size: int) -> None:
-    """Proves, symbolically, that the plans of all ranks together are an all-reduce: of up to 2048.
+def verify(algorithm: str, world_size: int, *, collective: str = "all_reduce", root: int = 0) -> None:
+    """Proves, symbolically, that the plans of all ranks together are the collective: of up to 2048.
 
     Raises:
         ValueError: with the rule that is broken and where. R1: the sends of each round match its receives. R2: every
-            final chunk counts every contribution exactly once. R3: all ranks end with the same bits. R4: nothing is
-            used before it came, and each rank encodes each chunk exactly once.
+            final chunk counts every contribution that there is exactly once. R3: all ranks that are to have a chunk
+            end with the same bits. R4: nothing is used before it came, and each rank encodes each chunk of which it
+            has a part exactly once, where the sum does not stay with it.
     """
     check_number(world_size, "world_size", 2048 + 1)
     if world_size == 0:
         raise ValueError("world_size: expected at least 1, got 0")
-    verify_plans([plan(algorithm, rank, world_size) for rank in range(world_size)])
+    verify_plans([plan(algorithm, r, world_size, collective=collective, root=root) for r in range(world_size)])
 
 
 def verify_plans(plans: Sequence[Plan]) -> None:

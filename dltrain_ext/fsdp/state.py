@@ -66,7 +66,9 @@ class ShardedState:
     def reduce_scatter(self, name: str, share: Tensor, tensor: Tensor, group: dist.ProcessGroup, average: bool) -> None:
         if group not in self._communicators:
             self._communicators[group] = Communicator(group, timeout=self._timeout, ranks_per_host=1)
-        self._reduce(name, self._communicators[group], tensor, share=share, average=average, algorithm="auto")
+        self._reduce(
+            name, self._communicators[group], tensor, collective="reduce_scatter", share=share, average=average
+        )
 
     def _reduce(self, name: str, communicator: Communicator, tensor: Tensor, **options: Any) -> None:
         """Returns when that is done or, on CUDA, when the current stream waits for it."""

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -112,70 +113,122 @@ Communicator::~Communicator() {
   stream_queue_.reset();
 }
 
-void Communicator::check(const at::Tensor& tensor, const AllReduceOptions& options) const {
+void Communicator::check(const at::Tensor& tensor, const CollectiveOptions& options) const {
   if (const std::string reason = work_->failure(); !reason.empty()) C10_THROW_ERROR(DistBackendError, reason);
+  const char* const name = comm::name(options.call.collective);
   TORCH_CHECK(
-      !queue_->in_worker(),
-      "all_reduce: called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another "
-      "point of the order on every rank; wait for the work, then call");
-  TORCH_CHECK_VALUE(!options.share || !work_->inside,
-                    "reduce_scatter: expected a communicator with ranks_per_host=1, got one of two levels");
-  options.check(tensor, device_, work_->across->executor().world_size());
+      !queue_->in_worker(), name,
+      ": called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another point "
+      "of the order on every rank; wait for the work, then call");
+  TORCH_CHECK_VALUE(options.call.collective == comm::Collective::all_reduce || !work_->inside, name,
+                    ": expected a communicator with ranks_per_host=1, got one of two levels");
+  const comm::Executor& executor = work_->across->executor();
+  options.check(tensor, device_, executor.rank(), executor.world_size());
 }
 
 // In a range of the profiler that torch's own collectives have, too, so that its viewers know what it is.
-void Communicator::Work::run(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options) {
-  if (!at::hasCallbacks()) return all_reduce(place, tensor, options);
-  const at::Tensor& out = options.share ? *options.share : tensor;
+void Communicator::Work::run(const Place& place, const at::Tensor& tensor, const CollectiveOptions& options) {
+  if (!at::hasCallbacks()) return attempt(place, tensor, options);
+  const bool gathers = options.call.collective == comm::Collective::all_gather;
+  const at::Tensor &in = gathers ? *options.share : tensor, &out = options.result(tensor);
+  const bool all_reduces = options.call.collective == comm::Collective::all_reduce;
   const int world_size = static_cast<int>(members.ranks.size());
-  const std::vector<at::Tensor> inputs = {tensor}, outputs = {out};
+  const std::vector<at::Tensor> inputs = {in}, outputs = {out};
   RECORD_PARAM_COMMS_DATA(std::make_tuple(calls.load(), false), std::make_tuple(members.name, members.description), inputs, outputs,
-                          members.rank, options.share ? "reduce_scatter" : "allreduce", tensor.numel(), out.numel(), tensor.scalar_type(),
-                          std::vector<int64_t>(), std::vector<int64_t>(), members.ranks[0], stride_of(members.ranks), world_size);
-  all_reduce(place, tensor, options);
+                          members.rank, all_reduces ? "allreduce" : comm::name(options.call.collective), in.numel(), out.numel(),
+                          tensor.scalar_type(), std::vector<int64_t>(), std::vector<int64_t>(), members.ranks[0], stride_of(members.ranks),
+                          world_size);
+  attempt(place, tensor, options);
 }
 
 // Errors of the peers reach Python as torch.distributed.DistBackendError. They end all levels: peers of one may wait in the other.
-void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options) {
+void Communicator::Work::attempt(const Place& place, const at::Tensor& tensor, const CollectiveOptions& options) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor dense = tensor.contiguous();
   if (lookout) lookout->begin();
   try {
-    if (options.is_native(tensor.scalar_type())) {
-      all_reduce_natively(place, dense, options.call.average);
-    } else {
-      comm::AllReduce call = options.call;
-      call.timeout = timeout;
-      call.measures = measures && !options.bucket && !place.on_cuda();  // a bucket's bits may not depend on noise
-      call.feedback = options.feedback.elements();
-      if (options.bucket) {
-        call.layout = options.bucket->layout();
-        call.observer = options.bucket.get();
-      }
-      if (options.share) {
-        reduce_scatter(place, dense, *options.share, call);
-      } else if (inside) {
-        all_reduce_in_two_levels(place, dense, call);
-      } else {
-        across->executor().all_reduce(place, {dense.mutable_data_ptr(), dtype_of(dense)}, dense.numel(), call);
-      }
+    comm::Options call = options.call;
+    call.timeout = timeout;
+    call.measures = measures && !options.bucket && !place.on_cuda();  // a bucket's bits may not depend on noise
+    call.feedback = options.feedback.elements();
+    if (options.bucket) {
+      call.layout = options.bucket->layout();
+      call.observer = options.bucket.get();
     }
-  } catch (const comm::AllReduceError& error) {
+    if (options.share) {
+      run_shares(place, dense, options, call);
+    } else if (options.is_verbatim()) {
+      carry(place, dense, {{0, dense.numel()}}, call);
+    } else if (call.collective == comm::Collective::all_reduce) {
+      all_reduce(place, dense, options, call);
+    } else {
+      run_plan(place, dense, call);
+    }
+  } catch (const comm::CollectiveError& error) {
     abort(error.what());
     close();
     C10_THROW_ERROR(DistBackendError, error.what());
   }
-  if (!dense.is_same(tensor) && !options.share) tensor.copy_(dense);
+  if (!dense.is_same(tensor) && options.result(tensor).is_same(tensor)) tensor.copy_(dense);
   if (options.bucket) options.bucket->add_up(place, tensor);
   ++calls;
 }
 
-void Communicator::Work::reduce_scatter(const Place& place, const at::Tensor& tensor, const at::Tensor& share,
-                                        const comm::AllReduce& call) {
-  const at::Tensor dense = share.is_contiguous() ? share : at::empty_like(share, at::MemoryFormat::Contiguous);
-  across->executor().reduce_scatter(place, {dense.mutable_data_ptr(), dtype_of(dense)}, {tensor.mutable_data_ptr(), dtype_of(tensor)},
-                                    tensor.numel(), call);
-  if (!dense.is_same(share)) share.copy_(dense);
+void Communicator::Work::all_reduce(const Place& place, const at::Tensor& tensor, const CollectiveOptions& options,
+                                    const comm::Options& call) {
+  if (options.is_native(tensor.scalar_type())) return all_reduce_natively(place, tensor, call.average);
+  if (inside) return all_reduce_in_two_levels(place, tensor, call);
+  run_plan(place, tensor, call);
+}
+
+void Communicator::Work::run_plan(const Place& place, const at::Tensor& tensor, const comm::Options& call) {
+  across->executor().run(place, {tensor.mutable_data_ptr(), dtype_of(tensor)}, tensor.numel(), call);
+}
+
+// A reduce-scatter or an all-gather of a tensor that is dense.
+void Communicator::Work::run_shares(const Place& place, const at::Tensor& tensor, const CollectiveOptions& options, comm::Options& call) {
+  const at::Tensor& share = *options.share;
+  call.shares = options.shares(tensor.numel(), across->executor().world_size());
+  if (call.collective == comm::Collective::reduce_scatter) {
+    const at::Tensor dense = share.is_contiguous() ? share : at::empty_like(share, at::MemoryFormat::Contiguous);
+    call.share = {dense.mutable_data_ptr(), dtype_of(dense)};
+    run_plan(place, tensor, call);
+    if (!dense.is_same(share)) share.copy_(dense);
+    return;
+  }
+  const auto [first, count] = call.shares[across->executor().rank()];
+  const at::Tensor own = tensor.flatten().narrow(0, first, count);
+  if (own.const_data_ptr() != share.const_data_ptr()) own.copy_(share.flatten());
+  if (options.is_verbatim()) return carry(place, tensor, call.shares, call);
+  run_plan(place, tensor, call);
+}
+
+// Moves elements of any type as words of four bytes, each share by itself; in memory of its own where they do not come out even.
+void Communicator::Work::carry(const Place& place, const at::Tensor& tensor, std::vector<Span> shares, comm::Options call) {
+  constexpr int64_t word = sizeof(float);
+  const int64_t size = tensor.element_size();
+  const auto bytes_of = [size](const Span& share) { return Span{share.first * size, share.count * size}; };
+  const bool even = std::all_of(shares.begin(), shares.end(), [&](const Span& share) { return share.count * size % word == 0; });
+  std::vector<Span> words;
+  for (const Span& share : shares) {
+    words.push_back({words.empty() ? 0 : words.back().first + words.back().count, (bytes_of(share).count + word - 1) / word});
+  }
+  const int64_t numel = words.back().first + words.back().count;
+  const auto run_words = [&](void* data) {
+    if (comm::has_owners(call.collective)) call.shares = words;
+    across->executor().run(place, {data}, numel, call);
+  };
+  if (even) return run_words(tensor.mutable_data_ptr());
+  const at::Tensor bytes = tensor.flatten().view(at::kByte), padded = at::zeros({numel * word}, bytes.options());
+  const auto each = [&](auto&& copy) {
+    for (size_t i = 0; i < shares.size(); ++i) {
+      const auto [first, count] = bytes_of(shares[i]);
+      copy(bytes.narrow(0, first, count), padded.narrow(0, words[i].first * word, count));
+    }
+  };
+  each([](const at::Tensor& theirs, const at::Tensor& ours) { ours.copy_(theirs); });
+  run_words(padded.mutable_data_ptr());
+  each([](const at::Tensor& theirs, const at::Tensor& ours) { theirs.copy_(ours); });
 }
 
 // In two levels each rank that has a share takes all of it across the hosts, and tells the ranks of its host that have none.
@@ -190,7 +243,7 @@ void Communicator::Work::all_reduce_natively(const Place& place, const at::Tenso
 }
 
 // Over fp32, in which halves are added up.
-void Communicator::Work::all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::AllReduce& call) {
+void Communicator::Work::all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::Options& call) {
   const at::Tensor sums = tensor.to(at::kFloat);  // the tensor itself, if it is that
   two_levels->all_reduce(place, sums.mutable_data_ptr<float>(), sums.numel(), call);
   if (!sums.is_same(tensor)) tensor.copy_(sums);
@@ -240,7 +293,7 @@ void Communicator::Work::close() {
   }
 }
 
-void Communicator::all_reduce_without_gil(const at::Tensor& tensor, const AllReduceOptions& options) {
+void Communicator::run_without_gil(const at::Tensor& tensor, const CollectiveOptions& options) {
   const Place caller = caller_place(device_);
   if constexpr (built_with_cuda) {
     if (stream_queue_) {
@@ -253,10 +306,10 @@ void Communicator::all_reduce_without_gil(const at::Tensor& tensor, const AllRed
   queue_->run(as_caller([&] { work_->run(caller, tensor, options); }));
 }
 
-void Communicator::all_reduce(const at::Tensor& tensor, const AllReduceOptions& options) {
+void Communicator::run(const at::Tensor& tensor, const CollectiveOptions& options) {
   check(tensor, options);
   options.changed(tensor);
-  interruptibly([&] { all_reduce_without_gil(tensor, options); });
+  interruptibly([&] { run_without_gil(tensor, options); });
 }
 
 void Communicator::wait(const torch::jit::PythonFutureWrapper& future) {
@@ -275,14 +328,14 @@ void Communicator::interruptibly(const std::function<void()>& wait) {
   Interruptible::check();
 }
 
-std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const AllReduceOptions& options) {
+std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object object, const CollectiveOptions& options) {
   const auto tensor = object.cast<at::Tensor>();
   check(tensor, options);
   options.changed(tensor);
   const std::vector<c10::Device> devices(device_.is_cuda() ? 1 : 0, device_);
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get(), devices);
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
-      c10::make_intrusive<TensorHolder>(options.share ? py::cast(*options.share) : std::move(object))));
+      c10::make_intrusive<TensorHolder>(options.result(tensor).is_same(tensor) ? std::move(object) : py::cast(*options.share))));
   const auto task =
       as_caller([work = work_, tensor, options, future, value = std::move(value), submitted = Clock::now()](const Place& place) {
         try {

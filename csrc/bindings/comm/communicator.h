@@ -26,8 +26,8 @@ struct Ranks {
   int rank;                // this one's place among them
 };
 
-// All-reduces of tensors on one device, one after another in the order of the calls: over all ranks at once or, with levels inside and
-// across the hosts, in two.
+// Collectives over tensors on one device, one after another in the order of the calls: over all ranks at once or, all-reduces with levels
+// inside and across the hosts, in two.
 class Communicator {
  public:
   // inside: null where there is one level. control: of all ranks; null where there is one. measures: whether "auto" may take the time to.
@@ -36,12 +36,11 @@ class Communicator {
                const comm::Patience& patience, bool measures);
   ~Communicator();
 
-  // In place, or into the share: on the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current
-  // stream.
-  void all_reduce(const at::Tensor& tensor, const AllReduceOptions& options);
+  // On the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current stream.
+  void run(const at::Tensor& tensor, const CollectiveOptions& options);
 
   // The same by the worker or, on a CUDA device, on a stream of its own. The future's value is what has been written.
-  std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const AllReduceOptions& options);
+  std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const CollectiveOptions& options);
 
   // Returns when what was submitted is done, or has failed.
   void wait(const torch::jit::PythonFutureWrapper& future);
@@ -65,11 +64,14 @@ class Communicator {
     Work(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const comm::Hosts& hosts, c10::intrusive_ptr<c10d::Backend> control,
          Ranks members, std::chrono::milliseconds timeout, const comm::Patience& patience, bool measures);
     ~Work();
-    void run(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
-    void all_reduce(const Place& place, const at::Tensor& tensor, const AllReduceOptions& options);
-    void reduce_scatter(const Place& place, const at::Tensor& tensor, const at::Tensor& share, const comm::AllReduce& call);
+    void run(const Place& place, const at::Tensor& tensor, const CollectiveOptions& options);
+    void attempt(const Place& place, const at::Tensor& tensor, const CollectiveOptions& options);
+    void all_reduce(const Place& place, const at::Tensor& tensor, const CollectiveOptions& options, const comm::Options& call);
+    void run_shares(const Place& place, const at::Tensor& tensor, const CollectiveOptions& options, comm::Options& call);
+    void carry(const Place& place, const at::Tensor& tensor, std::vector<Span> shares, comm::Options call);
+    void run_plan(const Place& place, const at::Tensor& tensor, const comm::Options& call);
     void all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average);
-    void all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::AllReduce& call);
+    void all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::Options& call);
     std::string failure() const;
     void refuse(const std::string& reason);
     void abort(const std::string& reason);
@@ -88,8 +90,8 @@ class Communicator {
     std::shared_ptr<comm::Lookout> lookout;  // null where there is one rank
   };
 
-  void check(const at::Tensor& tensor, const AllReduceOptions& options) const;
-  void all_reduce_without_gil(const at::Tensor& tensor, const AllReduceOptions& options);
+  void check(const at::Tensor& tensor, const CollectiveOptions& options) const;
+  void run_without_gil(const at::Tensor& tensor, const CollectiveOptions& options);
 
   // Without the GIL, and until Ctrl-C, which closes this.
   void interruptibly(const std::function<void()>& wait);

@@ -16,10 +16,14 @@ namespace {
 // A method of the tensor and, by name, the options.
 template <class Method>
 auto with_options(Method method) {
-  return [method](Communicator& self, py::object tensor, const std::string& algorithm, const std::string& codec, bool average, int segments,
-                  std::optional<at::Tensor> residual, bool stochastic, uint64_t seed, std::optional<uint32_t> step,
-                  std::shared_ptr<Bucket> bucket, bool feeds, std::optional<at::Tensor> loss_scale, std::optional<at::Tensor> share) {
-    AllReduceOptions options;
+  return [method](Communicator& self, py::object tensor, const std::string& collective, const std::string& algorithm,
+                  const std::string& codec, bool average, int root, int segments, std::optional<at::Tensor> residual, bool stochastic,
+                  uint64_t seed, std::optional<uint32_t> step, std::shared_ptr<Bucket> bucket, bool feeds,
+                  std::optional<at::Tensor> loss_scale, std::optional<at::Tensor> share, std::vector<int64_t> sizes) {
+    CollectiveOptions options;
+    options.call.collective = comm::find_collective(collective);
+    options.call.root = root;
+    options.sizes = std::move(sizes);
     options.call.algorithm = algorithm;
     options.call.codec = codec;
     options.call.average = average;
@@ -38,16 +42,19 @@ auto with_options(Method method) {
 
 template <class Class, class Function>
 void def_with_options(Class& communicator, const char* name, Function method) {
-  communicator.def(name, with_options(method), py::arg("tensor"), py::kw_only(), py::arg("algorithm"), py::arg("codec"), py::arg("average"),
+  communicator.def(name, with_options(method), py::arg("tensor"), py::kw_only(), py::arg("collective") = "all_reduce",
+                   py::arg("algorithm") = "auto", py::arg("codec") = "raw", py::arg("average") = false, py::arg("root") = 0,
                    py::arg("segments") = 0, py::arg("residual") = py::none(), py::arg("stochastic") = false, py::arg("seed") = 0,
                    py::arg("step") = py::none(), py::arg("bucket") = py::none(), py::arg("feeds") = false,
-                   py::arg("loss_scale") = py::none(), py::arg("share") = py::none());
+                   py::arg("loss_scale") = py::none(), py::arg("share") = py::none(), py::arg("sizes") = py::tuple());
 }
 
 }  // namespace
 
 void bind_communicator(py::module_& module) {
-  module.def("check_names", &comm::check_names);
+  module.def("check_names", [](const std::string& algorithm, const std::string& codec, const std::string& collective) {
+    comm::check_names(comm::find_collective(collective), algorithm, codec);
+  });
   module.def(
       "timeout_of",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -84,10 +91,10 @@ void bind_communicator(py::module_& module) {
         out["inside_bytes"] = stats.inside_bytes;
         return out;
       });
-  def_with_options(communicator, "all_reduce", [](Communicator& self, const py::object& tensor, const AllReduceOptions& options) {
-    self.all_reduce(tensor.cast<at::Tensor>(), options);
+  def_with_options(communicator, "run", [](Communicator& self, const py::object& tensor, const CollectiveOptions& options) {
+    self.run(tensor.cast<at::Tensor>(), options);
   });
-  def_with_options(communicator, "submit", [](Communicator& self, py::object tensor, const AllReduceOptions& options) {
+  def_with_options(communicator, "submit", [](Communicator& self, py::object tensor, const CollectiveOptions& options) {
     return self.submit(std::move(tensor), options);
   });
 }

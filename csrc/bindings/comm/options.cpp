@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings/arguments.h"
@@ -29,44 +30,31 @@ void check_lies(const at::Tensor& tensor, const std::string& name, const c10::De
   check_backed(tensor, name);
 }
 
-// Of an all-reduce.
-void check_values(const at::Tensor& tensor, const c10::Device& device, const AllReduceOptions& options) {
+// Where each rank has one tensor.
+void check_values(const at::Tensor& tensor, const c10::Device& device, const CollectiveOptions& options) {
   check_lies(tensor, "tensor", device);
+  check_written(tensor, "tensor");
   const at::ScalarType type = tensor.scalar_type();
+  if (options.is_verbatim()) return;
   if (options.is_native(type)) {
     TORCH_CHECK_TYPE(fits_backend(type), "tensor: expected dtype float32, float16, bfloat16, float64, uint8, int8, int32 or int64, got ",
                      type);
     TORCH_CHECK_TYPE(!options.call.average || at::isFloatingType(type), "tensor: expected a floating dtype for op 'avg', got ", type);
   } else {
+    const char* const others = options.call.collective == comm::Collective::all_reduce
+                                   ? " (others are for the algorithms auto and native with the codec raw)"
+                                   : "";
     TORCH_CHECK_TYPE(fits_plans(type), "tensor: expected dtype float32, float16 or bfloat16 for the algorithm ", options.call.algorithm,
-                     " and the codec ", options.call.codec, " (others are for the algorithms auto and native with the codec raw), got ",
-                     type);
+                     " and the codec ", options.call.codec, others, ", got ", type);
   }
-  check_written(tensor, "tensor");
 }
 
-// Of a reduce-scatter, which only reads its input.
-void check_share(const at::Tensor& share, const at::Tensor& input, const c10::Device& device, const AllReduceOptions& options,
-                 int world_size) {
-  check_lies(share, "output", device);
-  check_lies(input, "input", device);
-  TORCH_CHECK_TYPE(fits_plans(input.scalar_type()), "input: expected dtype float32, float16 or bfloat16, got ", input.scalar_type());
-  TORCH_CHECK_TYPE(share.scalar_type() == input.scalar_type(), "output: expected the dtype of input, ", input.scalar_type(), ", got ",
-                   share.scalar_type());
-  TORCH_CHECK_VALUE(input.numel() == share.numel() * world_size, "input: expected ", world_size, " times as many elements as output, ",
-                    share.numel() * world_size, ", got ", input.numel());
-  check_written(share, "output");
-  std::vector<Argument> apart = {{share, "output", true}, {input, "input", true}};
-  if (options.feedback.residual) apart.push_back({*options.feedback.residual, "residual", true});
-  check_apart(apart);
-}
-
-void check_feedback_of(const at::Tensor& tensor, const AllReduceOptions& options) {
+void check_feedback_of(const at::Tensor& tensor, const CollectiveOptions& options) {
   if (options.bucket) {
     TORCH_CHECK_TYPE(fits_plans(tensor.scalar_type()), "bucket: expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
     options.bucket->check(tensor);
   }
-  options.feedback.check(tensor);
+  options.feedback.check(options.call.collective == comm::Collective::all_gather ? *options.share : tensor);
   if (options.feedback.residual) {
     TORCH_CHECK_VALUE(!options.is_native(tensor.scalar_type()), "residual: expected none for the algorithm native");
     check_feedback(find_codec(options.call.codec), options.call.stochastic);
@@ -75,22 +63,61 @@ void check_feedback_of(const at::Tensor& tensor, const AllReduceOptions& options
 
 }  // namespace
 
-bool AllReduceOptions::is_native(at::ScalarType type) const {
+bool CollectiveOptions::is_native(at::ScalarType type) const {
+  if (call.collective != comm::Collective::all_reduce) return false;
   return call.algorithm == "native" || (call.algorithm == "auto" && call.codec == "raw" && !fits_plans(type));
 }
 
-void AllReduceOptions::check(const at::Tensor& tensor, const c10::Device& device, int world_size) const {
-  comm::check_names(call.algorithm, call.codec);
-  if (share) {
-    check_share(*share, tensor, device, *this, world_size);
+std::vector<Span> CollectiveOptions::shares(int64_t numel, int world_size) const {
+  if (sizes.empty()) return comm::equal_shares(numel, world_size);
+  std::vector<Span> all;
+  for (const int64_t size : sizes) all.push_back({all.empty() ? 0 : all.back().first + all.back().count, size});
+  return all;
+}
+
+void CollectiveOptions::check(const at::Tensor& tensor, const c10::Device& device, int rank, int world_size) const {
+  comm::check_names(call.collective, call.algorithm, call.codec);
+  TORCH_CHECK_VALUE(call.root >= 0 && call.root < world_size, "root: expected 0 to ", world_size - 1, ", got ", call.root);
+  if (comm::has_owners(call.collective)) {
+    check_shares(tensor, device, rank, world_size);
   } else {
     check_values(tensor, device, *this);
   }
   check_feedback_of(tensor, *this);
 }
 
-void AllReduceOptions::changed(const at::Tensor& tensor) const {
-  bindings::changed({{share.value_or(tensor), share ? "output" : "tensor", true}});
+void CollectiveOptions::check_shares(const at::Tensor& tensor, const c10::Device& device, int rank, int world_size) const {
+  const bool scatters = call.collective == comm::Collective::reduce_scatter;
+  const Argument whole{tensor, scatters ? "input" : "output", true}, part{share.value(), scatters ? "output" : "input", true};
+  const auto& [read, written] = scatters ? std::tie(whole, part) : std::tie(part, whole);
+  check_lies(written.tensor, written.name, device);
+  check_lies(read.tensor, read.name, device);
+  const at::ScalarType type = read.tensor.scalar_type();
+  TORCH_CHECK_TYPE(is_verbatim() || fits_plans(type), read.name, ": expected dtype float32, float16 or bfloat16, got ", type);
+  TORCH_CHECK_TYPE(written.tensor.scalar_type() == type, written.name, ": expected the dtype of ", read.name, ", ", type, ", got ",
+                   written.tensor.scalar_type());
+  if (sizes.empty()) {
+    TORCH_CHECK_VALUE(tensor.numel() == part.tensor.numel() * world_size, whole.name, ": expected ", world_size,
+                      " times as many elements as ", part.name, ", ", part.tensor.numel() * world_size, ", got ", tensor.numel());
+  } else {
+    TORCH_CHECK_VALUE(std::ssize(sizes) == world_size, whole.name, ": expected a tensor for each of ", world_size, " ranks, got ",
+                      sizes.size());
+    TORCH_CHECK_VALUE(part.tensor.numel() == sizes[rank], part.name, ": expected as many elements as rank ", rank, "'s of ", whole.name,
+                      ", ", sizes[rank], ", got ", part.tensor.numel());
+  }
+  check_written(written.tensor, written.name);
+  const auto* const own =
+      static_cast<const char*>(tensor.const_data_ptr()) + shares(tensor.numel(), world_size)[rank].first * tensor.element_size();
+  const bool lies_there = !scatters && tensor.is_contiguous() && part.tensor.is_contiguous() && part.tensor.const_data_ptr() == own;
+  std::vector<Argument> apart = {whole};
+  if (!lies_there) apart.push_back(part);
+  if (feedback.residual) apart.push_back({*feedback.residual, "residual", true});
+  check_apart(apart);
+}
+
+void CollectiveOptions::changed(const at::Tensor& tensor) const {
+  const char* const name = !comm::has_owners(call.collective) ? "tensor" : "output";
+  bindings::changed({{result(tensor), name, true}});
   for (const auto* written : {&feedback.residual, &feedback.spare}) {
     if (*written) bindings::changed({{**written, "residual", true}});
   }

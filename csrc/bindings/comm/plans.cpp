@@ -34,14 +34,20 @@ void bind_plans(py::module_& module) {
         return text("Step('", comm::name(step.op), "', peer=", step.peer, ", chunks=(", step.chunks.begin, ", ", step.chunks.end, "))");
       });
 
-  py::class_<comm::Plan>(module, "Plan", "What one rank does in an all-reduce: rounds of steps over abstract chunks. print() draws it.")
-      .def(py::init([](std::string algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds, bool exact) {
+  py::class_<comm::Plan>(module, "Plan", "What one rank does in a collective: rounds of steps over abstract chunks. print() draws it.")
+      .def(py::init([](std::string algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds, bool exact,
+                       const std::string& collective, int root) {
              check(chunks >= 1, "chunks: expected at least 1, got ", chunks);
              check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
              check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
-             return comm::Plan{std::move(algorithm), rank, world_size, chunks, std::move(rounds), exact};
+             check(root >= 0 && root < world_size, "root: expected 0 to ", world_size - 1, ", got ", root);
+             return comm::Plan{
+                 comm::find_collective(collective), std::move(algorithm), rank, world_size, chunks, root, std::move(rounds), exact};
            }),
-           py::arg("algorithm"), py::arg("rank"), py::arg("world_size"), py::arg("chunks"), py::arg("rounds"), py::arg("exact") = false)
+           py::arg("algorithm"), py::arg("rank"), py::arg("world_size"), py::arg("chunks"), py::arg("rounds"), py::arg("exact") = false,
+           py::arg("collective") = "all_reduce", py::arg("root") = 0)
+      .def_property_readonly("collective", [](const comm::Plan& plan) { return comm::name(plan.collective); })
+      .def_readonly("root", &comm::Plan::root)
       .def_readonly("algorithm", &comm::Plan::algorithm)
       .def_readonly("rank", &comm::Plan::rank)
       .def_readonly("world_size", &comm::Plan::world_size)
@@ -52,11 +58,19 @@ void bind_plans(py::module_& module) {
       .def("__eq__", [](const comm::Plan& a, const comm::Plan& b) { return a == b; })
       .def("__str__", &comm::draw)
       .def("__repr__", [](const comm::Plan& plan) {
-        return text("<Plan ", plan.algorithm, ": rank ", plan.rank, " of ", plan.world_size, ", ", plan.rounds.size(), " rounds>");
+        return text("<Plan ", comm::name(plan.collective), " by ", plan.algorithm, ": rank ", plan.rank, " of ", plan.world_size, ", ",
+                    plan.rounds.size(), " rounds>");
       });
 
-  module.def("algorithms", &comm::algorithms);
-  module.def("make_plan", &comm::make_plan);
+  module.def("collectives", [] {
+    std::vector<std::string> names;
+    for (const comm::Collective collective : comm::collectives) names.push_back(comm::name(collective));
+    return names;
+  });
+  module.def("algorithms", [](const std::string& collective) { return comm::algorithms(comm::find_collective(collective)); });
+  module.def("make_plan", [](const std::string& collective, const std::string& algorithm, int rank, int world_size, int root) {
+    return comm::make_plan(comm::find_collective(collective), algorithm, rank, world_size, root);
+  });
   module.def("verify", &comm::verify, py::call_guard<py::gil_scoped_release>());
 }
 

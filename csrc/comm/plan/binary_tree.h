@@ -38,26 +38,54 @@ inline int depth_of(int node, int count) {
   return depth;
 }
 
-// Reduces the chunks up the tree and sends them down again. rank_of(node) says who stands where. A node of depth d sends up in round
-// depth - d and down in round depth + d, so that its children's messages arrive together.
+// What the rank of a plan does to have chunks reduced up the tree, and sent down. rank_of(node) says who stands where. The children of a
+// node send in one round, so that their messages arrive together.
+template <class RankOf>
+class Tree {
+ public:
+  // ways: 1 or, up and down, 2.
+  Tree(Plan& plan, Chunks chunks, int ways, RankOf rank_of) : plan_(plan), chunks_(chunks), rank_of_(rank_of), count_(plan.world_size) {
+    while (rank_of(node_) != plan.rank) ++node_;
+    own_depth_ = depth_of(node_, count_);
+    plan.rounds.resize(std::max(ways * depth(), 1));
+  }
+
+  // So many rounds does a way take.
+  int depth() const { return count_ > 1 ? depth_of(1, count_) : 0; }
+
+  // A node of depth d sends in round depth() - d.
+  void reduce() {
+    for (const int child : children_of(node_, count_)) add(depth() - own_depth_ - 1, Op::recv_reduce, rank_of_(child));
+    if (node_ != 0) add(depth() - own_depth_, Op::send_partial, parent());
+  }
+
+  // From round `first` on: a node of depth d sends d rounds later.
+  void finalize(int first) {
+    if (node_ == 0) add(first, Op::finalize, -1);
+  }
+  void broadcast(int first) {
+    if (node_ != 0) add(first + own_depth_ - 1, Op::recv_final, parent());
+    for (const int child : children_of(node_, count_)) add(first + own_depth_, Op::send_final, rank_of_(child));
+  }
+
+ private:
+  int parent() const { return rank_of_(parent_of(node_, count_)); }
+  void add(int round, Op op, int peer) { plan_.rounds[round].push_back({op, peer, chunks_}); }
+
+  Plan& plan_;
+  const Chunks chunks_;
+  const RankOf rank_of_;
+  const int count_;
+  int node_ = 0, own_depth_ = 0;
+};
+
+// An all-reduce of these chunks.
 template <class RankOf>
 void add_tree(Plan& plan, Chunks chunks, RankOf rank_of) {
-  const int count = plan.world_size, depth = count > 1 ? depth_of(1, count) : 0;
-  int node = 0;
-  while (rank_of(node) != plan.rank) ++node;
-  const int own_depth = depth_of(node, count), up = depth - own_depth, down = depth + own_depth;
-
-  plan.rounds.resize(std::max(2 * depth, 1));
-  const auto add = [&](int round, Op op, int peer) { plan.rounds[round].push_back({op, peer, chunks}); };
-  const std::vector<int> children = children_of(node, count);
-  for (int child : children) add(up - 1, Op::recv_reduce, rank_of(child));
-  if (node == 0) {
-    add(up, Op::finalize, -1);
-  } else {
-    add(up, Op::send_partial, rank_of(parent_of(node, count)));
-    add(down - 1, Op::recv_final, rank_of(parent_of(node, count)));
-  }
-  for (int child : children) add(down, Op::send_final, rank_of(child));
+  Tree way(plan, chunks, 2, rank_of);
+  way.reduce();
+  way.finalize(way.depth());
+  way.broadcast(way.depth());
 }
 
 }  // namespace dltrain::comm

@@ -6,6 +6,15 @@
 // 2 rounds, 2n(p-1)/p bytes sent a rank: about 2 alpha + 2n(p-1)/p beta + n(p-1)/p gamma, incast apart. With a codec each element is
 // requantised only once, so its error is the least of all plans that move so few bytes.
 
+//
+// Each half by itself is a collective, the first a reduce-scatter, the second an all-gather. With the root as whom all send to, or who has
+// all to send, they make the others, for rank 0 as the root:
+//
+//   broadcast   round 0: 0 sends chunk q to rank q     round 1: rank r sends chunk r to all but the root
+//   reduce      round 0: as above                      round 1: rank r sends chunk r, complete, to the root
+//
+// Both send n(p-1)/p bytes a rank, the root of a broadcast twice that.
+
 #include "comm/plan/plan.h"
 
 namespace dltrain::comm {
@@ -20,32 +29,71 @@ void around(int rank, int p, Visit visit) {
   for (int distance = 1; distance < p; ++distance) visit((rank + distance) % p, (rank + p - distance) % p);
 }
 
+void add_scatter(Plan& plan) {
+  if (plan.world_size == 1) return;
+  Round& round = plan.rounds.emplace_back();
+  around(plan.rank, plan.world_size, [&](int to, int from) {
+    round.push_back({Op::send_partial, to, chunk(to)});
+    round.push_back({Op::recv_reduce, from, chunk(plan.rank)});
+  });
+}
+
+void add_gather(Plan& plan) {
+  const int rank = plan.rank;
+  Round& round = plan.rounds.emplace_back();
+  round.push_back({Op::finalize, -1, chunk(rank)});
+  around(rank, plan.world_size, [&](int to, int from) {
+    round.push_back({Op::send_final, to, chunk(rank)});
+    round.push_back({Op::recv_final, from, chunk(from)});
+  });
+}
+
 }  // namespace
 
-Plan reduce_scatter(int rank, int p) {
-  Plan plan{"reduce_scatter", rank, p, p, {}};
-  Round scatter;
-  around(rank, p, [&](int to, int from) {
-    scatter.push_back({Op::send_partial, to, chunk(to)});
-    scatter.push_back({Op::recv_reduce, from, chunk(rank)});
-  });
-  if (p > 1) plan.rounds.push_back(scatter);
-  return plan;
-}
-
-Plan all_gather(int rank, int p) {
-  Plan plan{"all_gather", rank, p, p, {{{Op::finalize, -1, chunk(rank)}}}};
-  around(rank, p, [&](int to, int from) {
-    plan.rounds[0].push_back({Op::send_final, to, chunk(rank)});
-    plan.rounds[0].push_back({Op::recv_final, from, chunk(from)});
-  });
-  return plan;
-}
-
 Plan direct(int rank, int p) {
-  Plan plan = reduce_scatter(rank, p);
-  plan.algorithm = "direct";
-  plan.rounds.push_back(all_gather(rank, p).rounds[0]);
+  Plan plan{Collective::all_reduce, "direct", rank, p, p};
+  add_scatter(plan);
+  add_gather(plan);
+  return plan;
+}
+
+Plan direct_reduce_scatter(int rank, int p) {
+  Plan plan{Collective::reduce_scatter, "direct", rank, p, p};
+  add_scatter(plan);
+  return plan;
+}
+
+Plan direct_all_gather(int rank, int p) {
+  Plan plan{Collective::all_gather, "direct", rank, p, p};
+  add_gather(plan);
+  return plan;
+}
+
+Plan direct_broadcast(int rank, int p) {
+  Plan plan{Collective::broadcast, "direct", rank, p, p};
+  plan.rounds.resize(p > 1 ? 2 : 1);
+  if (rank == 0) {
+    plan.rounds[0].push_back({Op::finalize, -1, {0, p}});
+    around(rank, p, [&](int to, int) { plan.rounds[0].push_back({Op::send_final, to, chunk(to)}); });
+  } else {
+    plan.rounds[0].push_back({Op::recv_final, 0, chunk(rank)});
+  }
+  around(rank, p, [&](int to, int from) {
+    if (to != 0) plan.rounds[1].push_back({Op::send_final, to, chunk(rank)});
+    if (rank != 0) plan.rounds[1].push_back({Op::recv_final, from, chunk(from)});
+  });
+  return plan;
+}
+
+Plan direct_reduce(int rank, int p) {
+  Plan plan{Collective::reduce, "direct", rank, p, p};
+  add_scatter(plan);
+  if (p == 1) return plan;
+  Round& round = plan.rounds.emplace_back();
+  if (rank != 0) round = {{Op::finalize, -1, chunk(rank)}, {Op::send_final, 0, chunk(rank)}};
+  around(rank, p, [&](int, int from) {
+    if (rank == 0) round.push_back({Op::recv_final, from, chunk(from)});
+  });
   return plan;
 }
 

@@ -15,7 +15,7 @@
 namespace dltrain::comm {
 
 Plan double_tree(int rank, int p) {
-  Plan plan{"double_tree", rank, p, 2, {}};
+  Plan plan{Collective::all_reduce, "double_tree", rank, p, 2};
   add_tree(plan, {0, 1}, [](int node) { return node; });
   add_tree(plan, {1, 2}, [p](int node) { return p % 2 == 0 ? p - 1 - node : (node + 1) % p; });
   return plan;

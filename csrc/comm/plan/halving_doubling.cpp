@@ -18,7 +18,7 @@ namespace dltrain::comm {
 
 Plan halving_doubling(int rank, int p) {
   const Butterfly wing(rank, p);
-  Plan plan{"halving_doubling", rank, p, wing.active, {}};
+  Plan plan{Collective::all_reduce, "halving_doubling", rank, p, wing.active};
   wing.fold_in(plan);
   Chunks mine{0, wing.active};
   std::vector<Round> back;  // the last comes first

@@ -11,7 +11,7 @@ namespace dltrain::comm {
 
 Plan oneshot(int rank, int p) {
   const Chunks all{0, 1};
-  Plan plan{"oneshot", rank, p, 1, {{}}};
+  Plan plan{Collective::all_reduce, "oneshot", rank, p, 1, 0, {{}}};
   if (p == 1) plan.rounds[0].push_back({Op::finalize, -1, all});
   for (int distance = 1; distance < p; ++distance) {
     plan.rounds[0].push_back({Op::send_partial, (rank + distance) % p, all});

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <map>
+#include <utility>
 
 #include "core/check.h"
 
@@ -10,26 +12,46 @@ namespace dltrain::comm {
 namespace {
 
 struct Entry {
+  Collective collective;
   std::string name;
   Plan (*build)(int rank, int world_size);
   Symmetry symmetry = Symmetry::none;  // exclusive_or: for powers of two
   bool pipelined = false;
-  bool whole = true;  // an all-reduce
 };
 
 const std::vector<Entry>& registry() {
+  using enum Collective;
   static const std::vector<Entry> entries = {
-      {"ring", ring, Symmetry::rotation},
-      {"tree", tree, Symmetry::none, true},
-      {"double_tree", double_tree, Symmetry::none, true},
-      {"recursive_doubling", recursive_doubling, Symmetry::exclusive_or},
-      {"halving_doubling", halving_doubling, Symmetry::exclusive_or},
-      {"direct", direct, Symmetry::rotation},
-      {"oneshot", oneshot, Symmetry::rotation},
-      {"reduce_scatter", reduce_scatter, Symmetry::rotation, false, false},
-      {"all_gather", all_gather, Symmetry::rotation, false, false},
+      {all_reduce, "ring", ring, Symmetry::rotation},
+      {all_reduce, "tree", tree, Symmetry::none, true},
+      {all_reduce, "double_tree", double_tree, Symmetry::none, true},
+      {all_reduce, "recursive_doubling", recursive_doubling, Symmetry::exclusive_or},
+      {all_reduce, "halving_doubling", halving_doubling, Symmetry::exclusive_or},
+      {all_reduce, "direct", direct, Symmetry::rotation},
+      {all_reduce, "oneshot", oneshot, Symmetry::rotation},
+      {reduce_scatter, "direct", direct_reduce_scatter, Symmetry::rotation},
+      {reduce_scatter, "ring", ring_reduce_scatter, Symmetry::rotation},
+      {all_gather, "direct", direct_all_gather, Symmetry::rotation},
+      {all_gather, "ring", ring_all_gather, Symmetry::rotation},
+      {broadcast, "tree", tree_broadcast, Symmetry::none, true},
+      {broadcast, "direct", direct_broadcast},
+      {reduce, "tree", tree_reduce, Symmetry::none, true},
+      {reduce, "direct", direct_reduce},
   };
   return entries;
+}
+
+// The plan of the rank that stands where rank 0 does, and so on round.
+Plan rotated(Plan plan, int by) {
+  const auto moved = [&](int rank) { return (rank + by) % plan.world_size; };
+  plan.rank = moved(plan.rank);
+  plan.root = moved(plan.root);
+  for (Round& round : plan.rounds) {
+    for (Step& step : round) {
+      if (step.op != Op::finalize) step.peer = moved(step.peer);
+    }
+  }
+  return plan;
 }
 
 }  // namespace
@@ -45,34 +67,23 @@ const char* name(Op op) {
   return "?";
 }
 
-const std::vector<std::string>& plan_names() {
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> all;
-    for (const Entry& entry : registry()) all.push_back(entry.name);
+const std::vector<std::string>& algorithms(Collective collective) {
+  static const auto names = [] {
+    std::map<Collective, std::vector<std::string>> all;
+    for (const Entry& entry : registry()) all[entry.collective].push_back(entry.name);
     return all;
   }();
-  return names;
+  return names.at(collective);
 }
 
-const std::vector<std::string>& algorithms() {
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> all;
-    for (const Entry& entry : registry()) {
-      if (entry.whole) all.push_back(entry.name);
-    }
-    return all;
-  }();
-  return names;
-}
-
-Plan make_plan(const std::string& algorithm, int rank, int world_size) {
+Plan make_plan(Collective collective, const std::string& algorithm, int rank, int world_size, int root) {
   check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
   check(world_size <= most_ranks, "world_size: expected at most ", most_ranks, ", got ", world_size);
   check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
-  for (const Entry& entry : registry()) {
-    if (entry.name == algorithm) return entry.build(rank, world_size);
-  }
-  unknown_name("algorithm", algorithms(), algorithm);
+  check(root >= 0 && root < world_size, "root: expected 0 to ", world_size - 1, ", got ", root);
+  check(root == 0 || is_rooted(collective), "root: expected 0 for ", name(collective), ", got ", root);
+  const Entry& entry = registry()[index_of(collective, algorithm)];
+  return rotated(entry.build((rank + world_size - root) % world_size, world_size), root);
 }
 
 const std::vector<std::string>& other_algorithms() {
@@ -89,11 +100,17 @@ bool leaves_final_bytes(int index) {
 
 bool is_pipelined(int index) { return registry()[index].pipelined; }
 
-int index_of(std::string_view algorithm) {
-  const auto found = std::find(plan_names().begin(), plan_names().end(), algorithm);
-  if (found == plan_names().end()) unknown_name("algorithm", algorithms(), std::string(algorithm));
-  return static_cast<int>(found - plan_names().begin());
+int index_of(Collective collective, std::string_view algorithm) {
+  const auto& entries = registry();
+  const auto found = std::find_if(entries.begin(), entries.end(),
+                                  [&](const Entry& entry) { return entry.collective == collective && entry.name == algorithm; });
+  if (found == entries.end()) unknown_name("algorithm", algorithms(collective), std::string(algorithm));
+  return static_cast<int>(found - entries.begin());
 }
+
+Collective collective_of(int index) { return registry()[index].collective; }
+const std::string& algorithm_of(int index) { return registry()[index].name; }
+bool is_plan(int index) { return index >= 0 && index < std::ssize(registry()); }
 
 Symmetry symmetry(int index, int world_size) {
   const Symmetry symmetry = registry()[index].symmetry;

@@ -1,13 +1,15 @@
 #pragma once
 
-// A plan is what ONE rank does in an all-reduce, as data: a pure function of (algorithm, rank, world size). It acts on abstract chunks and
-// knows nothing of bytes, codecs or segments. A round is: finalize what is complete, send from what is held, receive; then fold what came.
-// All its messages are posted together and may complete in any order.
+// A plan is what ONE rank does in a collective, as data: a pure function of (collective, algorithm, rank, world size, root). It acts on
+// abstract chunks and knows nothing of bytes, codecs or segments. A round is: finalize what is complete, send from what is held, receive;
+// then fold what came. All its messages are posted together and may complete in any order.
 
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "comm/plan/collective.h"
 
 namespace dltrain::comm {
 
@@ -40,29 +42,33 @@ struct Step {
 using Round = std::vector<Step>;
 
 struct Plan {
+  Collective collective;
   std::string algorithm;
   int rank;
   int world_size;
   int chunks;
-  std::vector<Round> rounds;
+  int root = 0;  // where there is one
+  std::vector<Round> rounds = {};
   bool exact = false;  // encodes an element more than once, or on several ranks alike: for codecs that lose nothing
   bool operator==(const Plan&) const = default;
 };
 
-// The names of all plans, and of those that are whole all-reduces.
-const std::vector<std::string>& plan_names();
-const std::vector<std::string>& algorithms();
-// Names that are no plans: "auto" and "butterfly" resolve to one by size; "native" is the all-reduce of the backend below.
+// The algorithms that there are for a collective.
+const std::vector<std::string>& algorithms(Collective collective = Collective::all_reduce);
+// Names that are no plans, for an all-reduce: "auto" and "butterfly" resolve to one by size; "native" is that of the backend below.
 const std::vector<std::string>& other_algorithms();
 
 // Of a world: a plan may have rounds in proportion.
 constexpr int most_ranks = 1 << 16;
 
 // Throws std::invalid_argument for an unknown algorithm, a world too large or a rank outside of it.
-Plan make_plan(const std::string& algorithm, int rank, int world_size);
+Plan make_plan(Collective collective, const std::string& algorithm, int rank, int world_size, int root = 0);
 
-// A plan's place in plan_names().
-int index_of(std::string_view algorithm);
+// All plans are numbered, so that a message can say which one it belongs to.
+int index_of(Collective collective, std::string_view algorithm);
+Collective collective_of(int index);
+const std::string& algorithm_of(int index);
+bool is_plan(int index);  // whether it is the number of one
 
 // Whether every rank ends with the final bytes of all, and not with a sum of its own.
 bool leaves_final_bytes(int index);
@@ -78,17 +84,21 @@ Symmetry symmetry(int index, int world_size);
 std::string draw(const Plan& plan);
 std::string to_json(const Plan& plan);
 
-// The builders, one file each.
+// The builders, a file for each topology. The root is rank 0.
 Plan ring(int rank, int world_size);
+Plan ring_reduce_scatter(int rank, int world_size);
+Plan ring_all_gather(int rank, int world_size);
 Plan tree(int rank, int world_size);
+Plan tree_broadcast(int rank, int world_size);
+Plan tree_reduce(int rank, int world_size);
 Plan double_tree(int rank, int world_size);
 Plan recursive_doubling(int rank, int world_size);
 Plan halving_doubling(int rank, int world_size);
 Plan direct(int rank, int world_size);
+Plan direct_reduce_scatter(int rank, int world_size);
+Plan direct_all_gather(int rank, int world_size);
+Plan direct_broadcast(int rank, int world_size);
+Plan direct_reduce(int rank, int world_size);
 Plan oneshot(int rank, int world_size);
-
-// The halves of direct, which are no all-reduces: afterwards rank r holds the sum of chunk r; where it does, all hold all.
-Plan reduce_scatter(int rank, int world_size);
-Plan all_gather(int rank, int world_size);
 
 }  // namespace dltrain::comm

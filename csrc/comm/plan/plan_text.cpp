@@ -75,6 +75,7 @@ std::string draw(const Plan& plan) {
   constexpr int widest = 64;
   const bool grid = plan.chunks <= widest;
   std::ostringstream out;
+  if (plan.collective != Collective::all_reduce) out << name(plan.collective) << " by ";
   out << plan.algorithm << ", rank " << plan.rank << " of " << plan.world_size << ": " << plan.rounds.size() << " rounds over "
       << plan.chunks << " chunks\n";
   if (grid) {
@@ -97,8 +98,9 @@ std::string draw(const Plan& plan) {
 
 std::string to_json(const Plan& plan) {
   std::ostringstream out;
-  out << R"({"algorithm": )" << quoted(plan.algorithm) << R"(, "rank": )" << plan.rank << R"(, "world_size": )" << plan.world_size
-      << R"(, "chunks": )" << plan.chunks << R"(, "exact": )" << (plan.exact ? "true" : "false") << R"(, "rounds": [)";
+  out << R"({"collective": )" << quoted(name(plan.collective)) << R"(, "algorithm": )" << quoted(plan.algorithm) << R"(, "rank": )"
+      << plan.rank << R"(, "world_size": )" << plan.world_size << R"(, "chunks": )" << plan.chunks << R"(, "root": )" << plan.root
+      << R"(, "exact": )" << (plan.exact ? "true" : "false") << R"(, "rounds": [)";
   const char* between_rounds = "";
   for (const Round& round : plan.rounds) {
     out << std::exchange(between_rounds, ", ") << "[";

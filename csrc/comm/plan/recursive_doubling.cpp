@@ -14,7 +14,7 @@ namespace dltrain::comm {
 Plan recursive_doubling(int rank, int p) {
   const Butterfly wing(rank, p);
   const Chunks all{0, 1};
-  Plan plan{"recursive_doubling", rank, p, 1, {}, true};
+  Plan plan{Collective::all_reduce, "recursive_doubling", rank, p, 1, 0, {}, true};
   wing.fold_in(plan);
   for (int distance = 1; distance < wing.active; distance *= 2) {
     plan.rounds.emplace_back();

@@ -9,25 +9,62 @@
 //
 // 2(p-1) rounds, 2n(p-1)/p bytes sent a rank: 2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma.
 
+//
+// Each half by itself is a collective, in p - 1 rounds: the first a reduce-scatter, in which rank r ends as the owner of chunk r, the
+// second an all-gather.
+
 #include "comm/plan/plan.h"
 
 namespace dltrain::comm {
 
-Plan ring(int rank, int p) {
-  const auto modulo = [p](int i) { return (i % p + p) % p; };
-  const auto chunk = [&](int i) { return Chunks{modulo(i), modulo(i) + 1}; };
-  const int next = modulo(rank + 1), previous = modulo(rank - 1);
+namespace {
 
-  Plan plan{"ring", rank, p, p, {}};
-  for (int i = 0; i < p - 1; ++i) {
-    plan.rounds.push_back({{Op::send_partial, next, chunk(rank - i)}, {Op::recv_reduce, previous, chunk(rank - i - 1)}});
+class Ring {
+ public:
+  explicit Ring(Plan& plan) : plan_(plan), p_(plan.world_size), next_(modulo(plan.rank + 1)), previous_(modulo(plan.rank - 1)) {}
+
+  // So that this rank ends with the sum of the chunk.
+  void reduce_scatter(int owned) {
+    for (int i = 0; i < p_ - 1; ++i) {
+      plan_.rounds.push_back({{Op::send_partial, next_, chunk(owned - 1 - i)}, {Op::recv_reduce, previous_, chunk(owned - 2 - i)}});
+    }
   }
-  plan.rounds.push_back({{Op::finalize, -1, chunk(rank + 1)}});
-  for (int i = 0; i < p - 1; ++i) {
-    if (i > 0) plan.rounds.emplace_back();
-    plan.rounds.back().push_back({Op::send_final, next, chunk(rank + 1 - i)});
-    plan.rounds.back().push_back({Op::recv_final, previous, chunk(rank - i)});
+
+  void all_gather(int owned) {
+    plan_.rounds.push_back({{Op::finalize, -1, chunk(owned)}});
+    for (int i = 0; i < p_ - 1; ++i) {
+      if (i > 0) plan_.rounds.emplace_back();
+      plan_.rounds.back().push_back({Op::send_final, next_, chunk(owned - i)});
+      plan_.rounds.back().push_back({Op::recv_final, previous_, chunk(owned - 1 - i)});
+    }
   }
+
+ private:
+  int modulo(int i) const { return (i % p_ + p_) % p_; }
+  Chunks chunk(int i) const { return {modulo(i), modulo(i) + 1}; }
+
+  Plan& plan_;
+  const int p_, next_, previous_;
+};
+
+}  // namespace
+
+Plan ring(int rank, int p) {
+  Plan plan{Collective::all_reduce, "ring", rank, p, p};
+  Ring(plan).reduce_scatter(rank + 1);
+  Ring(plan).all_gather(rank + 1);
+  return plan;
+}
+
+Plan ring_reduce_scatter(int rank, int p) {
+  Plan plan{Collective::reduce_scatter, "ring", rank, p, p};
+  Ring(plan).reduce_scatter(rank);
+  return plan;
+}
+
+Plan ring_all_gather(int rank, int p) {
+  Plan plan{Collective::all_gather, "ring", rank, p, p};
+  Ring(plan).all_gather(rank);
   return plan;
 }
 

@@ -20,20 +20,16 @@ template <class... Parts>
 // The ranks whose contributions a value counts.
 class RankSet {
  public:
-  RankSet(int world_size, int rank) : words_((world_size + 63) / 64) { words_[rank / 64] |= uint64_t{1} << (rank % 64); }
+  explicit RankSet(int world_size) : words_((world_size + 63) / 64) {}
+  RankSet(int world_size, int rank) : RankSet(world_size) { words_[rank / 64] |= uint64_t{1} << (rank % 64); }
+
+  bool has(int rank) const { return words_[rank / 64] >> (rank % 64) & 1; }
 
   // Adds the other's ranks; returns a rank that both had, if any.
   std::optional<int> merge(const RankSet& other) {
     for (size_t i = 0; i < words_.size(); ++i) {
       if (const uint64_t both = words_[i] & other.words_[i]) return static_cast<int>(i * 64) + __builtin_ctzll(both);
       words_[i] |= other.words_[i];
-    }
-    return std::nullopt;
-  }
-
-  std::optional<int> missing(int world_size) const {
-    for (int rank = 0; rank < world_size; ++rank) {
-      if (!(words_[rank / 64] >> (rank % 64) & 1)) return rank;
     }
     return std::nullopt;
   }
@@ -58,6 +54,7 @@ struct Value {
   Expression expression;
   RankSet counts;
   bool final = false;
+  bool there = true;  // else nothing is held yet
 };
 
 struct Held {
@@ -75,11 +72,12 @@ struct InFlight {
 class Proof {
  public:
   explicit Proof(const std::vector<Plan>& plans)
-      : plans_(plans),
+      : plans_(checked(plans)),
+        collective_(plans[0].collective),
+        root_(plans[0].root),
         world_size_(static_cast<int>(plans.size())),
         exact_(std::all_of(plans.begin(), plans.end(), [](const Plan& plan) { return plan.exact; })) {
     constexpr int64_t most = 1 << 22;  // a few GiB
-    check(!plans.empty(), "plans: expected one for each rank, got none");
     check(int64_t{plans[0].chunks} * world_size_ <= most, "plans: expected at most ", most, " chunks on all ranks, got ", plans[0].chunks,
           " on each of ", world_size_);
     for (int rank = 0; rank < world_size_; ++rank) {
@@ -88,8 +86,16 @@ class Proof {
       check(plan.rank == rank && plan.world_size == world_size_ && plan.chunks == plans[0].chunks, "plans[", rank, "]: expected rank ",
             rank, " of ", world_size_, " over ", plans[0].chunks, " chunks, got rank ", plan.rank, " of ", plan.world_size, " over ",
             plan.chunks);
-      const Value own{hash({static_cast<Expression>(rank) + 1}), RankSet(world_size_, rank)};
-      held_.emplace_back(plan.chunks, Held{own});
+      check(!has_owners(collective_) || plan.chunks == world_size_, "plans[", rank, "]: expected a chunk for each of ", world_size_,
+            " ranks, got ", plan.chunks);
+      check(plan.collective == collective_ && plan.root == root_, "plans[", rank, "]: expected ", name(collective_), " with root ", root_,
+            ", got ", name(plan.collective), " with root ", plan.root);
+      auto& chunks = held_.emplace_back();
+      for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+        const bool there = has_part(rank, chunk);
+        chunks.push_back(
+            {{hash({static_cast<Expression>(rank) + 1}), there ? RankSet(world_size_, rank) : RankSet(world_size_), false, there}});
+      }
       rounds_ = std::max(rounds_, plan.rounds.size());
     }
   }
@@ -110,6 +116,36 @@ class Proof {
   }
 
  private:
+  static const std::vector<Plan>& checked(const std::vector<Plan>& plans) {
+    check(!plans.empty(), "plans: expected one for each rank, got none");
+    return plans;
+  }
+
+  // Before the first round.
+  bool has_part(int rank, int chunk) const {
+    return adds_up(collective_) || rank == (collective_ == Collective::broadcast ? root_ : chunk);
+  }
+  // After the last one.
+  bool is_to_have(int rank, int chunk) const {
+    switch (collective_) {
+      case Collective::reduce_scatter: return rank == chunk;
+      case Collective::reduce: return rank == root_;
+      default: return true;
+    }
+  }
+  // The sum stays with it, so it need not encode its part.
+  bool may_keep(int rank, int chunk) const {
+    return collective_ != Collective::all_reduce && adds_up(collective_) && is_to_have(rank, chunk);
+  }
+
+  // Of those that have a part.
+  std::optional<int> missing(const Value& value, int chunk) const {
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (has_part(rank, chunk) && !value.counts.has(rank)) return rank;
+    }
+    return std::nullopt;
+  }
+
   static std::string describe(Op op, const Chunks& chunks) {
     return text(name(op), " of chunks ", chunks.begin, " to ", int64_t{chunks.end} - 1);
   }
@@ -125,6 +161,7 @@ class Proof {
 
   void encode(int rank, int chunk) {
     Held& held = held_[rank][chunk];
+    if (!held.value.there) broken("R4", "round ", round_, ": rank ", rank, " encodes chunk ", chunk, " before it has any of it");
     if (!exact_ && held.encoded_in >= 0 && held.encoded_in != round_) {
       broken("R4", "round ", round_, ": rank ", rank, " encodes chunk ", chunk, " a second time, the first was in round ", held.encoded_in);
     }
@@ -135,8 +172,8 @@ class Proof {
   void finalize(int rank, int chunk) {
     Value& value = held_[rank][chunk].value;
     if (value.final) broken("R3", "round ", round_, ": rank ", rank, " finalizes chunk ", chunk, ", which is final already");
-    if (const auto missing = value.counts.missing(world_size_)) {
-      broken("R2", "round ", round_, ": rank ", rank, " finalizes chunk ", chunk, " without the contribution of rank ", *missing);
+    if (const auto rank_missing = missing(value, chunk)) {
+      broken("R2", "round ", round_, ": rank ", rank, " finalizes chunk ", chunk, " without the contribution of rank ", *rank_missing);
     }
     encode(rank, chunk);
     if (!exact_) value.expression = hash({value.expression, static_cast<Expression>(rank)});
@@ -221,31 +258,39 @@ class Proof {
         broken("R2", "round ", round_, ": rank ", rank, "'s chunk ", chunk, " counts the contribution of rank ", *twice, " twice");
       }
     }
-    values.emplace(rank, mine);
+    if (mine.there) values.emplace(rank, mine);
     std::vector<Expression> operands;
     for (const auto& [peer, value] : values) operands.push_back(value.expression);
     if (operands.size() == 2) std::sort(operands.begin(), operands.end());
     mine.expression = hash(operands);
     mine.counts = std::move(counts);
+    mine.there = true;
   }
 
   void finish() const {
+    std::vector<int> holders(plans_[0].chunks, -1);  // the first rank that is to have the chunk
     for (int rank = 0; rank < world_size_; ++rank) {
       for (int chunk = 0; chunk < plans_[rank].chunks; ++chunk) {
         const Held& held = held_[rank][chunk];
-        if (const auto missing = held.value.counts.missing(world_size_)) {
-          broken("R2", "at the end rank ", rank, "'s chunk ", chunk, " lacks the contribution of rank ", *missing);
+        if (is_to_have(rank, chunk)) {
+          if (const auto rank_missing = missing(held.value, chunk)) {
+            broken("R2", "at the end rank ", rank, "'s chunk ", chunk, " lacks the contribution of rank ", *rank_missing);
+          }
+          if (holders[chunk] < 0) holders[chunk] = rank;
+          if (held.value.expression != held_[holders[chunk]][chunk].value.expression) {
+            broken("R3", "at the end ranks ", holders[chunk], " and ", rank, " hold different bits for chunk ", chunk);
+          }
         }
-        if (held.value.expression != held_[0][chunk].value.expression) {
-          broken("R3", "at the end ranks 0 and ", rank, " hold different bits for chunk ", chunk);
+        if (held.encoded_in < 0 && has_part(rank, chunk) && !may_keep(rank, chunk)) {
+          broken("R4", "rank ", rank, " never encodes chunk ", chunk);
         }
-        if (held.encoded_in < 0) broken("R4", "rank ", rank, " never encodes chunk ", chunk);
       }
     }
   }
 
   const std::vector<Plan>& plans_;
-  const int world_size_;
+  const Collective collective_;
+  const int root_, world_size_;
   const bool exact_;  // what is encoded twice, or on two ranks, is the same
   size_t rounds_ = 0;
   int round_ = 0;

@@ -1,12 +1,13 @@
 #pragma once
 
-// Walks the plans of all ranks symbolically and proves that together they are an all-reduce:
+// Walks the plans of all ranks symbolically and proves that together they are their collective:
 //
 //   R1  the sends of each round match the receives of that round
-//   R2  every final chunk counts every rank's contribution exactly once
-//   R3  at the end every rank holds the final bytes made by one finalize, or the same expression of the same operands
-//   R4  nothing is used before it came, and each rank encodes each chunk exactly once (at least once in an exact plan, where encoding
-//       changes no value)
+//   R2  every final chunk counts the contribution of every rank that has one exactly once
+//   R3  at the end all ranks that are to have a chunk hold the final bytes made by one finalize, or the same expression of the same
+//   operands R4  nothing is used before it came, and each rank encodes each chunk of which it has a part exactly once (at least once in an
+//   exact
+//       plan, where encoding changes no value; not where the sum stays with it)
 
 #include <stdexcept>
 #include <vector>

@@ -22,6 +22,18 @@ std::string_view plan_for(const std::string& algorithm, int world_size, int64_t 
   return world_size > 2 && nbytes >= 8192 * kib ? "ring" : "direct";
 }
 
+// Down or up a tree the root's link carries all of it at most twice, in few messages; direct has each rank carry an equal part.
+std::string_view rooted_plan_for(const std::string& algorithm, int world_size, int64_t nbytes) {
+  if (algorithm != "auto") return algorithm;
+  return world_size == 2 || nbytes <= 64 * kib ? "tree" : "direct";
+}
+
+std::string_view plan_for(Collective collective, const std::string& algorithm, int world_size, int64_t nbytes, bool lossy) {
+  if (collective == Collective::all_reduce) return plan_for(algorithm, world_size, nbytes, lossy);
+  if (is_rooted(collective)) return rooted_plan_for(algorithm, world_size, nbytes);
+  return algorithm == "auto" ? "direct" : std::string_view(algorithm);
+}
+
 // A few segments hide encoding behind sending, and more only add messages. Lossless ones have nothing to hide. By measurement: behind links
 // of 1 Gbit/s, and over loopback, where sending is the processor's work too, so that each segment costs.
 int segments_for(int64_t wire_bytes, bool lossy, bool pipelined) {
@@ -34,12 +46,12 @@ int segments_for(int64_t wire_bytes, bool lossy, bool pipelined) {
 
 }  // namespace
 
-Choice choose(const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec, int64_t wire_bytes,
-              const Crossover* crossover) {
+Choice choose(Collective collective, const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec,
+              int64_t wire_bytes, const Crossover* crossover) {
   const int64_t nbytes = numel * static_cast<int64_t>(sizeof(float));
-  const bool measured = algorithm == "auto" && crossover;
-  const int index =
-      index_of(measured ? crossover->plan_for(wire_bytes, codec.is_lossy()) : plan_for(algorithm, world_size, nbytes, codec.is_lossy()));
+  const bool measured = collective == Collective::all_reduce && algorithm == "auto" && crossover;
+  const int index = index_of(collective, measured ? crossover->plan_for(wire_bytes, codec.is_lossy())
+                                                  : plan_for(collective, algorithm, world_size, nbytes, codec.is_lossy()));
   return {index, segments ? segments : segments_for(wire_bytes, codec.is_lossy(), is_pipelined(index))};
 }
 

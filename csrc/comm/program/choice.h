@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 
+#include "comm/plan/collective.h"
 #include "comm/program/crossover.h"
 #include "kernels/codec.h"
 
@@ -10,13 +11,13 @@ namespace dltrain::comm {
 
 // What a call runs, where it says only what it wants.
 struct Choice {
-  int algorithm;  // a place in plan_names()
+  int algorithm;  // the plan's number
   int segments;
 };
 
 // algorithm: a plan's name, or "auto" or "butterfly". segments: 0 for as many as suit a rank's message of wire_bytes. crossover: what auto
-// goes by; by size alone, where it is null.
-Choice choose(const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec, int64_t wire_bytes,
-              const Crossover* crossover = nullptr);
+// goes by for an all-reduce; by size alone, where it is null.
+Choice choose(Collective collective, const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec,
+              int64_t wire_bytes, const Crossover* crossover = nullptr);
 
 }  // namespace dltrain::comm

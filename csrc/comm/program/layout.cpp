@@ -41,17 +41,21 @@ int64_t digest(const Layout& layout) {
   return static_cast<int64_t>(all | 1);
 }
 
+int64_t digest(const std::vector<Span>& shares) {
+  uint64_t all = 0;
+  for (const auto& [first, count] : shares) all = dltrain::digest({first, count}, all);
+  return static_cast<int64_t>(all | 1);
+}
+
 Piece Piece::part(int64_t parts, int64_t part) const {
   Piece out = *this;
-  if (stride) {
-    out.span.first += part * stride;
-    out.number += part * ((stride + 3) / 4 * 4);
+  if (owner >= 0) {
+    if (part != owner) out.span.count = 0;
     return out;
   }
-  if (owners) parts = owners;
   const auto border = [&](int64_t i) {
     const int64_t grains = grains_of(span.count, grain);
-    return std::min(span.count, (grains * std::min(i, parts) + turn % parts) / parts * grain);
+    return std::min(span.count, (grains * i + turn % parts) / parts * grain);
   };
   out.span = {span.first + border(part), border(part + 1) - border(part)};
   out.number += border(part);
@@ -66,16 +70,20 @@ std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, in
   return out;
 }
 
-std::vector<std::vector<Piece>> cut_in_shares(int64_t numel, int64_t shares, const Codec& codec, int segments) {
-  const int64_t share = numel / shares;
-  auto out = cut_evenly(share, codec, segments);
-  for (auto& pieces : out) pieces.front().stride = share;
-  return out;
-}
-
-std::vector<std::vector<Piece>> cut_for_owners(int64_t numel, int64_t owners, const Codec& codec, int segments) {
-  auto out = cut_evenly(numel, codec, segments);
-  for (auto& pieces : out) pieces.front().owners = owners;
+std::vector<std::vector<Piece>> cut_in_shares(const std::vector<Span>& shares, const Codec& codec, int segments) {
+  std::vector<std::vector<Piece>> out;
+  int64_t number = 0;
+  for (size_t owner = 0; owner < shares.size(); ++owner) {
+    const auto cut = cut_evenly(shares[owner].count, codec, segments);
+    out.resize(std::max(out.size(), cut.size()));
+    for (size_t segment = 0; segment < cut.size(); ++segment) {
+      Piece& piece = out[segment].emplace_back(cut[segment].front());
+      piece.span.first += shares[owner].first;
+      piece.number += number;
+      piece.owner = static_cast<int64_t>(owner);
+    }
+    number += (shares[owner].count + 3) / 4 * 4;
+  }
   return out;
 }
 
@@ -100,10 +108,20 @@ std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments
   return out;
 }
 
-Span share(int64_t numel, int parts, int part) {
-  Piece whole = even_piece({0, numel}, find_codec("raw"));
-  whole.owners = parts;
-  return whole.part(parts, part).span;
+std::vector<Span> shares_of(int64_t numel, int owners, int ranks) {
+  std::vector<Span> shares;
+  for (int rank = 0; rank < ranks; ++rank) shares.push_back(share(numel, owners, rank));
+  return shares;
+}
+
+Span share(int64_t numel, int owners, int rank) {
+  return rank < owners ? even_piece({0, numel}, find_codec("raw")).part(owners, rank).span : Span{numel, 0};
+}
+
+std::vector<Span> equal_shares(int64_t numel, int ranks) {
+  std::vector<Span> shares;
+  for (int rank = 0; rank < ranks; ++rank) shares.push_back({numel / ranks * rank, numel / ranks});
+  return shares;
 }
 
 }  // namespace dltrain::comm

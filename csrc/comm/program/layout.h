@@ -4,7 +4,7 @@
 // parameters are cut, each by itself, and segments are made of some of them: so what becomes of a parameter's gradient depends on that
 // parameter alone, whatever else is in its bucket.
 //
-// What a reduce-scatter gives each rank is cut as a tensor is, into segments, and a chunk is the same stretch of one rank's share.
+// Where chunk r is rank r's, each rank's share is cut as a tensor is, into segments, and a segment's chunk is a stretch of that.
 //
 //   one tensor    |  segment 0   |  segment 1   |        two regions   | region 0  |re| region 1, a | region 1, b |
 //   chunks        | 0 | 1 | 2 | 3| 0 | 1 | 2 | 3|        chunks        |0 |1 |2 |3 |2 |0 | 1 | 2 |3 |0 | 1 | 2 | 3|
@@ -34,15 +34,15 @@ Layout within(const Layout& layout, const Span& span);
 // Of messages: as many bytes as it takes to send all of it once.
 int64_t message_bytes(const Layout& layout);
 
-// Differs, as good as always, where layouts do; never 0.
+// Differs, as good as always, where layouts do, or shares; never 0.
 int64_t digest(const Layout& layout);
+int64_t digest(const std::vector<Span>& shares);
 
 // A region, or a part of one, that is cut into a segment's chunks.
 struct Piece : Region {
   int64_t grain;       // elements that stay together: one block or more
   uint32_t turn = 0;   // which chunks get what is left over
-  int64_t stride = 0;  // not 0: it is one chunk, and the next one is as long and so far away
-  int64_t owners = 0;  // not 0: only so many chunks, the first, get some of it
+  int64_t owner = -1;  // not -1: this chunk gets all of it
 
   Piece part(int64_t parts, int64_t part) const;
 };
@@ -50,10 +50,12 @@ struct Piece : Region {
 // By segment.
 std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, int segments);
 std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments);
-std::vector<std::vector<Piece>> cut_in_shares(int64_t numel, int64_t shares, const Codec& codec, int segments);
-std::vector<std::vector<Piece>> cut_for_owners(int64_t numel, int64_t owners, const Codec& codec, int segments);
+std::vector<std::vector<Piece>> cut_in_shares(const std::vector<Span>& shares, const Codec& codec, int segments);
 
-// The part-th of `parts` shares of numel elements, and nothing beyond them: the chunks of a tensor of raw fp32 in one segment.
-Span share(int64_t numel, int parts, int part);
+// Shares of numel elements for so many ranks, of which the first `owners` get some: as the chunks of a tensor of raw fp32 in one segment.
+std::vector<Span> shares_of(int64_t numel, int owners, int ranks);
+Span share(int64_t numel, int owners, int rank);
+// As many for each; numel is a multiple of the ranks.
+std::vector<Span> equal_shares(int64_t numel, int ranks);
 
 }  // namespace dltrain::comm

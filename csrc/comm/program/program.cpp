@@ -53,14 +53,15 @@ std::vector<std::vector<Slot>> slots_of(int chunks, const std::vector<std::vecto
   bytes = 0;
   for (const std::vector<Piece>& pieces : segments) {
     auto& slots = out.emplace_back();
-    // The chunks of one piece travel together, side by side: it is cut where messages may begin. Shares end anywhere.
-    const int64_t border = pieces.size() > 1 || (!pieces.empty() && pieces.front().stride > 0) ? vector : 1;
+    // The chunks of one piece travel together, side by side: it is cut where messages may begin.
+    const int64_t border = !in_place && pieces.size() > 1 ? vector : 1;
     for (int c = 0; c < chunks; ++c) {
       Slot& slot = slots.emplace_back();
       slot.slot = aligned(bytes, border);
       for (const Piece& piece : pieces) {
         const Piece part = piece.part(chunks, c);
         if (part.span.count == 0) continue;
+        if (in_place) slot.slot = part.codec->bytes(part.span.first);
         const int64_t offset = aligned(slot.bytes, border);
         slot.regions.push_back(part);
         slot.offsets.push_back(offset);
@@ -105,7 +106,7 @@ class Lowering {
  public:
   Lowering(const Plan& plan, const std::vector<std::vector<Piece>>& segments, Result result)
       : plan_(plan), rounds_(static_cast<int>(plan.rounds.size())), in_place_(result == Result::values_in_place) {
-    program_.algorithm = index_of(plan.algorithm);
+    program_.algorithm = index_of(plan.collective, plan.algorithm);
     program_.result = result;
     program_.rounds = rounds_;
     program_.segments = static_cast<int>(segments.size());

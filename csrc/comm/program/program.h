@@ -63,7 +63,7 @@ struct Part {
 enum class Result { values, values_in_place, message };
 
 struct Program {
-  int algorithm = 0;  // a place in plan_names()
+  int algorithm = 0;  // the plan's number
   Result result = Result::values;
   int rounds = 0;
   int segments = 0;

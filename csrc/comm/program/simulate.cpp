@@ -240,15 +240,15 @@ void check_effort(const Plan& plan, int walkers, int segments) {
 
 }  // namespace
 
-Estimate simulate(const std::string& algorithm, int world_size, int64_t numel, const Codec& codec, int segments, const Network& network,
-                  const Speed& speed, const std::vector<double>& late) {
+Estimate simulate(Collective collective, const std::string& algorithm, int world_size, int64_t numel, const Codec& codec, int segments,
+                  const Network& network, const Speed& speed, const std::vector<double>& late) {
   check_arguments(world_size, numel, segments, network, speed, late);
-  const auto [index, count] = choose(algorithm, segments, world_size, numel, codec, codec.bytes(numel));
-  Estimate estimate{0, 0, 0, count, plan_names()[index]};
+  const auto [index, count] = choose(collective, algorithm, segments, world_size, numel, codec, codec.bytes(numel));
+  Estimate estimate{0, 0, 0, count, algorithm_of(index)};
   const int walkers = walkers_of(index, world_size, network, late.empty());
   std::vector<Costs> programs;
   for (int rank = 0; rank < walkers; ++rank) {
-    const Plan plan = make_plan(estimate.algorithm, rank, world_size);
+    const Plan plan = make_plan(collective, estimate.algorithm, rank, world_size);
     if (rank == 0) check_effort(plan, walkers, count);
     // One rank's chunks stand for those of all, so they must not differ: then all are like the longest.
     const int64_t grain = codec.alignment * plan.chunks * count;

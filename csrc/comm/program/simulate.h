@@ -1,6 +1,6 @@
 #pragma once
 
-// How long an all-reduce takes on a modelled network: the programs that the executor would run, walked tick by tick with clocks in the
+// How long a collective takes on a modelled network: the programs that the executor would run, walked tick by tick with clocks in the
 // place of messages and kernels. A message of b bytes, from one host to another:
 //
 //   sender's core    |- b copy -|
@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/plan/collective.h"
 #include "kernels/codec.h"
 
 namespace dltrain::comm {
@@ -43,7 +44,7 @@ struct Estimate {
 
 // For numel elements of fp32. segments: 0 for what the executor would choose. late: s by which each rank begins later; empty where none
 // does. Throws std::invalid_argument naming the argument.
-Estimate simulate(const std::string& algorithm, int world_size, int64_t numel, const Codec& codec, int segments, const Network& network,
-                  const Speed& speed, const std::vector<double>& late = {});
+Estimate simulate(Collective collective, const std::string& algorithm, int world_size, int64_t numel, const Codec& codec, int segments,
+                  const Network& network, const Speed& speed, const std::vector<double>& late = {});
 
 }  // namespace dltrain::comm

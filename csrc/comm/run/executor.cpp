@@ -36,38 +36,46 @@ Elements as_bytes(void* data) { return {data, Dtype::bf16}; }
 
 int codec_index(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
 
-Choice choice(const AllReduce& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr) {
+const std::string native = "native";
+
+Choice choice(const Options& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr) {
   const int64_t wire_bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
-  return choose(call.algorithm, call.segments, world_size, numel, codec, wire_bytes, crossover);
+  return choose(call.collective, call.algorithm, call.segments, world_size, numel, codec, wire_bytes, crossover);
 }
 
-std::vector<std::vector<Piece>> cut(const AllReduce& call, const Codec& codec, int64_t numel, int world_size, int segments) {
+std::vector<std::vector<Piece>> cut(const Options& call, const Codec& codec, int64_t numel, int segments) {
   if (call.layout) return cut_by_region(*call.layout, segments);
-  if (call.share.data) return cut_in_shares(numel, world_size, codec, segments);
-  return call.owners ? cut_for_owners(numel, call.owners, codec, segments) : cut_evenly(numel, codec, segments);
+  return has_owners(call.collective) ? cut_in_shares(call.shares, codec, segments) : cut_evenly(numel, codec, segments);
+}
+
+// What the ranks have to agree on beside what all calls have.
+int64_t digest_of(const Options& call) {
+  if (call.layout) return digest(*call.layout);
+  const auto differs = [&](const Span& share) { return share.count != call.shares.front().count; };
+  return std::any_of(call.shares.begin(), call.shares.end(), differs) ? digest(call.shares) : 0;
 }
 
 }  // namespace
 
-void check_names(const std::string& algorithm, const std::string& codec) {
+void check_names(Collective collective, const std::string& algorithm, const std::string& codec) {
   const bool lossy = find_codec(codec).is_lossy();
   std::vector<std::string> names;
-  for (const std::string& name : algorithms()) {
-    if (!lossy || !make_plan(name, 0, 1).exact) names.push_back(name);
+  for (const std::string& name : algorithms(collective)) {
+    if (!lossy || !make_plan(collective, name, 0, 1).exact) names.push_back(name);
   }
   for (const std::string& name : other_algorithms()) {
-    if (!lossy || name != "native") names.push_back(name);
+    if (name == "auto" || (collective == Collective::all_reduce && !(lossy && name == native))) names.push_back(name);
   }
   const std::string argument = lossy ? text("algorithm (for the codec ", codec, ")") : "algorithm";
   if (std::find(names.begin(), names.end(), algorithm) == names.end()) unknown_name(argument.c_str(), names, algorithm);
 }
 
-Encoded encoded(const AllReduce& call, int64_t numel, int world_size) {
+Encoded encoded(const Options& call, int64_t numel, int world_size) {
   const Codec& codec = find_codec(call.codec);
   const auto [algorithm, segments] = choice(call, codec, numel, world_size);
   if (!leaves_final_bytes(algorithm)) return {};
-  const int chunks = make_plan(plan_names()[algorithm], 0, world_size).chunks;
-  return encoded(chunks, cut(call, codec, numel, world_size, segments));
+  const int chunks = make_plan(call.collective, algorithm_of(algorithm), 0, world_size).chunks;
+  return encoded(chunks, cut(call, codec, numel, segments));
 }
 
 Executor::Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks)
@@ -82,28 +90,34 @@ Executor::~Executor() {
   failure_.drain();
 }
 
-void Executor::all_reduce(const Place& place, const Elements& values, int64_t numel, const AllReduce& call) {
+void Executor::run(const Place& place, const Elements& values, int64_t numel, const Options& call) {
   check(numel >= 0, "numel: expected at least 0, got ", numel);
+  if (has_owners(call.collective) && call.shares.empty()) {
+    check(numel % world_size() == 0, "numel: expected a multiple of ", world_size(), ", got ", numel);
+    Options equal = call;
+    equal.shares = equal_shares(numel, world_size());
+    return run(place, values, numel, equal);
+  }
   check(call.segments >= 0, "segments: expected at least 0, got ", call.segments);
   check_open();
   if (numel == 0 && transport_->in_groups()) {  // nobody could tell of a disagreement
     ++calls_;
     return;
   }
-  const bool measures = call.measures && call.algorithm == "auto" && world_size() > 1 && !place.on_cuda();
+  const bool has_times = call.collective == Collective::all_reduce && call.algorithm == "auto";
+  const bool measures = call.measures && has_times && world_size() > 1 && !place.on_cuda();
   if (measures && !crossover_) look_for_crossover(place, call.timeout);
   const Codec& codec = find_codec(call.codec);
   const bool is_its_message = !call.layout && !call.share.data && call.codec == "raw" && values.dtype == Dtype::fp32;
   const Result result = call.message ? Result::message : is_its_message ? Result::values_in_place : Result::values;
   const Program& program = this->program(call, codec, numel, result);
   const int64_t number = calls_ + 1;
-  transport_->begin(
-      {number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.layout ? digest(*call.layout) : 0});
-  Work work = work_of(numel > 0 ? program : meeting_, plan_names()[program.algorithm], call, place, values, numel);
+  transport_->begin({number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.root, digest_of(call)});
+  Work work = work_of(numel > 0 ? program : meeting_, algorithm_of(program.algorithm), call, place, values, numel);
   work.slots = slots(work);
   work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
   work.step = call.step.value_or(static_cast<uint32_t>(number));
-  run(work, [&](Deadline deadline) { return traffic_->run(work, deadline); });
+  attend(work, [&](Deadline deadline) { return traffic_->run(work, deadline); });
   if (place.on_cuda()) {  // a captured graph has memory of its own
     slots_ = {};
     inbox_ = {};
@@ -121,21 +135,14 @@ char* Executor::slots(const Work& work) {
   return static_cast<char*>(slots_.reserve(work.place, work.program.slots));
 }
 
-void Executor::reduce_scatter(const Place& place, const Elements& share, const Elements& values, int64_t numel, AllReduce call) {
-  check(numel % world_size() == 0, "numel: expected a multiple of ", world_size(), ", got ", numel);
-  call.algorithm = "reduce_scatter";
-  call.share = share;
-  all_reduce(place, values, numel, call);
-}
-
 void Executor::look_for_crossover(const Place& place, std::chrono::milliseconds timeout) {
   const int64_t sent = wire_bytes_;
   const auto sum = [&](const std::string& algorithm, float* values, int64_t numel) {
-    AllReduce call;
+    Options call;
     call.algorithm = algorithm;
     call.segments = 1;
     call.timeout = timeout;
-    all_reduce(place, {values}, numel, call);
+    run(place, {values}, numel, call);
   };
   crossover_ = comm::look_for_crossover(world_size(), measuring_time, sum, [] { return Seconds(Clock::now().time_since_epoch()); });
   wire_bytes_ = sent;
@@ -145,40 +152,40 @@ void Executor::meet(Call call, std::chrono::milliseconds timeout) {
   check_open();
   call.number = calls_ + 1;
   transport_->begin(call);
-  AllReduce waits;
-  waits.algorithm = "native";
+  Options waits;
   waits.timeout = timeout;
-  const Work work = work_of(meeting_, waits.algorithm, waits, {}, {}, 0);
-  run(work, [&](Deadline deadline) { return traffic_->run(work, deadline); });
+  const Work work = work_of(meeting_, native, waits, {}, {}, 0);
+  attend(work, [&](Deadline deadline) { return traffic_->run(work, deadline); });
   calls_ = call.number;
 }
 
-void Executor::reduce_scatter(const Place& place, float* values, int64_t numel, int owners, bool average,
+void Executor::reduce_scatter(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares, bool average,
                               std::chrono::milliseconds timeout) {
   if (Collectives* const backend = transport_->collectives()) {
-    return enqueue("reduce_scatter", place, {values}, numel, timeout,
-                   [&] { backend->reduce_scatter(place, values, shares(numel, owners), average); });
+    return enqueue(Collective::reduce_scatter, place, {values}, numel, timeout,
+                   [&] { backend->reduce_scatter(place, values, shares, average); });
   }
-  AllReduce half;
-  half.algorithm = "reduce_scatter";
-  half.owners = owners;
-  half.average = average;
-  half.segments = 1;
-  half.timeout = timeout;
-  all_reduce(place, {values}, numel, half);
+  Options call;
+  call.collective = Collective::reduce_scatter;
+  call.shares = shares;
+  call.average = average;
+  call.segments = 1;
+  call.timeout = timeout;
+  run(place, {values}, numel, call);
 }
 
-void Executor::all_gather(const Place& place, float* values, int64_t numel, int owners, std::chrono::milliseconds timeout) {
+void Executor::all_gather(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares,
+                          std::chrono::milliseconds timeout) {
   if (Collectives* const backend = transport_->collectives()) {
-    return enqueue("all_gather", place, as_bytes(values), 2 * numel, timeout,
-                   [&] { backend->all_gather(place, values, shares(numel, owners)); });
+    return enqueue(Collective::all_gather, place, as_bytes(values), 2 * numel, timeout,
+                   [&] { backend->all_gather(place, values, shares); });
   }
-  AllReduce half;
-  half.algorithm = "all_gather";
-  half.owners = owners;
-  half.segments = 1;
-  half.timeout = timeout;
-  all_reduce(place, {values}, numel, half);
+  Options call;
+  call.collective = Collective::all_gather;
+  call.shares = shares;
+  call.segments = 1;
+  call.timeout = timeout;
+  run(place, {values}, numel, call);
 }
 
 void Executor::all_reduce_natively(const Place& place, void* values, int64_t numel, Number number, bool average,
@@ -187,27 +194,29 @@ void Executor::all_reduce_natively(const Place& place, void* values, int64_t num
   if (number == Number::fp32) spoilt = {values};
   if (number == Number::fp16) spoilt = {values, Dtype::fp16};
   if (number == Number::bf16) spoilt = {values, Dtype::bf16};
-  enqueue("native", place, spoilt, numel, timeout, [&] { transport_->collectives()->all_reduce(place, values, numel, number, average); });
+  enqueue(Collective::all_reduce, place, spoilt, numel, timeout,
+          [&] { transport_->collectives()->all_reduce(place, values, numel, number, average); });
 }
 
 void Executor::all_reduce_natively(std::chrono::milliseconds timeout, const std::function<void()>& collective) {
-  enqueue("native", {}, {nullptr}, 1, timeout, collective);
+  enqueue(Collective::all_reduce, {}, {nullptr}, 1, timeout, collective);
 }
 
-void Executor::enqueue(const std::string& name, const Place& place, const Elements& values, int64_t numel,
-                       std::chrono::milliseconds timeout, const std::function<void()>& collective) {
+void Executor::enqueue(Collective collective, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
+                       const std::function<void()>& enqueue_it) {
   check_open();
   if (numel > 0) {
-    AllReduce call;
+    Options call;
+    call.collective = collective;
     call.timeout = timeout;
-    const Work work = work_of(meeting_, name, call, place, values, numel);
+    const Work work = work_of(meeting_, native, call, place, values, numel);
     Waiting waiting;
     for (int rank = 0; rank < world_size(); ++rank) {
       if (rank != this->rank()) waiting.peers.push_back(rank);
     }
     traffic_->wait_for(waiting);
-    run(work, [&](Deadline) {
-      collective();
+    attend(work, [&](Deadline) {
+      enqueue_it();
       std::vector<Stage> stages;
       if (place.on_cuda()) stages.push_back({Event::record(place), waiting});
       return stages;
@@ -216,25 +225,19 @@ void Executor::enqueue(const std::string& name, const Place& place, const Elemen
   ++calls_;
 }
 
-std::vector<Span> Executor::shares(int64_t numel, int owners) const {
-  std::vector<Span> all;
-  for (int rank = 0; rank < world_size(); ++rank) all.push_back(share(numel, owners, rank));
-  return all;
-}
-
-const Program& Executor::program(const AllReduce& call, const Codec& codec, int64_t numel, Result result) {
+const Program& Executor::program(const Options& call, const Codec& codec, int64_t numel, Result result) {
   constexpr size_t most = 256;
   const auto [algorithm, segments] = choice(call, codec, numel, world_size(), call.measures && crossover_ ? &*crossover_ : nullptr);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
-  const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, result, call.owners);
-  if (const auto found = programs_.find(std::tie(key, layout)); found != programs_.end()) return found->second;
-  const Plan plan = make_plan(plan_names()[algorithm], rank(), world_size());
+  const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, result, call.root);
+  if (const auto found = programs_.find(std::tie(key, layout, call.shares)); found != programs_.end()) return found->second;
+  const Plan plan = make_plan(call.collective, algorithm_of(algorithm), rank(), world_size(), call.root);
   if (programs_.size() == most) programs_.clear();
-  return programs_[{key, layout}] = lower(plan, cut(call, codec, numel, world_size(), segments), result);
+  return programs_[{key, layout, call.shares}] = lower(plan, cut(call, codec, numel, segments), result);
 }
 
-Work Executor::work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place,
+Work Executor::work_of(const Program& program, const std::string& algorithm, const Options& call, const Place& place,
                        const Elements& values, int64_t numel) {
   Work work{program, algorithm, call, rank(), world_size(), place, values, numel};
   work.lists = &lists_;
@@ -242,14 +245,15 @@ Work Executor::work_of(const Program& program, const std::string& algorithm, con
 }
 
 void Executor::check_open() const {
-  if (const std::string reason = failure(); !reason.empty()) throw AllReduceError(reason);
+  if (const std::string reason = failure(); !reason.empty()) throw CollectiveError(reason);
 }
 
 // enqueue: returns when all is done or, on a device, the stages. There it may have to wait for peers, so the watch looks after it, too.
 template <class Enqueue>
-void Executor::run(const Work& work, Enqueue enqueue) {
+void Executor::attend(const Work& work, Enqueue enqueue) {
   const auto start = Clock::now();
   const Deadline deadline = start + work.call.timeout;
+  latest_ = work.call.collective;
   const UnderWay under_way(under_way_);
   std::optional<int64_t> watched;
   try {
@@ -272,19 +276,19 @@ void Executor::spoil(const Work& work) {
   if (work.call.message) {
     failure_.spoil(work.place, as_bytes(work.call.message), work.program.slots / 2);
   } else if (work.call.share.data) {
-    failure_.spoil(work.place, work.call.share, work.numel / world_size());
+    failure_.spoil(work.place, work.call.share, work.call.shares[rank()].count);
   } else if (work.values.data) {
     failure_.spoil(work.place, work.values, work.numel);
   }
 }
 
 std::function<void(const Waiting*, const std::string&)> Executor::giving_up(const Work& work, Clock::time_point start) {
-  return [this, start, algorithm = work.algorithm, timeout = work.call.timeout, rounds = work.program.rounds](const Waiting* enqueued,
-                                                                                                              const std::string& why) {
+  return [this, start, collective = work.call.collective, algorithm = work.algorithm, timeout = work.call.timeout,
+          rounds = work.program.rounds](const Waiting* enqueued, const std::string& why) {
     const Waiting waiting = enqueued ? *enqueued : traffic_->waiting();
     const auto after = Clock::now() - start;
     const std::string finding = find_culprit(waiting);
-    abort(describe(algorithm, waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
+    abort(describe(collective, algorithm, waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
   };
 }
 
@@ -307,7 +311,7 @@ void Executor::fail(const Work& work, const Waiting& waiting, const std::excepti
   if (transport_->in_groups()) transport_->abort();
   close();  // while sends are under way still: they are ahead of what it tells
   traffic_->forget();
-  throw AllReduceError(failure());
+  throw CollectiveError(failure());
 }
 
 std::string Executor::describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
@@ -319,14 +323,14 @@ std::string Executor::describe_failure(const Work& work, const Waiting& waiting,
     if (!words.empty()) what += text("; rank ", global(peer), ": ", words);
   }
   if (!finding.empty()) what += "; " + finding;
-  return describe(work.algorithm, waiting, work.program.rounds, after, work.call.timeout, what);
+  return describe(work.call.collective, work.algorithm, waiting, work.program.rounds, after, work.call.timeout, what);
 }
 
-std::string Executor::describe(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after,
-                               Clock::duration timeout, const std::string& what) const {
+std::string Executor::describe(Collective collective, const std::string& algorithm, const Waiting& waiting, int rounds,
+                               Clock::duration after, Clock::duration timeout, const std::string& what) const {
   std::string peers = waiting.peers.size() > 1 ? "one of the ranks " : "rank ";
   for (const int& peer : waiting.peers) peers += text(&peer == waiting.peers.data() ? "" : ", ", global(peer));
-  return text("all_reduce with ", algorithm, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for ", peers,
+  return text(name(collective), " with ", algorithm, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for ", peers,
               " in round ", waiting.round, " of ", rounds, " failed after ", seconds(after), " s (deadline ", seconds(timeout),
               " s): ", what);
 }
@@ -348,7 +352,7 @@ void Executor::end(const std::string& reason) {
 
 void Executor::give_up(const std::string& finding) {
   broken_ = true;
-  failure_.set_for_now(text("all_reduce on rank ", global(rank()), " in a group of ", world_size(), ": ", finding));
+  failure_.set_for_now(text(name(latest_), " on rank ", global(rank()), " in a group of ", world_size(), ": ", finding));
   traffic_->abort();
   transport_->abort();
 }

@@ -23,17 +23,17 @@
 
 namespace dltrain::comm {
 
-// An all-reduce that cannot complete. The text names the rank waited for, the algorithm, the round and the deadline.
-class AllReduceError : public std::runtime_error {
+// A call that cannot complete. The text names the rank waited for, the algorithm, the round and the deadline.
+class CollectiveError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
 // Throws std::invalid_argument naming what there is, and what fits what.
-void check_names(const std::string& algorithm, const std::string& codec);
+void check_names(Collective collective, const std::string& algorithm, const std::string& codec);
 
 // How the message of a call that leaves one is laid out; nothing where its plan leaves none. "auto" goes by size.
-Encoded encoded(const AllReduce& call, int64_t numel, int world_size);
+Encoded encoded(const Options& call, int64_t numel, int world_size);
 
 // Runs plans over a transport, one at a time: whoever calls brings the order (a Queue).
 class Executor {
@@ -42,18 +42,16 @@ class Executor {
   explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {});
   ~Executor();  // what is enqueued and not done is aborted
 
-  // Sums (or averages) values over the ranks, in place: on the CPU before it returns, on a CUDA device in the order of the stream. After an
-  // error the messages of the group are out of step, so every later call fails. On a device errors come after the call: its values are NaN
-  // then, and the next call says why.
-  void all_reduce(const Place& place, const Elements& values, int64_t numel, const AllReduce& call);
+  // A collective over the values, in place: on the CPU before it returns, on a CUDA device in the order of the stream. What is to hold no
+  // result is undefined afterwards, but for the values of a reduce-scatter whose share goes elsewhere. After an error the messages of the
+  // group are out of step, so every later call fails. On a device errors come after the call: its values are NaN then, and the next call
+  // says why.
+  void run(const Place& place, const Elements& values, int64_t numel, const Options& options);
 
-  // The share of the sum (or average) that is this rank's, the rank-th of as many equal ones as there are ranks; values stay as they are.
-  void reduce_scatter(const Place& place, const Elements& share, const Elements& values, int64_t numel, AllReduce call);
-
-  // The halves of an all-reduce in fp32. Afterwards each of the owners, which are the first ranks, holds the sum (or average) of its
-  // share(); and where each holds its own, all ranks hold all. By the backend itself where the transport has that, else by plans.
-  void reduce_scatter(const Place& place, float* values, int64_t numel, int owners, bool average, std::chrono::milliseconds timeout);
-  void all_gather(const Place& place, float* values, int64_t numel, int owners, std::chrono::milliseconds timeout);
+  // In fp32, in place; shares by rank. By the backend itself where the transport has that, else by plans.
+  void reduce_scatter(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares, bool average,
+                      std::chrono::milliseconds timeout);
+  void all_gather(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares, std::chrono::milliseconds timeout);
 
   // The backend's own; for transports that have it. In the second form the caller does it, and throws TransportError.
   void all_reduce_natively(const Place& place, void* values, int64_t numel, Number number, bool average, std::chrono::milliseconds timeout);
@@ -96,25 +94,24 @@ class Executor {
  private:
   Waiting in_the_world(Waiting waiting) const;
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
-  const Program& program(const AllReduce& call, const Codec& codec, int64_t numel, Result result);
+  const Program& program(const Options& call, const Codec& codec, int64_t numel, Result result);
   char* slots(const Work& work);
-  Work work_of(const Program& program, const std::string& algorithm, const AllReduce& call, const Place& place, const Elements& values,
+  Work work_of(const Program& program, const std::string& algorithm, const Options& call, const Place& place, const Elements& values,
                int64_t numel);
   void look_for_crossover(const Place& place, std::chrono::milliseconds timeout);
   void check_open() const;
   template <class Enqueue>
-  void run(const Work& work, Enqueue enqueue);
+  void attend(const Work& work, Enqueue enqueue);
   void spoil(const Work& work);
-  void enqueue(const std::string& name, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
-               const std::function<void()>& collective);
+  void enqueue(Collective collective, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
+               const std::function<void()>& enqueue_it);
   std::function<void(const Waiting*, const std::string&)> giving_up(const Work& work, Clock::time_point start);
   [[noreturn]] void fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
   std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
-  std::vector<Span> shares(int64_t numel, int owners) const;
   std::string describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
                                const std::string& finding) const;
-  std::string describe(const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
-                       const std::string& what) const;
+  std::string describe(Collective collective, const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after,
+                       Clock::duration timeout, const std::string& what) const;
 
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Traffic> traffic_;
@@ -122,10 +119,11 @@ class Executor {
   Buffer slots_, inbox_;
   Lists lists_;
   const Program meeting_;
-  using Key = std::tuple<std::tuple<int, int, int64_t, int, Result, int>, Layout>;
+  using Key = std::tuple<std::tuple<int, int, int64_t, int, Result, int>, Layout, std::vector<Span>>;
   std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
   std::atomic<bool> under_way_ = false, broken_ = false;
+  std::atomic<Collective> latest_ = Collective::all_reduce;  // of the calls
   std::optional<Crossover> crossover_;
   std::shared_ptr<Lookout> lookout_;
   std::mutex closing_;

@@ -12,7 +12,7 @@ int64_t pieces_of(int64_t numel) {
   return std::clamp<int64_t>(numel / size, 1, most);
 }
 
-void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call) {
+void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, const Options& call) {
   const std::vector<Piece>& pieces = this->pieces(numel, call);
   const int rank = inside_.rank();
   std::vector<Wait> under_way;
@@ -21,8 +21,8 @@ void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, con
   try {
     for (size_t i = 0; i < pieces.size(); ++i) {
       const Piece& piece = pieces[i];
-      inside_.reduce_scatter(place, values + piece.span.first, piece.span.count, hosts_.shares, call.average, call.timeout);
-      AllReduce part = call;
+      inside_.reduce_scatter(place, values + piece.span.first, piece.span.count, piece.inside, call.average, call.timeout);
+      Options part = call;
       part.weight = static_cast<float>(inside_.world_size()) / static_cast<float>(hosts_.ranks);  // of this host's average
       part.first = piece.shares[rank].first;
       part.feedback = call.feedback.from(part.first);
@@ -54,7 +54,7 @@ void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, con
   }
 }
 
-const std::vector<TwoLevels::Piece>& TwoLevels::pieces(int64_t numel, const AllReduce& call) {
+const std::vector<TwoLevels::Piece>& TwoLevels::pieces(int64_t numel, const Options& call) {
   constexpr size_t most = 256;
   static const Layout whole;
   const auto key = std::make_tuple(numel, call.algorithm, call.codec, call.segments, call.measures);
@@ -67,18 +67,18 @@ const std::vector<TwoLevels::Piece>& TwoLevels::pieces(int64_t numel, const AllR
   return pieces_[{key, layout}] = std::move(out);
 }
 
-TwoLevels::Piece TwoLevels::piece(const Span& span, const AllReduce& call) const {
+TwoLevels::Piece TwoLevels::piece(const Span& span, const Options& call) const {
   Piece piece;
   piece.span = span;
+  piece.inside = shares_of(span.count, hosts_.shares, inside_.world_size());
   for (int rank = 0; rank < inside_.world_size(); ++rank) {
-    const Span share = comm::share(span.count, hosts_.shares, rank);
-    piece.shares.push_back({span.first + share.first, share.count});
+    piece.shares.push_back({span.first + piece.inside[rank].first, piece.inside[rank].count});
     if (call.layout) piece.layouts.push_back(within(*call.layout, piece.shares.back()));
   }
   if (call.measures && call.algorithm == "auto") return piece;  // times decide about the plan, and may find another for each share
   std::vector<Encoded> messages;
   for (int rank = 0; rank < hosts_.shares; ++rank) {
-    AllReduce part = call;
+    Options part = call;
     if (call.layout) part.layout = &piece.layouts[rank];
     messages.push_back(encoded(part, piece.shares[rank].count, hosts_.count));
     if (messages.back().parts.empty()) return piece;
@@ -96,26 +96,26 @@ TwoLevels::Piece TwoLevels::piece(const Span& span, const AllReduce& call) const
 }
 
 void TwoLevels::share_out(const Place& place, float* values, const Piece& piece, char* messages, std::chrono::milliseconds timeout) {
-  if (!messages) return inside_.all_gather(place, values + piece.span.first, piece.span.count, hosts_.shares, timeout);
+  if (!messages) return inside_.all_gather(place, values + piece.span.first, piece.span.count, piece.inside, timeout);
   const int64_t words = piece.message_bytes * hosts_.shares / static_cast<int64_t>(sizeof(float));
-  inside_.all_gather(place, reinterpret_cast<float*>(messages), words, hosts_.shares, timeout);
+  inside_.all_gather(place, reinterpret_cast<float*>(messages), words, shares_of(words, hosts_.shares, inside_.world_size()), timeout);
   decode(place, piece.decodes, messages, {values}, decodings_);
 }
 
-TwoLevels::Wait TwoLevels::start_across(const Place& place, float* values, int64_t numel, const AllReduce& call, bool alone) {
+TwoLevels::Wait TwoLevels::start_across(const Place& place, float* values, int64_t numel, const Options& call, bool alone) {
   if constexpr (built_with_cuda) {
     if (place.on_cuda()) {
       if (!stream_) stream_ = std::make_shared<cuda::Stream>(place.device);
       const Place side = stream_->place(place.allocator);
       Event::record(place).wait(side);
-      across_.all_reduce(side, {values}, numel, call);
+      across_.run(side, {values}, numel, call);
       return [done = Event::record(side), place] { done.wait(place); };
     }
   }
   const auto across = [=, this](const Place& where) {
     try {
-      across_.all_reduce(where, {values}, numel, call);
-    } catch (const AllReduceError& error) {
+      across_.run(where, {values}, numel, call);
+    } catch (const CollectiveError& error) {
       inside_.abort(error.what());  // whose peers may never come
       throw;
     }

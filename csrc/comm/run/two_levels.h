@@ -43,22 +43,23 @@ class TwoLevels {
   TwoLevels(Executor& inside, Executor& across, const Hosts& hosts, int64_t saving = enough)
       : inside_(inside), across_(across), hosts_(hosts), saving_(saving) {}
 
-  // In place. Throws AllReduceError; then both levels have failed.
-  void all_reduce(const Place& place, float* values, int64_t numel, const AllReduce& call);
+  // In place. Throws CollectiveError; then both levels have failed.
+  void all_reduce(const Place& place, float* values, int64_t numel, const Options& call);
 
  private:
   struct Piece {
     Span span;
-    std::vector<Span> shares;         // by rank inside
+    std::vector<Span> inside;         // by rank inside, what each has of it, counted from its first element
+    std::vector<Span> shares;         // the same, counted from the tensor's
     std::vector<Layout> layouts;      // of these, where the call has one
     int64_t message_bytes = 0;        // of a share's message, the same for all; 0 where values are shared inside
     std::vector<DecodeStep> decodes;  // of all shares' messages, side by side
   };
   using Wait = std::function<void()>;  // until what was started is done, for the place
 
-  const std::vector<Piece>& pieces(int64_t numel, const AllReduce& call);
-  Piece piece(const Span& span, const AllReduce& call) const;
-  Wait start_across(const Place& place, float* values, int64_t numel, const AllReduce& call, bool alone);
+  const std::vector<Piece>& pieces(int64_t numel, const Options& call);
+  Piece piece(const Span& span, const Options& call) const;
+  Wait start_across(const Place& place, float* values, int64_t numel, const Options& call, bool alone);
   void share_out(const Place& place, float* values, const Piece& piece, char* messages, std::chrono::milliseconds timeout);
 
   Executor &inside_, &across_;

@@ -31,7 +31,8 @@ std::optional<Sum> Work::sum_of(const SumStep& step) const {
     sum.own = values.from(step.region.span.first);
     sum.own_place = step.own_place;
     if (call.average) sum.scale = call.weight > 0 ? call.weight : 1.0f / static_cast<float>(world_size);
-    if (encodes) sum.feedback = call.feedback.from(step.region.span.first);
+    const int64_t origin = call.collective == Collective::all_gather ? call.shares[rank].first : 0;
+    if (encodes) sum.feedback = call.feedback.from(step.region.span.first - origin);
     // The message of what is there already.
     if (program.result == Result::values_in_place && step.received.empty() && sum.scale == 1.0f && !sum.feedback.residual.data) return {};
   }
@@ -45,7 +46,7 @@ std::optional<Sum> Work::sum_of(const SumStep& step) const {
 }
 
 Elements Work::result(const Span& span) const {
-  return call.share.data ? call.share.from(span.first - numel / world_size * rank) : values.from(span.first);
+  return call.share.data ? call.share.from(span.first - call.shares[rank].first) : values.from(span.first);
 }
 
 void Work::decode(std::span<const Part* const> parts) const {

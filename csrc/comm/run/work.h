@@ -14,23 +14,26 @@
 
 namespace dltrain::comm {
 
-struct AllReduce {
+// What a call is to do.
+struct Options {
+  Collective collective = Collective::all_reduce;
   std::string algorithm = "auto";
   std::string codec = "raw";
   bool average = false;
   float weight = 0;       // of this rank in an average; 0: as much as each of the others
-  int owners = 0;         // of a half of an all-reduce: how many ranks, the first, have a share; 0: all
+  int root = 0;           // where there is one
   int segments = 0;       // 0: chosen by size
   bool measures = false;  // on the CPU "auto" goes by times, for which its first call makes some more; else by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 
   char* message = nullptr;  // where given, the final bytes stay there, as Executor::encoded says, and the values as they are
 
-  Elements share;  // where given, this rank's share of the sum goes there, and the values stay as they are: a reduce-scatter
+  std::vector<Span> shares;  // of the values, by rank, where chunk r is rank r's: as many for each where there are none
+  Elements share;            // where given, this rank's share of a reduce-scatter goes there, and the values stay as they are
 
   const Layout* layout = nullptr;  // null: the tensor as a whole, in the codec; not null: that codec is the one to choose by
-  Feedback feedback;
-  bool stochastic = false;  // rounding
+  Feedback feedback;               // for the values or, of an all-gather, for this rank's share
+  bool stochastic = false;         // rounding
   uint64_t seed = 0;
   int64_t first = 0;             // the number of the first element: each draws its own random numbers
   std::optional<uint32_t> step;  // of the stream of random numbers; the number of the call where there is none
@@ -53,7 +56,7 @@ struct Lists {
 struct Work {
   const Program& program;
   const std::string& algorithm;
-  const AllReduce& call;
+  const Options& call;
   int rank, world_size;
   Place place;
   Elements values;

@@ -28,7 +28,7 @@ constexpr size_t ahead = 2;  // envelopes posted for messages that nobody has as
 // Ranks whose messages differ in length have different ones. Not made of the call's number: connections may keep something for each tag.
 // The largest tag is left to the carrier.
 int tag_of(const Call& call) {
-  return static_cast<int>(dltrain::digest({call.numel, call.algorithm, call.codec, call.segments, call.average, call.layout}) %
+  return static_cast<int>(dltrain::digest({call.numel, call.algorithm, call.codec, call.segments, call.average, call.root, call.layout}) %
                           0x7ffffffe) +
          1;
 }
