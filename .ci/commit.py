@@ -51,18 +51,18 @@ THREADED = (  # what has threads of its own, and the CUDA kernels that are quick
 )
 # Of the Python tests, those of the bindings: what they read of tensors and lists, and what outlives a call.
 SANITIZED = " ".join(
-    f"python_tests/test_{name}.py"
+    f"python_tests/{name}.py"
     for name in (
-        "adamw_errors",
-        "adamw_state",
-        "all_reduce",
-        "ddp",
-        "faults",
-        "fuzz_codecs",
-        "fuzz_optim",
-        "many_parameters",
-        "mixed_dtypes",
-        "reduce_scatter",
+        "optim/test_adamw_errors",
+        "optim/test_adamw_state",
+        "comm/test_all_reduce",
+        "ddp/test_ddp",
+        "faults/test_faults",
+        "fuzz/test_fuzz_codecs",
+        "fuzz/test_fuzz_optim",
+        "optim/test_many_parameters",
+        "optim/test_mixed_dtypes",
+        "comm/test_reduce_scatter",
     )
 )
 # How many ranks there are, by which algorithm, and what any number of threads computes, is not the bindings' to see.
@@ -92,7 +92,7 @@ PORTIONS = {
             "its tests and its self-test",
             "(cd build; beside-torch/bin/python -m dltrain_ext.selftest --quick --device cpu) & "
             "DLTRAIN_WHEEL=$(echo $PWD/build/dist/*.whl) DLTRAIN_PYTHON=$PWD/build/beside-torch/bin/python "
-            f"{PYTHON} -m pytest -q python_tests/test_wheel.py; wait $!",
+            f"{PYTHON} -m pytest -q python_tests/project/test_wheel.py; wait $!",
             300,
         ),
     ],
@@ -126,13 +126,13 @@ PORTIONS = {
         Step(
             "what nvcc makes of the kernels",
             f"{PYTHON} -m pip install -q nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm; "
-            f"DLTRAIN_SASS=$PWD/build/cuda/libdltrain.a {PYTHON} -m pytest -q python_tests/test_sass.py",
+            f"DLTRAIN_SASS=$PWD/build/cuda/libdltrain.a {PYTHON} -m pytest -q python_tests/project/test_sass.py",
             300,
         ),
         Step(
             "what is declared of NCCL",
             f"{PYTHON} -m pip install -q --no-deps nvidia-nccl-cu13; "
-            f"{PYTHON} -m pytest -q python_tests/test_connections.py -k 'declarations or real'",
+            f"{PYTHON} -m pytest -q python_tests/comm/test_connections.py -k 'declarations or real'",
             300,
         ),
         Step(

@@ -47,6 +47,18 @@ def interruptible(*arguments: object, executable: str = sys.executable) -> Done:
     return benchmarks(*arguments)
 
 
+def hosts(*arguments: object) -> int:
+    """python -m benchmarks hosts, which prints what its ranks print; the exit status."""
+    try:
+        return main(["hosts", *map(str, arguments)])
+    except SystemExit as exit:
+        return int(exit.code or 0)
+
+
+def on_hosts(*arguments: object, script: str) -> int:
+    return hosts(*arguments, "--", sys.executable, "-c", script)
+
+
 def example(name: str, *arguments: object, **environment: str) -> Done:
     """An example as one rank that nobody has launched."""
     script = ROOT / "examples" / name

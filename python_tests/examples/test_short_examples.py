@@ -8,7 +8,7 @@ from ranks import run_example
 
 pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
 
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 
 PERCENT = r"\d+\.\d"
 

@@ -16,7 +16,7 @@ from ranks import run_example, run_ranks
 
 pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "convergence.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "convergence.py"
 SHORT = "--recipes photographs large-batch --codecs int8 powersgd --seeds 2 --steps 4"
 
 

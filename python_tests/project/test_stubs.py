@@ -9,7 +9,7 @@ import pytest
 
 from dltrain_ext import _C
 
-STUB = ast.parse((Path(__file__).parents[1] / "dltrain_ext" / "_C.pyi").read_text())
+STUB = ast.parse((Path(__file__).parents[2] / "dltrain_ext" / "_C.pyi").read_text())
 CLASSES = [node for node in STUB.body if isinstance(node, ast.ClassDef)]
 FUNCTIONS = [node for node in STUB.body if isinstance(node, ast.FunctionDef)]
 UNTYPED = {"__doc__", "__module__", "__repr__", "__str__", "_pybind11_conduit_v1_"}

@@ -16,7 +16,7 @@ DATA = {
     *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.reduce_bucket"),
     *("comm.Communicator.connect", "comm.CallOptions", "comm.Work.then"),
 }
-# Called by FSDP, with what it has: python_tests/test_fsdp.py holds what these refuse.
+# Called by FSDP, with what it has: python_tests/ddp/test_fsdp.py holds what these refuse.
 ELSEWHERE = {"fsdp.ShardedState.all_reduce", "fsdp.ShardedState.reduce_scatter"}
 
 

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 pytestmark = pytest.mark.xdist_group("elastic")  # they share an undisturbed run
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LINES = re.compile(r"^(?:step \d+: loss .*|digest .*)$", re.MULTILINE)
 
 

@@ -17,7 +17,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FORMS = ROOT / ".github" / "ISSUE_TEMPLATE"
 SHIPPED = ["benchmarks", "csrc", "docs", "dltrain_ext", "examples", "python_tests"]

@@ -16,7 +16,7 @@ from dltrain_ext import _ops
 from dltrain_ext.comm import connections
 from dltrain_ext.comm.connections import Connections
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Broken(RuntimeError):

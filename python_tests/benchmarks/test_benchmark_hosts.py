@@ -16,7 +16,6 @@ import commands
 import pytest
 
 from benchmarks import processes
-from benchmarks.__main__ import main
 from benchmarks.hosts import started
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.needs("matplotlib", "rich")]
@@ -25,18 +24,6 @@ pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.needs("matplotlib"
 @pytest.fixture(autouse=True)
 def hosts() -> None:
     commands.skip_without_hosts()
-
-
-def call(*arguments: object) -> int:
-    """In this process, which has imported torch already; the exit status."""
-    try:
-        return main(["hosts", *map(str, arguments)])
-    except SystemExit as exit:
-        return int(exit.code or 0)
-
-
-def run(*arguments: object, script: str) -> int:
-    return call(*arguments, "--", sys.executable, "-c", script)
 
 
 def spaces(pid: int | str = r"\d+") -> list[str]:
@@ -117,7 +104,7 @@ while own[0] != "0":
     except ConnectionRefusedError:
         time.sleep(0.02)
 """
-    assert run("--hosts", 2, "--per-host", 2, script=script) == 0
+    assert commands.on_hosts("--hosts", 2, "--per-host", 2, script=script) == 0
     # Of rank 0 alone, as the others' output is kept.
     assert capfd.readouterr().out == "['0 4 0 2 0', '1 4 1 2 0', '2 4 0 2 1', '3 4 1 2 1']\n"
 
@@ -130,7 +117,7 @@ if os.environ["RANK"] == "1":
     sys.exit(7)
 time.sleep(300)
 """
-    assert run("--hosts", 2, script=script) == 7
+    assert commands.on_hosts("--hosts", 2, script=script) == 7
     errors = capfd.readouterr().err
     assert "rank 1 failed with exit status 7" in errors and "no more memory" in errors
     assert errors.count("what went before") == 19
@@ -152,7 +139,7 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path) -> No
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
-            call("--hosts", 2, "--", sys.executable, "-c", SLEEPING, tmp_path)
+            commands.hosts("--hosts", 2, "--", sys.executable, "-c", SLEEPING, tmp_path)
         os._exit(1)
     deadline = time.monotonic() + 300
     while len(pids(tmp_path)) < 2:
@@ -162,7 +149,7 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path) -> No
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # left as it is: as under a parent that never asks
     assert len(spaces(pid)) == 3 and all(map(is_alive, pids(tmp_path)))
 
-    assert run("--hosts", 1, script="pass") == 0
+    assert commands.on_hosts("--hosts", 1, script="pass") == 0
     assert_gone(pid, pids(tmp_path))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
@@ -175,7 +162,7 @@ def test_what_a_killed_run_has_left_is_removed_by_clean(tmp_path: Path, capfd: p
     left = spaces(hosts.pid)
     assert len(left) == 3 and all(map(is_alive, pids(tmp_path)))
 
-    assert call("--clean") == 0
+    assert commands.hosts("--clean") == 0
     (removed,) = re.findall("^removed: (.*)", capfd.readouterr().out, re.MULTILINE)
     assert set(left) <= set(removed.split(", "))
     assert_gone(hosts.pid, pids(tmp_path))
@@ -184,15 +171,15 @@ def test_what_a_killed_run_has_left_is_removed_by_clean(tmp_path: Path, capfd: p
 def test_what_a_run_has_left_whose_process_id_is_another_s_by_now_is_removed() -> None:
     name = f"dltrain-{os.getpid()}-1-switch"  # we began later than in the first tick
     subprocess.run(["ip", "netns", "add", name], check=True)
-    assert call("--clean") == 0
+    assert commands.hosts("--clean") == 0
     assert name not in spaces(os.getpid())
 
 
 def test_what_a_living_run_has_made_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with sleeping(tmp_path) as hosts:
-        assert call("--clean") == 0
+        assert commands.hosts("--clean") == 0
         (kept,) = re.findall("^left alone, in use: (.*)", capfd.readouterr().out, re.MULTILINE)
-        assert run("--hosts", 1, script="pass") == 0
+        assert commands.on_hosts("--hosts", 1, script="pass") == 0
         assert len(spaces(hosts.pid)) == 3 and hosts.team.next(timeout=0) is None
         assert set(spaces(hosts.pid)) <= set(kept.split(", "))
         os.kill(hosts.pid, signal.SIGTERM)
@@ -216,7 +203,7 @@ sys.exit(int(sys.argv[2]))
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_what_ranks_have_left_running_is_ended(status: int, tmp_path: Path) -> None:
-    assert call("--hosts", 2, "--", sys.executable, "-c", DAEMON, tmp_path, status) == status
+    assert commands.hosts("--hosts", 2, "--", sys.executable, "-c", DAEMON, tmp_path, status) == status
     assert_gone(os.getpid(), pids(tmp_path))
 
 
@@ -231,7 +218,7 @@ def test_a_network_that_cannot_be_made_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", tool(tmp_path, "echo no such qdisc >&2; exit 2"))
-    assert run("--hosts", 2, script="pass") == 2
+    assert commands.on_hosts("--hosts", 2, script="pass") == 2
     assert re.search("tc -n .*: no such qdisc", capfd.readouterr().err)
     assert_gone(os.getpid(), [])
 
@@ -257,13 +244,13 @@ print("rank", os.environ["RANK"], flush=True)
 print("and its errors", file=sys.stderr, flush=True)
 sys.exit(5 if os.environ["RANK"] == "3" else 0)
 """
-    assert run("--hosts", 2, "--per-host", 2, "--logs", tmp_path / "new", script=script) == 5
+    assert commands.on_hosts("--hosts", 2, "--per-host", 2, "--logs", tmp_path / "new", script=script) == 5
     assert "rank 3 failed with exit status 5\n  rank 3\n  and its errors" in capfd.readouterr().err
     names = {rank: f"host{rank // 2}-rank{rank}.log" for rank in range(4)}
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(names.values())
     assert (tmp_path / "new" / names[3]).read_text() == "rank 3\nand its errors\n"
 
-    assert run("--hosts", 2, "--logs", tmp_path, script=script) == 0
+    assert commands.on_hosts("--hosts", 2, "--logs", tmp_path, script=script) == 0
     assert capfd.readouterr().out == "rank 0\nand its errors\n"
     assert [(tmp_path / f"host{rank}-rank{rank}.log").read_text() for rank in range(2)] == [
         f"rank {rank}\nand its errors\n" for rank in range(2)
@@ -272,7 +259,7 @@ sys.exit(5 if os.environ["RANK"] == "3" else 0)
 
 def test_logs_that_cannot_be_written_are_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert run("--hosts", 1, "--logs", tmp_path / "file", script="pass") == 2
+    assert commands.on_hosts("--hosts", 1, "--logs", tmp_path / "file", script="pass") == 2
     assert f"--logs {tmp_path / 'file'}" in capfd.readouterr().err
     assert_gone(os.getpid(), [])
 
@@ -299,7 +286,7 @@ else:
 
 
 def test_the_rate_of_a_link_is_limited(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("--hosts", 2, "--rate", "100mbit", script=SEND) == 0
+    assert commands.on_hosts("--hosts", 2, "--rate", "100mbit", script=SEND) == 0
     assert float(capfd.readouterr().out) >= 0.25  # of the 0.32 s that 32 Mbit take
 
 
@@ -309,7 +296,7 @@ def test_what_a_host_receives_from_several_is_limited(capfd: pytest.CaptureFixtu
         "while received < size:\n        received += len(connection.recv(2**16))",
         "for connection in connections:\n        while part := connection.recv(2**16): received += len(part)",
     )
-    assert run("--hosts", 3, "--rate", "100mbit", script=script) == 0
+    assert commands.on_hosts("--hosts", 3, "--rate", "100mbit", script=script) == 0
     assert float(capfd.readouterr().out) >= 0.5
 
 
@@ -346,7 +333,8 @@ def test_packets_are_delayed_and_lost(
 ) -> None:
     monkeypatch.setenv("TIMES", str(tmp_path / "times"))
     monkeypatch.setenv("PATIENCE", str(patience))
-    assert run("--hosts", 2, "--rate", "10mbit", "--delay", delay, "--loss", loss, script=BACK_AND_FORTH) == 0
+    link = ("--rate", "10mbit", "--delay", delay, "--loss", loss)
+    assert commands.on_hosts("--hosts", 2, *link, script=BACK_AND_FORTH) == 0
     times = eval((tmp_path / "times").read_text())
     assert min(times) >= 2 * delay / 1e3
     assert 0 < len(times) < 18 if loss else len(times) == 20  # at 40 %, all but a third of the ways there and back
@@ -371,7 +359,7 @@ else:
 """
     with running("--hosts", 3, "--", sys.executable, "-c", script, "other") as other:
         other.wait_until(lambda: len(spaces(other.pid)) == 4)
-        assert call("--hosts", 3, "--", sys.executable, "-c", script, "one") == 0
+        assert commands.hosts("--hosts", 3, "--", sys.executable, "-c", script, "one") == 0
         assert other.done().returncode == 0
     assert_gone(other.pid, [])
     assert_gone(os.getpid(), [])
@@ -381,7 +369,7 @@ def test_without_iproute2_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run("--hosts", 2, script="pass") == 2
+    assert commands.on_hosts("--hosts", 2, script="pass") == 2
     told = capfd.readouterr().err
     assert all(text in told for text in ("root", "apt install iproute2", "no ip and no tc"))
 
@@ -395,5 +383,5 @@ def test_without_iproute2_it_says_what_to_install(
     ],
 )
 def test_mistakes_are_answered(arguments: tuple[object, ...], text: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments, script="pass") == 2
+    assert commands.on_hosts(*arguments, script="pass") == 2
     assert text in capfd.readouterr().err

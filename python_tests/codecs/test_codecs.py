@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -307,8 +306,7 @@ def test_every_instruction_set_gives_the_same_bytes():
     for name in others:
         done = subprocess.run(
             [sys.executable, "-c", "import test_codecs; print(*test_codecs.digest())"],
-            cwd=Path(__file__).parent,
-            env={**os.environ, "DLTRAIN_INSTRUCTION_SET": name},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DLTRAIN_INSTRUCTION_SET": name},
             capture_output=True,
             text=True,
         )

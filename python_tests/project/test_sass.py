@@ -1,8 +1,8 @@
 """What nvcc makes of the kernels: registers, local memory, and the widths at which they read and write.
 
 As long as no GPU is at hand this keeps their speed. It reads the library that CMake builds with nvcc:
-DLTRAIN_SASS=build/cuda/libdltrain.a pytest python_tests/test_sass.py, with the packages nvidia-cuda-cuobjdump and
-nvidia-cuda-nvdisasm.
+DLTRAIN_SASS=build/cuda/libdltrain.a pytest python_tests/project/test_sass.py, with the packages nvidia-cuda-cuobjdump
+and nvidia-cuda-nvdisasm.
 """
 
 import collections

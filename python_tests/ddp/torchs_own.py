@@ -1,6 +1,6 @@
 """torch's own tests of DistributedDataParallel, of those that its package holds, with our hook in every model.
 
-Most need GPUs. Not collected by itself: pytest python_tests/torchs_own.py -k "ddp or DistributedDataParallel"
+Most need GPUs. Not collected by itself: pytest python_tests/ddp/torchs_own.py -k "ddp or DistributedDataParallel"
 """
 
 import os

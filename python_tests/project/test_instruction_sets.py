@@ -14,7 +14,7 @@ import pytest
 import dltrain_ext
 from dltrain_ext import _ops
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUILD = json.loads((ROOT / "csrc" / "build.json").read_text())
 VARIABLE = "DLTRAIN_INSTRUCTION_SET"
 WORK = """

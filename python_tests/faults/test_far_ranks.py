@@ -8,11 +8,15 @@ import sys
 import time
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 
-import commands
 import pytest
 import torch
 import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a rank, which runs this file
+
+import commands
 
 from dltrain_ext import comm
 
@@ -61,10 +65,8 @@ def main():
 )
 def test_who_is_far_is_not_taken_for_dead(capfd, hosts, delay, arguments):
     commands.skip_without_hosts()
-    from test_benchmark_hosts import call
-
     link = ("--hosts", hosts, "--rate", "10mbit", "--delay", delay, "--loss", 0.5)
-    assert call(*link, "--", sys.executable, __file__, *arguments) == 0
+    assert commands.hosts(*link, "--", sys.executable, __file__, *arguments) == 0
     said = json.loads(capfd.readouterr().out)
     assert said == {MANNERS[0]: sum(said.values())} and sum(said.values()) % hosts == 0
 

@@ -6,13 +6,12 @@ import signal
 import time
 from datetime import timedelta
 
+import commands
 import pytest
 import torch
 import torch.distributed as dist
-from commands import skip_without_hosts
 from contributions import fitting, normal, same_everywhere, whole, whole_total
 from ranks import DEADLINE, FAR, SILENCE, SLACK, run_ranks
-from test_benchmark_hosts import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -278,8 +277,8 @@ dist.barrier()
 @pytest.mark.xdist_group("machine")
 @pytest.mark.parametrize("per_host", [2, 3])
 def test_hosts_are_found_and_their_links_carry_less(per_host, capfd):
-    skip_without_hosts()
-    assert run("--hosts", 2, "--per-host", per_host, "--rate", "none", script=SCRIPT) == 0
+    commands.skip_without_hosts()
+    assert commands.on_hosts("--hosts", 2, "--per-host", per_host, "--rate", "none", script=SCRIPT) == 0
     sent = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert sent["one inside"] == 0 < sent["two inside"]
     # Besides the messages there are envelopes, the barriers' own and TCP's headers.

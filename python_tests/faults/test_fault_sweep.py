@@ -237,7 +237,7 @@ def test_a_link_that_goes_down_and_up(tmp_path, seconds):
     """Ranks recover or fail, whichever it is, and never hold a wrong sum."""
     skip_without_hosts()
     code = f"import test_fault_sweep as test; test.endure_over_links({str(tmp_path)!r})"
-    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])}
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = []
     with hosts.cluster(3, "none") as spaces:
         switch = spaces[0].removesuffix("0") + "switch"

@@ -17,7 +17,7 @@ import torch
 import dltrain_ext
 from dltrain_ext import _build_info, codecs, comm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(dltrain_ext.__path__[0])
 
 

@@ -14,7 +14,7 @@ import torch
 
 pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "large_batch.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "large_batch.py"
 
 
 @pytest.fixture
