@@ -19,9 +19,10 @@ INTERRUPTED = 130
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Namespace]]:
     """The options that all cases share, and those of each case that shall run: none for a command that is no case."""
-    from benchmarks import hosts, plots, sweep
+    from benchmarks import plots, sweep
     from benchmarks.cases import CASES
     from benchmarks.harness import at_least
+    from benchmarks.machine import hosts
 
     written = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     written.add_argument("--quick", action="store_true", help="smaller and fewer, for CI: well under a minute in all")
@@ -58,9 +59,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
 
 def main(argv: list[str]) -> int:
     try:
-        from benchmarks import compare, hosts, kept, plots, report, summary, sweep
+        from benchmarks import compare, kept, plots, report, summary, sweep
         from benchmarks.cases import CASES
         from benchmarks.harness import Failure, check_device
+        from benchmarks.machine import hosts
     except ImportError as error:
         reason = " ".join(str(error).split())
         if error.name:  # else it is dltrain_ext that speaks, and says what to run

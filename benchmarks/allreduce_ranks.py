@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import cupy_peers, line
+from benchmarks import cupy_peers
 from benchmarks.harness import Failure, Progress, interleave
-from benchmarks.ranks import over_ranks
+from benchmarks.machine import line
+from benchmarks.machine.ranks import over_ranks
 from dltrain_ext import comm
 from dltrain_ext.selftest.ranks import take_gpu
 from dltrain_ext.selftest.sums import (

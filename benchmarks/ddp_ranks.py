@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import line
 from benchmarks.allreduce_ranks import nccl_group
 from benchmarks.harness import Progress, interleave
-from benchmarks.ranks import over_ranks
+from benchmarks.machine import line
+from benchmarks.machine.ranks import over_ranks
 from dltrain_ext import amp, codecs, ddp, optim
 from dltrain_ext.selftest.sums import count_wrong, first_if_unlike, relative_error
 

@@ -11,12 +11,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from benchmarks import hosts, kept, line, plots, report
+from benchmarks import kept, plots, report
 from benchmarks.crossings import in_words
 from benchmarks.ddp_ranks import BACKWARD
 from benchmarks.harness import Failure, Progress, Table, at_least, choices
+from benchmarks.machine import hosts, line
+from benchmarks.machine.signals import listening
 from benchmarks.plots.rates import AGAINST, LINK, curves_of
-from benchmarks.signals import listening
 from dltrain_ext import codecs
 
 NAME = "sweep"

@@ -41,8 +41,8 @@ def pytest_runtestloop() -> Any:
     try:
         return (yield)
     finally:
-        if "benchmarks.processes" in sys.modules:
-            sys.modules["benchmarks.processes"].end()
+        if "benchmarks.machine.processes" in sys.modules:
+            sys.modules["benchmarks.machine.processes"].end()
 
 
 class Module(pytest.Module):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # behind what is installed
 
-from benchmarks import processes  # noqa: E402
+from benchmarks.machine import processes  # noqa: E402
 from dltrain_ext import _C  # noqa: E402
 
 processes.preload("pytest")

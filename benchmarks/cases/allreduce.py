@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import cupy_peers, line
+from benchmarks import cupy_peers
 from benchmarks.allreduce_ranks import BURST, CUPY, DEADLINE, PEERS, SMALL, Job, Result, Side, work
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
-from benchmarks.ranks import count_ranks, given_rank, on_ranks
+from benchmarks.machine import line
+from benchmarks.machine.ranks import count_ranks, given_rank, on_ranks
 from dltrain_ext import codecs, comm
 
 OVERVIEW = ["-b", "4K", "-f", "64", "-n", "10", "-w", "2", "--algorithms", "auto", "--codecs", "raw,fp16,int8"]

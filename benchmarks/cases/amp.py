@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.cases.optim import make_values, resnet50
 from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
-from benchmarks.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
+from benchmarks.machine.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
 from dltrain_ext import amp, optim
 
 OVERVIEW = ["--seconds", "2", "--no-compile"]

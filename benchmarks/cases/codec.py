@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices, interleave
-from benchmarks.memory import MemoryLimit, last_level_cache
+from benchmarks.machine.memory import MemoryLimit, last_level_cache
 from dltrain_ext import codecs
 
 OVERVIEW = ["-n", "8000000", "--seconds", "1"]

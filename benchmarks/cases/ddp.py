@@ -2,7 +2,6 @@
 
 import argparse
 
-from benchmarks import line
 from benchmarks.ddp_ranks import (
     BACKWARD,
     BF16,
@@ -19,7 +18,8 @@ from benchmarks.ddp_ranks import (
     work,
 )
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
-from benchmarks.ranks import count_ranks, on_ranks
+from benchmarks.machine import line
+from benchmarks.machine.ranks import count_ranks, on_ranks
 from dltrain_ext import codecs, comm
 
 OVERVIEW = ["--codecs", "raw,fp16,int8", "--layers", "8", "-n", "10"]

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import optim_peers
 from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
-from benchmarks.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
+from benchmarks.machine.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
 from benchmarks.optim_peers import MOVING, LARSByHand, Make, Stranger
 from dltrain_ext import optim
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks import line
 from benchmarks.allreduce_ranks import DEADLINE, PEERS, nccl_group
 from benchmarks.cases.allreduce import RANKS, size
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices, interleave
-from benchmarks.ranks import count_ranks, on_ranks, over_ranks
+from benchmarks.machine import line
+from benchmarks.machine.ranks import count_ranks, on_ranks, over_ranks
 from dltrain_ext import codecs, comm
 from dltrain_ext.selftest.sums import Data, count_wrong, normal, relative_error, tolerance, whole_numbers
 

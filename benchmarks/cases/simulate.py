@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import measured, published
 from benchmarks.cases.allreduce import RAW_ALONE, size
 from benchmarks.harness import Failure, Keep, Progress, at_least, choices
+from benchmarks.simulated import measured, published
+from benchmarks.simulated.workloads import BACKWARD, RESNET50, TRANSFORMER, Workload, transformer_compute
 from benchmarks.simulation import Cell, Section, Simulation
-from benchmarks.workloads import BACKWARD, RESNET50, TRANSFORMER, Workload, transformer_compute
 from dltrain_ext import codecs, comm, sim
 
 ALL_REDUCE, BREAK_EVEN, TRAINING, PUBLISHED, MEASURED = PARTS = (

@@ -104,7 +104,7 @@ def test_refused_before_the_run(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--compare" in done.stderr
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").rglob("*.json")), ids=lambda path: path.stem)
 def test_what_is_kept_can_be_compared_with(path: Path) -> None:
     if "provenance" not in json.loads(path.read_text()):
         pytest.skip("of no benchmark")

@@ -15,8 +15,8 @@ from pathlib import Path
 import commands
 import pytest
 
-from benchmarks import processes
-from benchmarks.hosts import started
+from benchmarks.machine import processes
+from benchmarks.machine.hosts import started
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.needs("matplotlib", "rich")]
 

@@ -11,8 +11,9 @@ import commands
 import pytest
 import torch
 
-from benchmarks import harness, memory
+from benchmarks import harness
 from benchmarks.cases import optim
+from benchmarks.machine import memory
 from benchmarks.optim_peers import Stranger
 from dltrain_ext import optim as ours
 

@@ -11,7 +11,7 @@ from dltrain_ext import codecs, comm
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "simulate"
 PARTS = ["all-reduce", "break-even", "training", "published", "measured"]
 
 

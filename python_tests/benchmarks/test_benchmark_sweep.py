@@ -14,10 +14,10 @@ import pytest
 from ranks import ROOT
 from test_benchmark_hosts import assert_gone
 
-from benchmarks import processes
 from benchmarks.__main__ import main
 from benchmarks.crossings import at, crossings, faster_in, in_words
 from benchmarks.ddp_ranks import PEERS
+from benchmarks.machine import processes
 from benchmarks.sweep import gbits, rates
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.needs("matplotlib", "rich")]
@@ -30,7 +30,7 @@ def hosts() -> None:
 
 needs_hosts = pytest.mark.usefixtures("hosts")
 
-KEPT = ROOT / "benchmarks" / "results" / "ddp-2-ranks.json"
+KEPT = ROOT / "benchmarks" / "results" / "ddp" / "ddp-2-ranks.json"
 PLAIN = {0.1: 1000.0, 1.0: 100.0, 10.0: 10.0}
 FLAT = {0.1: 50.0, 1.0: 50.0, 10.0: 50.0}
 

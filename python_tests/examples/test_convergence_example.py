@@ -201,7 +201,7 @@ def test_a_bad_option_is_named(
 def test_the_docs_have_what_was_kept() -> None:
     """And feedback has int8 and int4 within a standard deviation of plain, everywhere."""
     root = SCRIPT.parents[1]
-    kept = root / "benchmarks" / "results" / "convergence.json"
+    kept = root / "benchmarks" / "results" / "convergence" / "convergence.json"
     done = commands.example("convergence.py", "--from", kept, "--markdown")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in (root / "docs" / "learning.md").read_text()

@@ -19,7 +19,7 @@ from commands import skip_without_hosts
 from contributions import LOSSY, fitting
 from ranks import DEADLINE, FAR, ROOT, SILENCE, SLACK, join_group, ready, run_ranks, store_of_first
 
-from benchmarks import hosts
+from benchmarks.machine import hosts
 from dltrain_ext import comm
 
 AT_ONCE = 4  # groups

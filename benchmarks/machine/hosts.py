@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.harness import Failure, at_least
-from benchmarks.signals import listening
+from benchmarks.machine.signals import listening
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LINK = "eth0"
 PORT = 29500
 NETWORK = ipaddress.ip_network("10.0.0.0/16")
@@ -157,7 +157,7 @@ def connect(switch: str, hosts: list[str], rate: str) -> None:
 @contextlib.contextmanager
 def wired(hosts: list[str], rate: str, delay: float, loss: float) -> Iterator[None]:
     """By a process, which ends with this one."""
-    command = [sys.executable, "-m", "benchmarks.wire", str(bits(rate)), str(delay), str(loss), *hosts]
+    command = [sys.executable, "-m", "benchmarks.machine.wire", str(bits(rate)), str(delay), str(loss), *hosts]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as wire:

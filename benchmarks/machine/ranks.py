@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks import processes
 from benchmarks.harness import Failure, Progress
-from benchmarks.signals import listening
+from benchmarks.machine import processes
+from benchmarks.machine.signals import listening
 
 Work = Callable[..., Iterator[Any]]
 Take = Callable[[Any], object]

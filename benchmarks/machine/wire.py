@@ -1,6 +1,6 @@
 """A slow and lossy network in user space, where the kernel has no emulation of one: a process that passes packets on.
 
-    python -m benchmarks.wire RATE DELAY LOSS NAMESPACE ...
+    python -m benchmarks.machine.wire RATE DELAY LOSS NAMESPACE ...
 
 Each network namespace gets a TUN device; "ready" is printed when all are there, and they are gone when standard input
 ends. RATE, in bit/s, is that of each host's link, each way; DELAY, in seconds, is added from any host to any other;
@@ -20,7 +20,7 @@ import struct
 import sys
 import time
 
-from benchmarks.hosts import LINK, NETWORK
+from benchmarks.machine.hosts import LINK, NETWORK
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000

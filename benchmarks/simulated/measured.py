@@ -7,12 +7,12 @@ from pathlib import Path
 
 from benchmarks import kept
 from benchmarks.harness import Failure, Table
-from benchmarks.hosts import BURST
+from benchmarks.machine.hosts import BURST
 from benchmarks.simulation import Cell, Section
 from dltrain_ext import comm, sim
 from dltrain_ext.comm import tuner
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results" / "simulate"
 KEPT = [RESULTS / f"simulate-{hosts}-hosts-1gbit.json" for hosts in (2, 3, 4)]
 FITTED_TO = 1 << 20  # bytes, where there are two ranks
 FREE = ("latency", "bandwidth", "overhead")

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.simulated.workloads import BUCKET, Workload, resnet50_tensors, split
 from benchmarks.simulation import Cell, Section
-from benchmarks.workloads import BUCKET, Workload, resnet50_tensors, split
 from dltrain_ext import sim
 
 GOYAL = "Goyal et al. 2017, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv:1706.02677"

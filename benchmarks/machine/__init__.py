@@ -1,0 +1,1 @@
+"""What the benchmarks run on: processes and ranks, emulated hosts, and what the line and the memory carry."""

@@ -1,0 +1,1 @@
+"""What the case simulate takes from outside: models, measured all-reduces, and what others have reported."""
