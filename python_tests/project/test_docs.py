@@ -18,7 +18,7 @@ from benchmarks.__main__ import parse
 from dltrain_ext import amp, comm, ddp, optim
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 SHOWING = [page for page in PAGES if "```python" in page.read_text()]
 IN_A_GROUP = {"README.md", "all_reduce.md", "recipes.md"}  # of two ranks
 
@@ -182,8 +182,8 @@ def test_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     ((status, said),) = run_ranks(1, build, tmp_path, fresh=True, timeout=600)
     assert status == 0, said
-    for page in DOCS.glob("*.md"):
-        assert (tmp_path / f"{page.stem}.html").stat().st_size > 0
+    for page in DOCS.rglob("*.md"):
+        assert (tmp_path / page.relative_to(DOCS).with_suffix(".html")).stat().st_size > 0
 
 
 def shown(page: Path) -> str:
@@ -194,7 +194,7 @@ def shown(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
     folders = "examples|benchmarks|csrc|dltrain_ext|docker|docs|python_tests"
-    for name in re.findall(rf"(?<![\w/])(?:\.\./)?((?:{folders})/[\w./-]*\w)", shown(page)):
+    for name in re.findall(rf"(?<![\w/])(?:\.\./)*((?:{folders})/[\w./-]*\w)", shown(page)):
         assert (ROOT / name).exists(), name
 
 
@@ -204,8 +204,8 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert len(links) > 15
     for link in links:
         assert (ROOT / link).exists(), link
-    assert {f"docs/{page.name}" for page in DOCS.glob("*.md")} - set(links) == {
+    assert {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")} - set(links) == {
         "docs/index.md",
-        "docs/api.md",
-        "docs/code.md",
+        "docs/reference/api.md",
+        "docs/reference/code.md",
     }
