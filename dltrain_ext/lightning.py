@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from dltrain_ext import ddp
 from dltrain_ext.amp import GradStats, LossScaler
-from dltrain_ext.ddp import checkpoint as feedback
+from dltrain_ext.compress.checkpoint import gather_feedback
 
 try:
     from lightning.pytorch import plugins, strategies
@@ -69,7 +69,7 @@ class DDPStrategy(strategies.DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.hook_state is not None and "optimizer_states" in checkpoint:  # not of weights alone
-            checkpoint[_KEY] = feedback.gather(self.hook_state.state_dict(), self.root_device)
+            checkpoint[_KEY] = gather_feedback(self.hook_state.state_dict(), self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

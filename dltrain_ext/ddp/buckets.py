@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.ddp.feedback import Feedback
-from dltrain_ext.ddp.parameters import Parameters, check_parameters
+from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.compress.parameters import Parameters
+from dltrain_ext.ddp.parameters import check_parameters
 
 
 @dataclass(eq=False)

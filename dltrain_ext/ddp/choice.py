@@ -1,7 +1,7 @@
 """What the hook runs: decided once, since a gradient's bits depend on it."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,8 +47,17 @@ class Reduction:
         segments = "" if self.segments is None else f" in {self.segments} segments"
         return f"{self.codec} by {self.algorithm}{segments}"
 
-    def or_saved(self, saved: "Reduction", asked: "Reduction") -> "Reduction":
-        """What a run before had, where that is what is asked for now."""
+    def or_saved(self, states: Sequence[Mapping[str, Any]], asked: "Reduction", world_size: int) -> "Reduction":
+        """What a run before, of as many ranks, had in its checkpoints, where that is what is asked for now.
+
+        Raises ValueError where they have several, or something else.
+        """
+        choices = {self.from_dict(state["choice"]) for state in states if "choice" in state}
+        if len(choices) > 1:
+            raise ValueError(f"state_dict: expected states of one choice, got {', '.join(sorted(map(str, choices)))}")
+        if not choices or states[0]["world_size"] != world_size:
+            return self
+        (saved,) = choices
         fits = asked.codec in ("auto", saved.codec) and asked.algorithm in ("auto", saved.algorithm)
         return saved if fits else self
 

@@ -21,11 +21,11 @@ from dltrain_ext.codecs.arguments import dtype_of_feedback, is_stochastic
 from dltrain_ext.comm import Communicator, Tuning
 from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.groups import group_of
-from dltrain_ext.ddp import checkpoint
+from dltrain_ext.compress import checkpoint
+from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.choice import Reduction, choose, usual_codec
-from dltrain_ext.ddp.feedback import Feedback
-from dltrain_ext.ddp.parameters import Parameters
 
 _IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
 
@@ -299,29 +299,8 @@ class AllReduceState:
         """
         named = self._parameters.named()
         self._buckets.settle_after_backward()
-        if saved_by is None:
-            saved_by = self._world_size
-        if type(saved_by) is not int or saved_by < 1:
-            raise ValueError(f"saved_by: expected a world size of at least 1, or None, got {saved_by!r}")
-        if saved_by > checkpoint.MOST_RANKS:
-            raise ValueError(f"saved_by: expected at most {checkpoint.MOST_RANKS}, got {saved_by}")
-        feedback: dict[str, dict[str, Tensor]] = {}
-        for rank in checkpoint.takes(self._rank, self._world_size, saved_by):
-            residuals = feedback[checkpoint.key_of(rank, saved_by)] = {}
-            if self._feedback is None:
-                continue
-            for name, parameter in named.items():
-                lost = self._feedback.of(parameter) if saved_by == self._world_size else None
-                if lost is None:
-                    lost = torch.zeros(parameter.numel(), dtype=self._feedback.dtype, device=parameter.device)
-                residuals[name] = lost.reshape(parameter.shape).clone()
-        return {
-            "version": checkpoint.VERSION,
-            "steps": self.steps,
-            "world_size": saved_by,
-            "choice": self.choice.to_dict(),
-            "feedback": feedback,
-        }
+        saved = checkpoint.save(self._feedback, named, self.steps, self._rank, self._world_size, saved_by)
+        return {**saved, "choice": self.choice.to_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Goes on from a checkpoint: of this rank, where the world size is the same; else of several ranks, as a list.
@@ -336,10 +315,9 @@ class AllReduceState:
         """
         states: Any = state_dict if isinstance(state_dict, list | tuple) else [state_dict]
         named = self._parameters.named()
-        steps, choice, residuals = checkpoint.merge(states, self._rank, self._world_size, named)
+        steps, residuals = checkpoint.merge(states, self._rank, self._world_size, named, of="an AllReduceState")
+        self.choice = self.choice.or_saved(states, self._asked, self._world_size)
         self.steps = steps
-        if choice is not None:
-            self.choice = self.choice.or_saved(choice, self._asked)
         self._forget()
         if self._feedback is not None:
             for name, residual in residuals.items():

@@ -1,4 +1,4 @@
-"""The parameters of a model: their names, and a number for each element that does not change with the buckets."""
+"""Which models and parameters the hook takes."""
 
 from collections.abc import Iterable
 
@@ -19,60 +19,6 @@ _IN_A_GROUP = (
     "accelerator.prepare returns"
 )
 _WITHOUT_A_GROUP = "call torch.distributed.init_process_group and wrap it in one first, since WORLD_SIZE is not 1"
-
-
-class Parameters:
-    """
-    Args:
-        named: all parameters with their names, in the model's order; None where they are not known.
-    """
-
-    def __init__(self, named: Iterable[tuple[str, Tensor]] | None):
-        self.names: dict[str, Tensor] | None = None
-        self._numbers: dict[Tensor, int] = {}
-        self._next = 0
-        if named is None:
-            return
-        self.names = {}
-        if not isinstance(named, Iterable) or isinstance(named, str | Tensor):
-            raise TypeError(f"named_parameters: expected pairs of a str and a tensor, got {named!r}")
-        for pair in named:
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise TypeError(f"named_parameters: expected pairs of a str and a tensor, got {pair!r}")
-            name, parameter = pair
-            if not isinstance(name, str) or not isinstance(parameter, Tensor):
-                raise TypeError(
-                    "named_parameters: expected pairs of a str and a tensor, as of model.named_parameters(), "
-                    f"got {type(name).__name__} and {type(parameter).__name__}"
-                )
-            if parameter.requires_grad:
-                self.names[name] = parameter
-                self._add(parameter)
-
-    def _add(self, parameter: Tensor) -> int:
-        number = self._numbers[parameter] = self._next
-        self._next += (parameter.numel() + 3) // 4 * 4  # random numbers come in fours
-        return number
-
-    def number(self, parameter: Tensor) -> int:
-        """Of its first element, a multiple of 4. Parameters without a name are numbered as they come."""
-        if (number := self._numbers.get(parameter)) is not None:
-            return number
-        if self.names is not None:
-            raise ValueError(
-                "named_parameters: expected all parameters of the model, one of shape "
-                f"{tuple(parameter.shape)} is missing"
-            )
-        return self._add(parameter)
-
-    def named(self) -> dict[str, Tensor]:
-        """Raises ValueError where the names are not known."""
-        if self.names is None:
-            raise ValueError(
-                "named_parameters: expected model.named_parameters() when the state was made, since a checkpoint goes "
-                "by names, got None; ddp.register takes them from the model"
-            )
-        return self.names
 
 
 def check_plain(model: object, has_peers: bool) -> None:

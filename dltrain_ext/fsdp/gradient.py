@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.amp import LossScaler
-from dltrain_ext.ddp.feedback import Feedback
+from dltrain_ext.compress.feedback import Feedback
 
 
 class Gradient:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dltrain_ext._arguments import is_dense
 from dltrain_ext.comm import Communicator
-from dltrain_ext.ddp.checkpoint import key_of
+from dltrain_ext.compress.checkpoint import key_of
 from dltrain_ext.fsdp.gradient import Gradient
 
 VERSION = 1

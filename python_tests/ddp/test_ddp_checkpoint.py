@@ -170,43 +170,15 @@ def check_refusals(rank, world_size):
     run = Run(OPTIONS["int8"])
     run.train(rank, range(2))
     before = run.hook.state_dict()
-    (own,) = before["feedback"]
-    residuals = before["feedback"][own]
     bad = [
         (7, TypeError, "state_dict: expected a state_dict of an AllReduceState"),
-        ({"steps": 1}, TypeError, "state_dict: expected a state_dict of an AllReduceState"),
-        ({**before, "version": 9}, ValueError, r"expected version 1, got \[9\]"),
-        ({**before, "steps": -1}, ValueError, "expected steps of at least 0, got -1"),
-        ({**before, "feedback": {"rank one": {}}}, ValueError, r"ranks \[\d\] are missing"),
-        ({**before, "feedback": {"rank 5 of 2": residuals}}, ValueError, r"ranks \[\d\] are missing"),
-        (
-            {**before, "world_size": 4, "feedback": {f"rank {rank} of 4": residuals}},
-            ValueError,
-            rf"expected the feedback of the ranks \[{rank}, {rank + 2}\] of 4 on rank {rank} of 2, .*are missing",
-        ),
-        ([before, {**before, "world_size": 4}], ValueError, r"expected states of one world size, got some of \[2, 4\]"),
-        ({**before, "feedback": {own: {"nobody": torch.zeros(1)}}}, ValueError, "got nobody"),
-        (
-            {**before, "feedback": {own: {**residuals, "layers.0.weight": torch.zeros(3)}}},
-            ValueError,
-            r"expected feedback of shape \(40, 40\) for layers.0.weight, got \(3,\)",
-        ),
-        ([before, {**before, "steps": 5}], ValueError, "expected states of one moment"),
-        ({**before, "world_size": 2**32}, ValueError, "expected a world_size of at most"),
-        (
-            {**before, "feedback": {f"rank {rank} of 2": {"layers.0.weight": 1.0} for rank in range(2)}},
-            ValueError,
-            "expected feedback of layers.0.weight as a dense tensor, got <class 'float'>",
-        ),
+        ({**before, "feedback": {}}, ValueError, r"ranks \[\d\] are missing"),
+        ({**before, "choice": 7}, ValueError, "expected choice of codec, algorithm and segments, got 7"),
     ]
     for state, error, text in bad:
         with pytest.raises(error, match=text):
             run.hook.load_state_dict(state)
         assert_same(run.hook.state_dict(), before)
-    with pytest.raises(ValueError, match="saved_by: expected a world size of at least 1, or None, got 0"):
-        run.hook.state_dict(saved_by=0)
-    with pytest.raises(ValueError, match="saved_by: expected at most"):
-        run.hook.state_dict(saved_by=2**32)
     for named, got in ((3, "3"), ([3], "3"), ([(3, torch.ones(1))], "int and Tensor")):
         with pytest.raises(TypeError, match=f"named_parameters: expected pairs of a str and a tensor,.* got {got}"):
             ddp.AllReduceState(named_parameters=named)

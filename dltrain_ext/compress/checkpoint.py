@@ -1,4 +1,4 @@
-"""What the hook leaves in a checkpoint: plain tensors and numbers, by parameter and by the rank that has them."""
+"""What is lost, in a checkpoint: plain tensors and numbers, by parameter and by the rank that has them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext._arguments import is_dense
-from dltrain_ext.ddp.choice import Reduction
+from dltrain_ext.compress.feedback import Feedback
 
 VERSION = 1
 MOST_RANKS = 2**16
@@ -23,17 +23,49 @@ def takes(rank: int, world_size: int, saved_by: int) -> range:
     return range(rank, saved_by, world_size) if saved_by != world_size else range(rank, rank + 1)
 
 
-def merge(
-    states: Sequence[Mapping[str, Any]], rank: int, world_size: int, parameters: Mapping[str, Tensor]
-) -> tuple[int, Reduction | None, dict[str, Tensor]]:
-    """The steps done, what was chosen, if that is of as many ranks, and this rank's residuals by name, from what one or
-    several ranks saved.
+def save(
+    feedback: Feedback[Tensor] | None,
+    parameters: Mapping[str, Tensor],
+    steps: int,
+    rank: int,
+    world_size: int,
+    saved_by: int | None,
+) -> dict[str, Any]:
+    """``version``, ``steps``, ``world_size`` and ``feedback``, by rank, then by parameter, in its shape.
 
+    saved_by: None, or a world size, to have zeros in the places of what this rank takes of as many ranks.
+    Raises ValueError where that is none.
+    """
+    if saved_by is None:
+        saved_by = world_size
+    if type(saved_by) is not int or saved_by < 1:
+        raise ValueError(f"saved_by: expected a world size of at least 1, or None, got {saved_by!r}")
+    if saved_by > MOST_RANKS:
+        raise ValueError(f"saved_by: expected at most {MOST_RANKS}, got {saved_by}")
+    by_rank: dict[str, dict[str, Tensor]] = {}
+    for saving in takes(rank, world_size, saved_by):
+        residuals = by_rank[key_of(saving, saved_by)] = {}
+        if feedback is None:
+            continue
+        for name, parameter in parameters.items():
+            lost = feedback.of(parameter) if saved_by == world_size else None
+            if lost is None:
+                lost = torch.zeros(parameter.numel(), dtype=feedback.dtype, device=parameter.device)
+            residuals[name] = lost.reshape(parameter.shape).clone()
+    return {"version": VERSION, "steps": steps, "world_size": saved_by, "feedback": by_rank}
+
+
+def merge(
+    states: Sequence[Mapping[str, Any]], rank: int, world_size: int, parameters: Mapping[str, Tensor], of: str
+) -> tuple[int, dict[str, Tensor]]:
+    """The steps done, and this rank's residuals by name, from what one or several ranks saved.
+
+    of: whose states these are to be, for who reads the error.
     Raises TypeError, ValueError: naming what was expected and what came.
     """
     entries = {"version", "steps", "world_size", "feedback"}
     if not states or not all(isinstance(state, Mapping) and entries <= state.keys() for state in states):
-        raise TypeError("state_dict: expected a state_dict of an AllReduceState, or a list of them")
+        raise TypeError(f"state_dict: expected a state_dict of {of}, or a list of them")
     if any(type(state["version"]) is not int or state["version"] != VERSION for state in states):
         raise ValueError(f"state_dict: expected version {VERSION}, got {[state.get('version') for state in states]}")
     for state in states:
@@ -53,9 +85,6 @@ def merge(
     if len(sizes) != 1:
         raise ValueError(f"state_dict: expected states of one world size, got some of {sorted(sizes)}")
     (saved_by,) = sizes
-    choices = {Reduction.from_dict(state["choice"]) for state in states if "choice" in state}
-    if len(choices) > 1:
-        raise ValueError(f"state_dict: expected states of one choice, got {', '.join(sorted(map(str, choices)))}")
     saved: dict[str, Mapping[str, Tensor]] = {}
     for state in states:
         saved.update(state["feedback"])
@@ -81,10 +110,10 @@ def merge(
             given = residual.detach().to(parameter.device, torch.float32)
             total[name] = total[name] + given if name in total else given
     (done,) = steps
-    return done, (choices.pop() if choices and saved_by == world_size else None), total
+    return done, total
 
 
-def gather(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def gather_feedback(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """One state_dict of all ranks of the default group, on rank 0; the others' own. Collective.
 
     Goes tensor by tensor over the group's device, which then holds one parameter's of all ranks; those of which no rank

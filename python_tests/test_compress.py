@@ -1,0 +1,92 @@
+"""What the rooms that send gradients have in common, without a process group."""
+
+import pytest
+import torch
+
+from dltrain_ext.compress import checkpoint
+from dltrain_ext.compress.feedback import Feedback
+
+
+def state_of(rank, saved_by, residuals, **changed):
+    key = checkpoint.key_of(rank, saved_by)
+    return {"version": 1, "steps": 3, "world_size": saved_by, "feedback": {key: residuals}, **changed}
+
+
+def merge(states, rank=0, world_size=2, parameters=None):
+    return checkpoint.merge(states, rank, world_size, parameters or {"w": torch.zeros(2, 3)}, of="a Hook")
+
+
+@pytest.mark.parametrize("world_size", range(1, 6))
+@pytest.mark.parametrize("saved_by", range(1, 6))
+def test_what_ranks_have_saved_is_taken_once(saved_by, world_size):
+    states = [state_of(rank, saved_by, {"w": torch.full((2, 3), 10.0**rank)}) for rank in range(saved_by)]
+    merged = [merge(states, rank, world_size) for rank in range(world_size)]
+    assert {steps for steps, _ in merged} == {3}
+    taken = sum(residuals["w"] for _, residuals in merged if residuals)
+    assert taken.shape == (2, 3) and (taken == sum(10**rank for rank in range(saved_by))).all()
+
+
+def test_what_is_saved_is_merged_to_what_it_was():
+    parameters = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
+    feedback = Feedback(torch.float32, twofold=False)
+    feedback.lay({parameters["w"]: (0, 6)}, torch.zeros(6))["residual"].copy_(torch.arange(6.0))
+    saved = checkpoint.save(feedback, parameters, steps=3, rank=1, world_size=2, saved_by=None)
+    steps, residuals = merge([saved], 1, 2, parameters)
+    assert steps == 3 and torch.equal(residuals["w"], torch.arange(6.0).view(2, 3)) and not residuals["b"].any()
+    for saved_by, keys in ((1, []), (5, ["rank 1 of 5", "rank 3 of 5"])):
+        places = checkpoint.save(feedback, parameters, steps=3, rank=1, world_size=2, saved_by=saved_by)["feedback"]
+        assert list(places) == keys and all(not part.any() for place in places.values() for part in place.values())
+    assert checkpoint.save(None, parameters, 3, 1, 2, None)["feedback"] == {"rank 1 of 2": {}}
+
+
+OWN = {"w": torch.ones(2, 3)}
+REFUSED = {
+    "no state": (7, TypeError, "state_dict: expected a state_dict of a Hook, or a list of them"),
+    "no feedback": ({"steps": 1}, TypeError, "state_dict: expected a state_dict of a Hook"),
+    "version": (state_of(0, 2, OWN, version=9), ValueError, r"expected version 1, got \[9\]"),
+    "steps": (state_of(0, 2, OWN, steps=-1), ValueError, "expected steps of at least 0, got -1"),
+    "world size": (state_of(0, 2, OWN, world_size=2**32), ValueError, "expected a world_size of at most"),
+    "no residuals": (state_of(0, 2, 5), ValueError, "expected feedback by rank and by parameter"),
+    "no rank": (state_of(0, 2, {}, feedback={"rank one": {}}), ValueError, r"ranks \[0\] are missing"),
+    "not there": (state_of(5, 2, OWN), ValueError, r"ranks \[0\] are missing"),
+    "some missing": (
+        state_of(0, 4, OWN),
+        ValueError,
+        r"expected the feedback of the ranks \[0, 2\] of 4 on rank 0 of 2, ranks \[2\] are missing",
+    ),
+    "nobody's": (state_of(0, 2, {"nobody": torch.zeros(1)}), ValueError, "the model's parameters, got nobody"),
+    "shape": (
+        state_of(0, 2, {"w": torch.zeros(3)}),
+        ValueError,
+        r"expected feedback of shape \(2, 3\) for w, got \(3,\)",
+    ),
+    "whole numbers": (state_of(0, 2, {"w": torch.ones(2, 3).int()}), ValueError, "for w, got .* of torch.int32"),
+    "no tensor": (
+        state_of(0, 2, {"w": 1.0}),
+        ValueError,
+        "expected feedback of w as a dense tensor, got <class 'float'>",
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_merged_is_refused(state, error, text):
+    with pytest.raises(error, match=text):
+        merge([state])
+
+
+def test_states_that_do_not_belong_together_are_refused():
+    for changed, text in (
+        ({"steps": 5}, r"expected states of one moment, got some of \[3, 5\] steps"),
+        ({"world_size": 4}, r"expected states of one world size, got some of \[2, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            merge([state_of(0, 2, OWN), state_of(1, 2, OWN, **changed)])
+    with pytest.raises(TypeError, match="or a list of them"):
+        merge([])
+
+
+def test_places_are_for_a_world_size():
+    for saved_by, text in ((0, "expected a world size of at least 1, or None, got 0"), (2**32, "expected at most")):
+        with pytest.raises(ValueError, match=f"saved_by: {text}"):
+            checkpoint.save(None, {}, 3, 0, 1, saved_by)
