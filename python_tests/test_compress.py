@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from dltrain_ext import codecs
 from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.compress.layout import Layout, regions_of
+from dltrain_ext.compress.parameters import Parameters
 
 
 def state_of(rank, saved_by, residuals, **changed):
@@ -90,3 +93,54 @@ def test_places_are_for_a_world_size():
     for saved_by, text in ((0, "expected a world size of at least 1, or None, got 0"), (2**32, "expected at most")):
         with pytest.raises(ValueError, match=f"saved_by: {text}"):
             checkpoint.save(None, {}, 3, 0, 1, saved_by)
+
+
+def model_parameters():
+    """A large one, one of a dimension and one that is small, as regions of one buffer, in another order."""
+    a, b, c = torch.zeros(30, 7), torch.zeros(50), torch.zeros(2, 3)
+    named = [(name, tensor.requires_grad_()) for name, tensor in (("a", a), ("b", b), ("c", c))]
+    return named, {c: 10, a: 16, b: 300}
+
+
+def test_regions_go_by_the_tensors_alone():
+    named, firsts = model_parameters()
+    regions = regions_of(Parameters(named), firsts, "int8", 7)
+    assert [(r.first, r.numel, r.codec, r.number, r.is_lossy) for r in regions] == [
+        (10, 6, "raw", 264, False),
+        (16, 210, "int8", 0, True),
+        (300, 50, "raw", 212, False),
+    ]
+    assert [r.part for r in regions] == [*firsts]
+    elsewhere = regions_of(Parameters(named), {tensor: 5 for tensor in firsts}, "int8", 7)
+    assert [(r.part, r.codec, r.number) for r in elsewhere] == [(r.part, r.codec, r.number) for r in regions]
+    assert [r.codec for r in regions_of(Parameters(named), firsts, "int4", 6)] == ["int4", "int4", "raw"]
+    with pytest.raises(ValueError, match=r"named_parameters: expected all .*, one of shape \(2, 3\) is missing"):
+        regions_of(Parameters(named[:2]), firsts, "int8", 7)
+
+
+def test_parameters_without_names_are_numbered_as_they_come():
+    _, firsts = model_parameters()
+    assert [region.number for region in regions_of(Parameters(None), firsts, "int8", 7)] == [0, 8, 220]
+
+
+def test_a_layout_is_of_its_regions():
+    named, firsts = model_parameters()
+    buffer = torch.zeros(350)
+    regions = regions_of(Parameters(named), firsts, "int8", 7)
+    layout = Layout(buffer, regions, None, with_squares=True)
+    assert layout.numel == 350 and not layout.has_feedback and layout.handle.stats()["calls"] == 0
+    assert layout.message_bytes == codecs.nbytes("int8", 210) + 4 * 56
+    assert layout.squares.shape == (3,) and layout.squares.dtype == torch.float64
+    assert Layout(buffer, regions, None).squares is None
+
+
+@pytest.mark.parametrize("twofold", [False, True])
+def test_what_is_lost_follows_its_tensor_to_other_layouts(twofold):
+    named, firsts = model_parameters()
+    parameters, feedback = Parameters(named), Feedback(torch.float32, twofold)
+    feedback.initial = {tensor: torch.full((tensor.numel(),), 1.0 + i) for i, tensor in enumerate(firsts)}
+    for where in (firsts, {tensor: first + 3 for tensor, first in firsts.items()}):
+        assert Layout(torch.zeros(400), regions_of(parameters, where, "int8", 7), feedback).has_feedback
+        assert [feedback.of(tensor).unique().tolist() for tensor in firsts] == [[1.0], [2.0], [3.0]]
+        assert not feedback.initial
+    assert feedback.of(torch.zeros(1)) is None

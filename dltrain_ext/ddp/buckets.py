@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dltrain_ext import _ops
 from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.compress.layout import Layout, regions_of
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.ddp.parameters import check_parameters
 
@@ -21,11 +21,7 @@ class Bucket:
     index: int
     parameters: list[Tensor]
     codec: str
-    numel: int
-    message_bytes: int  # of one message of all of it
-    squares: Tensor | None  # the sum of squares of each parameter's averaged gradient, where wanted
-    has_feedback: bool
-    handle: _ops.Bucket
+    layout: Layout[Tensor]
 
     def is_like(self, bucket: dist.GradBucket, codec: str) -> bool:
         parameters = bucket.parameters()
@@ -33,7 +29,7 @@ class Bucket:
             self.codec == codec
             and len(parameters) == len(self.parameters)
             and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
-            and self.numel == bucket.buffer().numel()
+            and self.layout.numel == bucket.buffer().numel()
         )
 
 
@@ -106,7 +102,8 @@ class Buckets:
         index = bucket.index()
         found = self._laid.get(index)
         if found is None or not found.is_like(bucket, codec):
-            found = self._laid[index] = self._lay(bucket, codec, by_parameter)
+            layout = self._lay(bucket, codec, by_parameter)
+            found = self._laid[index] = Bucket(index, bucket.parameters(), codec, layout)
             self._orders.clear()
         if bucket.is_last():
             self._laid = {i: laid for i, laid in self._laid.items() if i <= index}
@@ -117,41 +114,17 @@ class Buckets:
         """Those of earlier passes that the latest one has not reduced."""
         return [bucket for bucket in self._laid.values() if bucket not in self.reduced]
 
-    def _codec_of(self, parameter: Tensor, codec: str) -> str:
-        return "raw" if parameter.dim() <= 1 or parameter.numel() < self._min_compress_numel else codec
-
-    def _lay(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Bucket:
+    def _lay(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Layout[Tensor]:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.layout != torch.strided:
             raise TypeError(f"bucket: expected dense gradients, got {buffer.layout}; make the embedding's sparse=False")
         check_parameters((f"one of shape {tuple(p.shape)}", p) for p in parameters)
-        spans: dict[Tensor, tuple[int, int]] = {}
-        for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
-            spans[parameter] = (int(gradient.storage_offset() - buffer.storage_offset()), gradient.numel())
-        codecs = [self._codec_of(parameter, codec) for parameter in parameters]
-        squares = None
-        if self._with_squares:
-            squares = torch.zeros(len(parameters), dtype=torch.float64, device=buffer.device)
-        feedback = {}
-        if self.feedback is not None and any(_ops.find_codec(name).error(False)[0] > 0 for name in codecs):
-            feedback = self.feedback.lay(spans, buffer)
-        handle = _ops.Bucket(
-            [(*spans[p], name, self.parameters.number(p)) for p, name in zip(parameters, codecs, strict=True)],
-            by_parameter=by_parameter,
-            squares=squares,
-            **feedback,
+        firsts = [int(gradient.storage_offset() - buffer.storage_offset()) for gradient in bucket.gradients()]
+        regions = regions_of(
+            self.parameters, dict(zip(parameters, firsts, strict=True)), codec, self._min_compress_numel
         )
-        message_bytes = sum(_ops.find_codec(name).bytes(p.numel()) for p, name in zip(parameters, codecs, strict=True))
-        return Bucket(
-            bucket.index(),
-            parameters,
-            codec,
-            buffer.numel(),
-            message_bytes,
-            squares,
-            bool(feedback),
-            handle,
-        )
+        feedback = self.feedback if any(region.is_lossy for region in regions) else None
+        return Layout(buffer, regions, feedback, by_parameter=by_parameter, with_squares=self._with_squares)
 
     def absent(self) -> list[str]:
         """The named parameters that have a gradient and are in no bucket."""
@@ -166,7 +139,7 @@ class Buckets:
 
         Added parameter by parameter in the model's order, so that it has the same bits whatever the buckets.
         """
-        found = [bucket.squares for bucket in self.reduced if bucket.squares is not None]
+        found = [bucket.layout.squares for bucket in self.reduced if bucket.layout.squares is not None]
         device = found[0].device
         squares = torch.cat([numbers.to(device, non_blocking=True) for numbers in found])
         indices = tuple(bucket.index for bucket in self.reduced)
@@ -187,7 +160,8 @@ class Buckets:
         """See AllReduceState.stats. Waits for the device."""
         found = []
         for bucket in self.reduced:
-            stats = bucket.handle.stats()
+            layout = bucket.layout
+            stats = layout.handle.stats()
             calls = int(stats["calls"])
             on_cpu = bucket.parameters[0].device.type == "cpu"
             times = {
@@ -195,16 +169,16 @@ class Buckets:
                 for name in ("queued", "encoding", "sending", "waiting", "busy", "late")
             }
             error = None
-            if bucket.has_feedback and self.feedback is not None:
+            if layout.has_feedback and self.feedback is not None:
                 lost = _square_norm([self.feedback.of(p) for p in bucket.parameters])
                 gradients = [p.grad for p in bucket.parameters]
-                total = _square_norm(gradients) if bucket.squares is None else float(bucket.squares.sum())
+                total = _square_norm(gradients) if layout.squares is None else float(layout.squares.sum())
                 error = math.sqrt(lost / total) * scale if total > 0 else None
             found.append(
                 {
-                    "numel": bucket.numel,
+                    "numel": layout.numel,
                     "wire_bytes": int(stats["wire_bytes"]),
-                    "ratio": 4 * sum(p.numel() for p in bucket.parameters) / bucket.message_bytes,
+                    "ratio": 4 * sum(p.numel() for p in bucket.parameters) / layout.message_bytes,
                     "codec_error": error,
                     **times,
                 }

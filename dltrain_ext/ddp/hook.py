@@ -190,14 +190,14 @@ class AllReduceState:
         is_plain = self._world_size == 1 or self.steps <= self.warmup_steps
         codec = "raw" if is_plain else self.codec
         plan = self.choice.algorithm
-        laid = self._buckets.find(bucket, codec, self._is_by_parameter(plan, codec))
+        layout = self._buckets.find(bucket, codec, self._is_by_parameter(plan, codec)).layout
         # A rank that has joined is called outside of backward. Its scaler stands still, so what is lost now it cannot
         # put in units that will fit later.
-        feeds = laid.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
+        feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
         buffer = bucket.buffer()
         work = self.communicator.reduce_bucket(
             buffer,
-            laid.handle,
+            layout.handle,
             average=True,
             feeds=feeds,
             algorithm=plan,
@@ -271,7 +271,7 @@ class AllReduceState:
         hidden = None
         if busy and None not in busy and (total := math.fsum(busy)) > 0:
             hidden = max(0.0, 1 - per_bucket[-1]["late"] / total)
-        sent = sum(bucket.message_bytes for bucket in self._buckets.reduced)
+        sent = sum(bucket.layout.message_bytes for bucket in self._buckets.reduced)
         numel = sum(p.numel() for bucket in self._buckets.reduced for p in bucket.parameters)
         return {
             "buckets": counted.pop("calls"),

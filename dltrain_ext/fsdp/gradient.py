@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dltrain_ext import _ops
 from dltrain_ext.amp import LossScaler
 from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.compress.layout import Layout, Region
 
 
 class Gradient:
@@ -32,11 +32,11 @@ class Gradient:
         self.name, self.numel, self.seed, self.steps = name, numel, seed, steps
         self.feedback = None if feedback_dtype is None else Feedback[str](feedback_dtype, twofold=scaler is not None)
         self.message_bytes = 0  # of the latest
-        self._buckets: dict[int, _ops.Bucket] = {}  # by its elements: without feedback some parameters may be unused
+        self._layouts: dict[int, Layout[str]] = {}  # by its elements: without feedback some parameters may be unused
         self._scaler = scaler
         self._was_taken: Callable[[], Tensor] | None = None  # the step after what is lost was written last
 
-    def enter(self, tensor: Tensor, codec: str) -> _ops.Bucket:
+    def enter(self, tensor: Tensor, codec: str) -> Layout[str]:
         """Before each reduction."""
         numel = tensor.numel()
         if self.feedback is not None and numel != self.numel:
@@ -44,16 +44,16 @@ class Gradient:
                 f"error_feedback: expected gradients of all parameters of {self.name or 'the model'} in each backward "
                 f"pass, {self.numel} elements, got {numel}; where some are unused, register with False"
             )
-        if numel not in self._buckets:
-            lost = {} if self.feedback is None else self.feedback.lay({self.name: (0, numel)}, tensor)
-            self._buckets[numel] = _ops.Bucket([(0, numel, codec, 0)], by_parameter=False, squares=None, **lost)
-        self.message_bytes = _ops.find_codec(codec).bytes(numel)
+        if numel not in self._layouts:
+            self._layouts[numel] = Layout(tensor, [Region(self.name, 0, numel, codec, 0)], self.feedback)
+        layout = self._layouts[numel]
+        self.message_bytes = layout.message_bytes
         self.numel = numel
         self._settle()
         if self.feedback is not None and self._scaler is not None:
             self._was_taken = next_step_of(self._scaler, tensor.device)
         self.steps += 1
-        return self._buckets[numel]
+        return layout
 
     def _settle(self) -> None:
         """What was lost last counts, unless its step has been skipped. No host waits for that."""
@@ -73,7 +73,7 @@ class Gradient:
         return torch.zeros(self.numel) if residual is None else residual.clone()
 
     def stats(self) -> dict[str, int]:
-        counted = [bucket.stats() for bucket in self._buckets.values()]
+        counted = [layout.handle.stats() for layout in self._layouts.values()]
         return {
             "numel": self.numel,
             **{key: int(sum(each[key] for each in counted)) for key in ("calls", "wire_bytes")},

@@ -74,10 +74,11 @@ class ShardedState:
         """Returns when that is done or, on CUDA, when the current stream waits for it."""
         codec = "raw" if tensor.numel() < self.min_compress_numel else self.codec
         gradient = self._gradients[name]
+        layout = gradient.enter(tensor, codec)
         communicator.reduce_bucket(
             tensor,
-            gradient.enter(tensor, codec),
-            feeds=gradient.feedback is not None,
+            layout.handle,
+            feeds=layout.has_feedback,
             codec=codec,
             loss_scale=gradient.loss_scale(tensor.device),
             stochastic=self._stochastic,

@@ -1,0 +1,79 @@
+"""A flat buffer, and how what lies in it travels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext.compress.feedback import Feedback, Part
+from dltrain_ext.compress.parameters import Parameters
+
+
+@dataclass(frozen=True)
+class Region(Generic[Part]):
+    """A stretch of a flat buffer that travels in one codec."""
+
+    part: Part  # whose feedback it is that this loses
+    first: int
+    numel: int
+    codec: str
+    number: int  # of its first element, for random numbers; a multiple of 4
+
+    @property
+    def is_lossy(self) -> bool:
+        return _ops.find_codec(self.codec).error(False)[0] > 0
+
+
+def regions_of(
+    parameters: Parameters, firsts: Mapping[Tensor, int], codec: str, min_compress_numel: int
+) -> list[Region[Tensor]]:
+    """One for each of the tensors, whose elements begin there in the buffer.
+
+    Those of fewer elements than that, or of one dimension or none, travel raw.
+    """
+
+    def codec_of(tensor: Tensor) -> str:
+        return "raw" if tensor.dim() <= 1 or tensor.numel() < min_compress_numel else codec
+
+    return [
+        Region(tensor, first, tensor.numel(), codec_of(tensor), parameters.number(tensor))
+        for tensor, first in firsts.items()
+    ]
+
+
+class Layout(Generic[Part]):
+    """Regions of a buffer, and what stays of them from one reduction to the next.
+
+    Args:
+        feedback: None where what is lost is lost.
+        by_parameter: what becomes of a region must not depend on what else is in the buffer.
+        with_squares: whether ``squares`` is wanted, the sum of each region's squared averages, in float64.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        regions: Sequence[Region[Part]],
+        feedback: Feedback[Part] | None,
+        *,
+        by_parameter: bool = False,
+        with_squares: bool = False,
+    ):
+        self.numel = buffer.numel()
+        self.message_bytes = sum(_ops.find_codec(region.codec).bytes(region.numel) for region in regions)  # of one
+        self.has_feedback = feedback is not None
+        self.squares = None
+        if with_squares:
+            self.squares = torch.zeros(len(regions), dtype=torch.float64, device=buffer.device)
+        lost = {}
+        if feedback is not None:
+            lost = feedback.lay({region.part: (region.first, region.numel) for region in regions}, buffer)
+        self.handle = _ops.Bucket(
+            [(region.first, region.numel, region.codec, region.number) for region in regions],
+            by_parameter=by_parameter,
+            squares=self.squares,
+            **lost,
+        )
