@@ -1,13 +1,16 @@
 """What the rooms that send gradients have in common, without a process group."""
 
+import math
+
 import pytest
 import torch
 
-from dltrain_ext import codecs
+from dltrain_ext import amp, codecs
 from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, regions_of
 from dltrain_ext.compress.parameters import Parameters
+from dltrain_ext.compress.scaling import Verdict, loss_scale_of
 
 
 def state_of(rank, saved_by, residuals, **changed):
@@ -144,3 +147,82 @@ def test_what_is_lost_follows_its_tensor_to_other_layouts(twofold):
         assert [feedback.of(tensor).unique().tolist() for tensor in firsts] == [[1.0], [2.0], [3.0]]
         assert not feedback.initial
     assert feedback.of(torch.zeros(1)) is None
+
+
+def step_of_kernels(laid, value):
+    """Reads what has been lost and writes what is then, as encoding does."""
+    laid["residual" if laid["swapped"].item() else "spare"].fill_(value)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_only_a_step_that_is_taken_leaves_a_trace(is_taken):
+    feedback = Feedback(torch.float32, twofold=True)
+    reached, unreached = (feedback.lay({part: (0, 4)}, torch.zeros(4)) for part in ("reached", "unreached"))
+    step_of_kernels(unreached, 7.0)
+    step_of_kernels(reached, 1.0)
+    feedback.expect(Verdict.of_sum(lambda: torch.tensor(2.0)))
+    assert not feedback.of("reached").any(), "not before it is settled"
+    feedback.settle()
+    step_of_kernels(reached, 2.0)
+    feedback.expect(Verdict.of_sum(lambda: torch.tensor(2.0 if is_taken else math.inf)))
+    for _ in range(2):  # the second time there is nothing to settle
+        feedback.settle(unreached=["unreached"])
+        assert feedback.of("reached").unique() == (2.0 if is_taken else 1.0)
+        assert feedback.of("unreached").unique() == 7.0
+
+
+def test_nobody_is_asked_where_no_step_can_be_skipped():
+    feedback = Feedback(torch.float32, twofold=False)
+    feedback.lay({"part": (0, 4)}, torch.zeros(4))["residual"].fill_(1.0)
+    feedback.expect(Verdict.of_sum(lambda: pytest.fail("asked")))
+    feedback.settle()
+    assert (feedback.of("part") == 1.0).all()
+
+
+SCALERS = {
+    "ours": amp.LossScaler,
+    "ours, at the bottom": lambda *args, **options: amp.LossScaler(*args, **options, min_scale=64.0),
+    "torch's": torch.amp.GradScaler,
+}
+
+
+def scaled_step(scaler, weight, optimizer, factor=1.0, new_scale=None):
+    optimizer.zero_grad()
+    scaler.scale(weight.sum() * factor).backward()
+    verdict = Verdict.of_scaler(scaler)
+    scaler.step(optimizer)
+    scaler.update(new_scale)
+    return bool(verdict.ask())
+
+
+@pytest.mark.parametrize("growth_interval", [1, 3])
+@pytest.mark.parametrize("kind", [*SCALERS])
+def test_a_scaler_says_which_steps_it_has_taken(kind, growth_interval):
+    scaler = SCALERS[kind]("cpu", init_scale=64.0, growth_interval=growth_interval)
+    weight = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    factors = [1.0, math.inf, 1.0, 1.0, math.inf, math.nan, 1.0]
+    taken = [scaled_step(scaler, weight, optimizer, factor) for factor in factors]
+    assert taken == [math.isfinite(factor) for factor in factors]
+    assert growth_interval == 1 or scaled_step(scaler, weight, optimizer, new_scale=1.0), "lower, but by hand"
+
+
+def test_several_passes_before_a_step_have_each_a_sum_but_no_verdict_of_the_scaler():
+    scaler, weight = amp.LossScaler("cpu"), torch.zeros(3, requires_grad=True)
+    scaler.scale(weight.sum() * math.inf).backward()
+    of_sum, of_scaler = Verdict.of_sum(weight.grad.double().square().sum), Verdict.of_scaler(scaler)
+    assert not of_sum.ask() and of_scaler.ask(), "when the next pass begins"
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    assert not of_scaler.ask()
+
+
+@pytest.mark.parametrize("kind", [*SCALERS])
+def test_the_loss_scale_is_that_of_the_gradients_at_hand(kind):
+    scaler, cpu = SCALERS[kind]("cpu", init_scale=64.0), torch.device("cpu")
+    for too_early in (lambda: loss_scale_of(scaler, cpu), lambda: Verdict.of_scaler(torch.amp.GradScaler("cpu"))):
+        with pytest.raises(RuntimeError, match=r"scaler: expected one whose scale\(loss\) has been called before"):
+            too_early()
+    scaler.scale(torch.ones(()))
+    found = loss_scale_of(scaler, cpu)
+    assert found == 64.0 and found.dtype == torch.float32
+    assert loss_scale_of(None, cpu) is None and loss_scale_of(SCALERS[kind]("cpu", enabled=False), cpu) is None

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from dltrain_ext.compress.scaling import Verdict
+
 Part = TypeVar("Part", bound=Hashable)
 
 
@@ -21,6 +23,7 @@ class Feedback(Generic[Part]):
         self.initial: dict[Part, Tensor] = {}  # of parts that have not been laid out yet
         self._views: dict[Part, tuple[Tensor, Tensor]] = {}
         self._swapped: dict[torch.device, Tensor] = {}
+        self._verdict: Verdict | None = None  # on what has been written since the last
 
     def lay(self, spans: dict[Part, tuple[int, int]], buffer: Tensor) -> dict[str, Tensor]:
         """Flat memory for a buffer in which the parts lie there, with what there is of them."""
@@ -49,15 +52,21 @@ class Feedback(Generic[Part]):
             return views[0]
         return torch.where(self._swapped_on(views[0].device).bool(), views[1], views[0])
 
-    def keep(self, parts: Iterable[Part]) -> None:
-        """What the latest step has not reached stays as it is, whether that step holds or not."""
-        for part in parts:
+    def expect(self, verdict: Verdict) -> None:
+        """Whether what is written from now on holds. Where no step can be skipped nobody is asked."""
+        if self.twofold:
+            self._verdict = verdict
+
+    def settle(self, unreached: Iterable[Part] = ()) -> None:
+        """Asks for the verdict that is expected; parts that were not reduced keep what they have, whatever it is."""
+        if self._verdict is None:
+            return
+        for part in unreached:
             lost = self.of(part)
             for view in self._views.get(part, ()):
-                if lost is not None and self.twofold:
+                if lost is not None:
                     view.copy_(lost)
-
-    def settle(self, is_finite: Tensor) -> None:
-        """What the latest step has written holds, if that is not skipped."""
+        is_taken = self._verdict.ask()
+        self._verdict = None
         for device, swapped in self._swapped.items():
-            swapped.bitwise_xor_(is_finite.to(device, torch.uint8, non_blocking=True))
+            swapped.bitwise_xor_(is_taken.to(device, torch.uint8, non_blocking=True))

@@ -11,6 +11,7 @@ from torch import Tensor
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, regions_of
 from dltrain_ext.compress.parameters import Parameters
+from dltrain_ext.compress.scaling import Verdict
 from dltrain_ext.ddp.parameters import check_parameters
 
 
@@ -56,7 +57,6 @@ class Buckets:
         self.reduced: list[Bucket] = []  # in this pass so far, by index
         self._laid: dict[int, Bucket] = {}
         self._last: torch.futures.Future[Tensor] | None = None  # of the latest bucket
-        self._unsettled = False  # whether feedback has been written since its latest verdict
         self._task = -1  # of autograd's, that the latest pass is
         self._min_compress_numel = min_compress_numel
         self._with_squares = with_squares
@@ -79,16 +79,13 @@ class Buckets:
     def submitted(self, future: torch.futures.Future[Tensor], feeds: bool) -> None:
         """When the bucket that was found last is reduced, and whether that writes feedback."""
         self._last = future
-        self._unsettled |= feeds
+        if feeds and self.feedback is not None:
+            self.feedback.expect(Verdict.of_sum(self.sum_squares))
 
     def settle(self) -> None:
         """Decides whether what the latest pass has lost counts; between passes. No host waits for it."""
-        if self._last is None or not self._last.done():
-            return
-        if self._unsettled and self.feedback is not None and self.feedback.twofold:
-            self.feedback.keep([p for bucket in self.skipped() for p in bucket.parameters])
-            self.feedback.settle(torch.isfinite(self.sum_squares()))
-        self._unsettled = False
+        if self.feedback is not None and self._last is not None and self._last.done():
+            self.feedback.settle(unreached=(p for bucket in self.skipped() for p in bucket.parameters))
 
     def settle_after_backward(self) -> None:
         if torch._C._current_graph_task_id() == -1:

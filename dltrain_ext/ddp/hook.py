@@ -24,6 +24,7 @@ from dltrain_ext.comm.groups import group_of
 from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.parameters import Parameters
+from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
 from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.choice import Reduction, choose, usual_codec
 
@@ -159,7 +160,7 @@ class AllReduceState:
 
     @property
     def _is_scaled(self) -> bool:
-        return self.scaler is not None and self.scaler.is_enabled()
+        return is_scaling(self.scaler)
 
     def _forget(self) -> None:
         """Begins anew, with nothing lost."""
@@ -203,7 +204,7 @@ class AllReduceState:
             algorithm=plan,
             segments=self.choice.segments or 0,
             codec=codec,
-            loss_scale=self._loss_scale(buffer.device) if feeds else None,
+            loss_scale=loss_scale_of(self.scaler, buffer.device) if feeds else None,
             stochastic=self._stochastic,
             seed=self.seed,
             step=self.steps % 2**32,
@@ -213,14 +214,6 @@ class AllReduceState:
             # Before DDP waits itself, where Ctrl-C is not heard.
             Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
         return work.get_future()
-
-    def _loss_scale(self, device: torch.device) -> Tensor | None:
-        if self.scaler is None or not self._is_scaled:
-            return None
-        scale: Tensor | None = self.scaler._scale  # get_scale() would wait for the device
-        if scale is None:
-            raise RuntimeError("scaler: expected one whose scale(loss) has been called before backward")
-        return scale.to(device, non_blocking=True)
 
     def _check_scaler(self) -> None:
         if self.scaler is None:

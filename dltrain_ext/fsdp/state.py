@@ -11,6 +11,7 @@ from torch import Tensor
 from dltrain_ext._arguments import is_dense
 from dltrain_ext.comm import Communicator
 from dltrain_ext.compress.checkpoint import key_of
+from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
 from dltrain_ext.fsdp.gradient import Gradient
 
 VERSION = 1
@@ -39,7 +40,7 @@ class ShardedState:
         timeout: timedelta | None,
     ):
         self.codec, self.algorithm, self.min_compress_numel = codec, algorithm, min_compress_numel
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaler = scaler if is_scaling(scaler) else None
         self._feedback_dtype = feedback_dtype
         self._stochastic, self._seed, self._timeout = stochastic, seed, timeout
         self._numels = dict(numels)
@@ -80,7 +81,7 @@ class ShardedState:
             layout.handle,
             feeds=layout.has_feedback,
             codec=codec,
-            loss_scale=gradient.loss_scale(tensor.device),
+            loss_scale=loss_scale_of(self._scaler, tensor.device) if layout.has_feedback else None,
             stochastic=self._stochastic,
             seed=gradient.seed,
             step=gradient.steps % 2**32,

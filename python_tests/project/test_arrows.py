@@ -40,7 +40,7 @@ MODULES = {
     "amp": {"optim", "_ops", "_arguments"},
     "compress": {"_ops", "_arguments"},
     "ddp": {"compress", "comm", "amp", "codecs", "_ops", "_arguments"},
-    "fsdp": {"compress", "comm", "amp", "codecs", "_ops", "_arguments"},
+    "fsdp": {"compress", "comm", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
     "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},
