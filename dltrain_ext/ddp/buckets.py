@@ -1,13 +1,12 @@
 """DDP's buckets as the hook remembers them: what lies where, and what was found out."""
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dltrain_ext.amp import GradStats
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, regions_of
 from dltrain_ext.compress.parameters import Parameters
@@ -123,7 +122,7 @@ class Buckets:
         feedback = self.feedback if any(region.is_lossy for region in regions) else None
         return Layout(buffer, regions, feedback, by_parameter=by_parameter, with_squares=self._with_squares)
 
-    def absent(self) -> list[str]:
+    def _absent(self) -> list[str]:
         """The named parameters that have a gradient and are in no bucket."""
         names = self.parameters.names
         if names is None or sum(len(bucket.parameters) for bucket in self._laid.values()) == len(names):
@@ -145,47 +144,26 @@ class Buckets:
             self._orders[indices] = torch.tensor(numbers).argsort().to(device, non_blocking=True)
         return squares[self._orders[indices]].sum()
 
-    def sum_left_squares(self) -> Tensor | None:
+    def _sum_left_squares(self) -> Tensor | None:
         """Of the gradients that skipped buckets still have from before; None where there are none, as a rule."""
         left = [p.grad for bucket in self.skipped() for p in bucket.parameters if p.grad is not None]
         if not left:
             return None
         device = left[0].device
-        return torch.stack([_square_sum(gradient).to(device, non_blocking=True) for gradient in left]).sum()
+        return torch.stack([square_sum(gradient).to(device, non_blocking=True) for gradient in left]).sum()
 
-    def stats(self, scale: float) -> list[dict[str, Any]]:
-        """See AllReduceState.stats. Waits for the device."""
-        found = []
-        for bucket in self.reduced:
-            layout = bucket.layout
-            stats = layout.handle.stats()
-            calls = int(stats["calls"])
-            on_cpu = bucket.parameters[0].device.type == "cpu"
-            times = {
-                name: stats[name] / calls if calls and on_cpu else None
-                for name in ("queued", "encoding", "sending", "waiting", "busy", "late")
-            }
-            error = None
-            if layout.has_feedback and self.feedback is not None:
-                lost = _square_norm([self.feedback.of(p) for p in bucket.parameters])
-                gradients = [p.grad for p in bucket.parameters]
-                total = _square_norm(gradients) if layout.squares is None else float(layout.squares.sum())
-                error = math.sqrt(lost / total) * scale if total > 0 else None
-            found.append(
-                {
-                    "numel": layout.numel,
-                    "wire_bytes": int(stats["wire_bytes"]),
-                    "ratio": 4 * sum(p.numel() for p in bucket.parameters) / layout.message_bytes,
-                    "codec_error": error,
-                    **times,
-                }
+    def grad_stats(self) -> GradStats:
+        """See AllReduceState.grad_stats."""
+        if not self.reduced:
+            raise RuntimeError("grad_stats: expected a backward pass first")
+        if absent := self._absent():
+            raise RuntimeError(
+                f"grad_stats: expected all parameters in DDP's buckets, got none of {', '.join(absent)}, which DDP was "
+                "told to ignore or to delay, or were frozen when it was made; step without grad_stats"
             )
-        return found
+        squares, left = self.sum_squares(), self._sum_left_squares()
+        return GradStats(squares if left is None else squares + left.to(squares.device, non_blocking=True))
 
 
-def _square_sum(tensor: Tensor) -> Tensor:
+def square_sum(tensor: Tensor) -> Tensor:
     return tensor.double().square().sum()
-
-
-def _square_norm(tensors: list[Tensor | None]) -> float:
-    return math.fsum(float(_square_sum(tensor)) for tensor in tensors if tensor is not None)

@@ -15,6 +15,7 @@ from dltrain_ext.comm.arguments import IN_PLANS, check_names
 from dltrain_ext.comm.groups import device_of, group_of
 
 _BUCKET = 25 << 20  # bytes, DDP's default
+_IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
 _log = logging.getLogger("dltrain_ext")
 
 
@@ -46,6 +47,12 @@ class Reduction:
     def __str__(self) -> str:
         segments = "" if self.segments is None else f" in {self.segments} segments"
         return f"{self.codec} by {self.algorithm}{segments}"
+
+    def is_by_parameter(self, codec: str, world_size: int) -> bool:
+        """Whether gradients that travel in that codec have to be cut each by itself, for their bits not to depend on
+        their buckets."""
+        in_any_order = world_size <= 2 or self.algorithm in _IN_RANK_ORDER
+        return not (codec == "raw" and in_any_order)
 
     def or_saved(self, states: Sequence[Mapping[str, Any]], asked: "Reduction", world_size: int) -> "Reduction":
         """What a run before, of as many ranks, had in its checkpoints, where that is what is asked for now.

@@ -1,6 +1,5 @@
 """The hook, and what it needs."""
 
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,21 +13,18 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from dltrain_ext import _ops
 from dltrain_ext._arguments import check_number
 from dltrain_ext.amp import GradStats
-from dltrain_ext.codecs.arguments import dtype_of_feedback, is_stochastic
 from dltrain_ext.comm import Communicator, Tuning
-from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.compress import checkpoint
+from dltrain_ext.compress.arguments import check_options
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
 from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.choice import Reduction, choose, usual_codec
-
-_IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
+from dltrain_ext.ddp.statistics import stats_of
 
 
 class AllReduceState:
@@ -98,30 +94,25 @@ class AllReduceState:
         parameters = Parameters(named_parameters)
         if codec is None:
             codec = usual_codec(process_group, (parameters.names or {}).values())
-        check_names(algorithm, "raw" if isinstance(codec, str) and codec == "auto" else codec)
-        dtype = dtype_of_feedback(feedback_dtype)
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(f"scaler: expected a LossScaler or torch.amp.GradScaler, got {type(scaler).__name__}")
-        for name, number, bound in (
-            ("min_compress_numel", min_compress_numel, 2**63),
-            ("warmup_steps", warmup_steps, 2**63),
-            ("seed", seed, 2**63),
-        ):
-            check_number(number, name, bound)
-        stochastic = is_stochastic(rounding)
-        if error_feedback and codec != "auto":
-            _ops.check_feedback(codec, stochastic, "error_feedback: expected False")
+        self._stochastic, self._feedback_dtype = check_options(
+            algorithm,
+            "raw" if isinstance(codec, str) and codec == "auto" else codec,
+            error_feedback=error_feedback,
+            feedback_dtype=feedback_dtype,
+            scaler=scaler,
+            min_compress_numel=min_compress_numel,
+            rounding=rounding,
+            seed=seed,
+        )
+        check_number(warmup_steps, "warmup_steps", 2**63)
         self._communicator_of = partial(
             Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
         self._asked, self._parameters = Reduction(codec, algorithm), parameters
         self._use(process_group)
         self.scaler = scaler
-        self.min_compress_numel, self.warmup_steps = min_compress_numel, warmup_steps
-        self.seed = seed
+        self.min_compress_numel, self.warmup_steps, self.seed = min_compress_numel, warmup_steps, seed
         self.steps = 0  # backward passes so far
-        self._stochastic = stochastic
-        self._feedback_dtype = dtype if error_feedback else None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._forget()
 
@@ -173,10 +164,6 @@ class AllReduceState:
             with_squares=self.scaler is not None,
         )
 
-    def _is_by_parameter(self, plan: str, codec: str) -> bool:
-        in_any_order = self._world_size <= 2 or plan in _IN_RANK_ORDER
-        return not (codec == "raw" and in_any_order)
-
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
@@ -188,10 +175,8 @@ class AllReduceState:
             self._buckets.begin()
             self._follow()
             self.steps += 1
-        is_plain = self._world_size == 1 or self.steps <= self.warmup_steps
-        codec = "raw" if is_plain else self.codec
-        plan = self.choice.algorithm
-        layout = self._buckets.find(bucket, codec, self._is_by_parameter(plan, codec)).layout
+        codec = "raw" if self._world_size == 1 or self.steps <= self.warmup_steps else self.codec
+        layout = self._buckets.find(bucket, codec, self.choice.is_by_parameter(codec, self._world_size)).layout
         # A rank that has joined is called outside of backward. Its scaler stands still, so what is lost now it cannot
         # put in units that will fit later.
         feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
@@ -201,7 +186,7 @@ class AllReduceState:
             layout.handle,
             average=True,
             feeds=feeds,
-            algorithm=plan,
+            algorithm=self.algorithm,
             segments=self.choice.segments or 0,
             codec=codec,
             loss_scale=loss_scale_of(self.scaler, buffer.device) if feeds else None,
@@ -233,15 +218,7 @@ class AllReduceState:
             RuntimeError: there is no scaler, has been no backward pass yet, or a parameter is in no bucket.
         """
         self._check_scaler()
-        if not self._buckets.reduced:
-            raise RuntimeError("grad_stats: expected a backward pass first")
-        if absent := self._buckets.absent():
-            raise RuntimeError(
-                f"grad_stats: expected all parameters in DDP's buckets, got none of {', '.join(absent)}, which DDP was "
-                "told to ignore or to delay, or were frozen when it was made; step without grad_stats"
-            )
-        squares, left = self._buckets.sum_squares(), self._buckets.sum_left_squares()
-        return GradStats(squares if left is None else squares + left.to(squares.device, non_blocking=True))
+        return self._buckets.grad_stats()
 
     def stats(self) -> dict[str, Any]:
         """What has been sent, and where the time went.
@@ -259,21 +236,13 @@ class AllReduceState:
         """
         counted = self.communicator.stats()
         self._buckets.settle_after_backward()
-        per_bucket = self._buckets.stats(1.0 if self.scaler is None else self.scaler.get_scale())
-        busy = [bucket["busy"] for bucket in per_bucket]
-        hidden = None
-        if busy and None not in busy and (total := math.fsum(busy)) > 0:
-            hidden = max(0.0, 1 - per_bucket[-1]["late"] / total)
-        sent = sum(bucket.layout.message_bytes for bucket in self._buckets.reduced)
-        numel = sum(p.numel() for bucket in self._buckets.reduced for p in bucket.parameters)
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         return {
             "buckets": counted.pop("calls"),
             **counted,
             "steps": self.steps,
             **self.choice.to_dict(),
-            "ratio": 4 * numel / sent if sent else None,
-            "hidden": hidden,
-            "per_bucket": per_bucket,
+            **stats_of(self._buckets.reduced, self._feedback, scale),
         }
 
     def state_dict(self, *, saved_by: int | None = None) -> dict[str, Any]:

@@ -14,10 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dltrain_ext import _ops
-from dltrain_ext._arguments import check_number
-from dltrain_ext.codecs.arguments import dtype_of_feedback, is_stochastic
-from dltrain_ext.comm.arguments import check_names
+from dltrain_ext.compress.arguments import check_options
 from dltrain_ext.fsdp.state import ShardedState
 
 _registered: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
@@ -86,17 +83,18 @@ def register(
         RuntimeError: this has been registered on the model before.
     """
     groups = _groups(model)
-    check_names(algorithm, codec)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler: expected a LossScaler or torch.amp.GradScaler, got {type(scaler).__name__}")
+    stochastic, dtype = check_options(
+        algorithm,
+        codec,
+        error_feedback=replicas is not None if error_feedback is None else error_feedback,
+        feedback_dtype=feedback_dtype,
+        scaler=scaler,
+        min_compress_numel=min_compress_numel,
+        rounding=rounding,
+        seed=seed,
+    )
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout: expected a datetime.timedelta or None, got {timeout!r}")
-    check_number(min_compress_numel, "min_compress_numel", 2**63)
-    check_number(seed, "seed", 2**63)
-    feeds = replicas is not None if error_feedback is None else error_feedback
-    stochastic, dtype = is_stochastic(rounding), dtype_of_feedback(feedback_dtype)
-    if feeds:
-        _ops.check_feedback(codec, stochastic, "error_feedback: expected False")
     group = None if replicas is None else _replicas(replicas, groups)
     kind = "reduce-scatter" if group is None else "replicas"
     if kind in _registered.setdefault(model, set()):
@@ -106,7 +104,7 @@ def register(
         group,
         codec=codec,
         algorithm=algorithm,
-        feedback_dtype=dtype if feeds else None,
+        feedback_dtype=dtype,
         scaler=scaler,
         min_compress_numel=min_compress_numel,
         stochastic=stochastic,
