@@ -72,11 +72,12 @@ void bind_communicator(py::module_& module) {
                        const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, Ranks members, const c10::Device& device,
                        double timeout, double answer_timeout, double round_trip, bool measures) {
              using Seconds = comm::Patience::Seconds;
-             return std::make_unique<Communicator>(std::move(across), std::move(inside),
-                                                   comm::Hosts{hosts.first, hosts.second, static_cast<int>(members.ranks.size())},
-                                                   control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(members), device,
-                                                   std::chrono::floor<std::chrono::milliseconds>(Seconds(timeout)),
-                                                   comm::Patience(Seconds(answer_timeout), Seconds(round_trip)), measures);
+             const comm::Hosts of_all{hosts.first, hosts.second, static_cast<int>(members.ranks.size())};
+             const comm::Patience patience{Seconds(answer_timeout), Seconds(round_trip)};
+             auto work = std::make_shared<Work>(std::move(across), std::move(inside), of_all,
+                                                control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(members),
+                                                std::chrono::floor<std::chrono::milliseconds>(Seconds(timeout)), patience, measures);
+             return std::make_unique<Communicator>(std::move(work), device);
            }),
            py::arg("across"), py::arg("inside"), py::arg("hosts"), py::arg("control"), py::arg("members"), py::arg("device"),
            py::arg("timeout"), py::arg("answer_timeout"), py::arg("round_trip"), py::arg("measures"))

@@ -1,0 +1,72 @@
+#include "comm/run/communicator.h"
+
+#include <utility>
+
+namespace dltrain::comm {
+
+Communicator::Communicator(std::shared_ptr<Executor> across, std::shared_ptr<Executor> inside, const Hosts& hosts,
+                           std::unique_ptr<Channel> control, const std::vector<int>& ranks, const Patience& patience)
+    : across_(std::move(across)), inside_(std::move(inside)), hosts_(hosts) {
+  if (inside_) two_levels_.emplace(*inside_, *across_, hosts);
+  if (!control) return;
+  const auto give_up = [this](const std::string& finding) {
+    on_each_level([&](Executor& level) { level.give_up(finding); });
+  };
+  lookout_ = std::make_shared<Lookout>(std::move(control), ranks, Lookout::Calls{[this] { return waiting(); }, give_up}, patience);
+  on_each_level([&](Executor& level) { level.set_lookout(lookout_); });
+}
+
+Communicator::~Communicator() {
+  if (lookout_) lookout_->close();
+}
+
+void Communicator::run(const Place& place, const Elements& values, int64_t numel, const Options& options) {
+  across_->run(place, values, numel, options);
+}
+
+void Communicator::all_reduce(const Place& place, float* values, int64_t numel, const Options& options) {
+  two_levels_->all_reduce(place, values, numel, options);
+}
+
+void Communicator::attempt(const std::function<void()>& work) {
+  if (lookout_) lookout_->begin();
+  try {
+    work();
+  } catch (const CollectiveError& error) {
+    on_each_level([&](Executor& level) { level.abort(error.what()); });
+    close();
+    throw;
+  }
+  ++calls_;
+}
+
+std::string Communicator::failure() const {
+  std::string reason = across_->failure();
+  return reason.empty() && inside_ ? inside_->failure() : reason;
+}
+
+// Before a call fails: nobody is told that this rank is well, and a call that asks for the culprit need not wait for an answer.
+void Communicator::end(const std::string& reason) {
+  on_each_level([&](Executor& level) { level.refuse(reason); });
+  if (lookout_) lookout_->close();
+  on_each_level([&](Executor& level) { level.end(reason); });
+}
+
+void Communicator::close() const noexcept {
+  on_each_level([](Executor& level) { level.close(); });
+}
+
+void Communicator::drain() const {
+  on_each_level([](Executor& level) { level.drain(); });
+}
+
+// In two levels either may wait, or both.
+Waiting Communicator::waiting() const {
+  Waiting waiting = across_->waiting();
+  if (!inside_) return waiting;
+  const Waiting more = inside_->waiting();
+  waiting.peers.insert(waiting.peers.end(), more.peers.begin(), more.peers.end());
+  return waiting;
+}
+
+}  // namespace dltrain::comm
