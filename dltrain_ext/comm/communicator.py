@@ -9,11 +9,10 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Unpack
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import check_number
@@ -35,6 +34,9 @@ from dltrain_ext.comm.groups import device_of, group_of
 from dltrain_ext.comm.model import Network
 from dltrain_ext.comm.tuning import Tuning
 from dltrain_ext.comm.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -201,7 +203,7 @@ class Communicator:
         output: torch.Tensor,
         input: torch.Tensor | Tensors,
         op: "str | dist.ReduceOp" = "sum",
-        **options: Unpack[CallOptions],
+        **options: "Unpack[CallOptions]",
     ) -> Work | None:
         """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
         check_tensors(output=output)
@@ -212,7 +214,7 @@ class Communicator:
         return self._run("reduce_scatter", whole, "input", op=op, share=output, sizes=_sizes(input), **options)
 
     def all_gather(
-        self, output: torch.Tensor | Tensors, input: torch.Tensor, **options: Unpack[CallOptions]
+        self, output: torch.Tensor | Tensors, input: torch.Tensor, **options: "Unpack[CallOptions]"
     ) -> Work | None:
         """:func:`dltrain_ext.comm.all_gather` on this communicator, which must not be in two levels."""
         check_tensors(input=input)
@@ -233,12 +235,12 @@ class Communicator:
         share_out()
         return None
 
-    def broadcast(self, tensor: torch.Tensor, src: int, **options: Unpack[CallOptions]) -> Work | None:
+    def broadcast(self, tensor: torch.Tensor, src: int, **options: "Unpack[CallOptions]") -> Work | None:
         """:func:`dltrain_ext.comm.broadcast` on this communicator, which must not be in two levels."""
         return self._run("broadcast", tensor, root=self._place_of_rank(src, "src"), **options)
 
     def reduce(
-        self, tensor: torch.Tensor, dst: int, op: "str | dist.ReduceOp" = "sum", **options: Unpack[CallOptions]
+        self, tensor: torch.Tensor, dst: int, op: "str | dist.ReduceOp" = "sum", **options: "Unpack[CallOptions]"
     ) -> Work | None:
         """:func:`dltrain_ext.comm.reduce` on this communicator, which must not be in two levels."""
         return self._run("reduce", tensor, op=op, root=self._place_of_rank(dst, "dst"), **options)

@@ -106,19 +106,18 @@ bool are_equal(const std::vector<Span>& shares) {
 }  // namespace
 
 std::unique_ptr<comm::Request> C10dTransport::send(const Place& place, int peer, const void* data, int64_t bytes, int tag) {
-  if (in_groups()) return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
+  if (device_.is_cuda()) return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
   auto tensors = bytes_at(data, bytes);
   return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->send(tensors, peer, tag)); });
 }
 
 std::unique_ptr<comm::Request> C10dTransport::recv(const Place& place, int peer, void* data, int64_t bytes, int tag) {
-  if (in_groups()) return exchange(place, {{false, peer, data, bytes}});
+  if (device_.is_cuda()) return exchange(place, {{false, peer, data, bytes}});
   auto tensors = bytes_at(data, bytes);
   return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->recv(tensors, peer, tag)); });
 }
 
 std::unique_ptr<comm::Request> C10dTransport::exchange(const Place& place, const std::vector<comm::Posting>& postings) {
-  if (!in_groups()) return Transport::exchange(place, postings);
   const OnStream current(place);
   return guarded([&] {
     backend()->startCoalescing();
@@ -222,7 +221,7 @@ std::string C10dTransport::error() {
 }
 
 void C10dTransport::abort() noexcept {
-  if (!in_groups()) return;
+  if (!device_.is_cuda()) return;
   aborted_ = true;
   try {
     backend()->abort();
@@ -237,7 +236,7 @@ void C10dTransport::close() noexcept {
   auto backend = std::move(backend_);
   lock.unlock();
   if (waits_) waits_->close();
-  if (in_groups() && backend && !aborted_.exchange(true)) shut_down(backend, timeout);
+  if (device_.is_cuda() && backend && !aborted_.exchange(true)) shut_down(backend, timeout);
   // The backend goes when its work has ended, which Gloo cannot break off.
   if (native_ && !native_->isCompleted()) std::thread([backend = std::move(backend)]() mutable { backend.reset(); }).detach();
 }

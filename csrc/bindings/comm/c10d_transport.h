@@ -16,7 +16,7 @@ namespace dltrain::bindings {
 
 // Point-to-point messages of a torch.distributed backend: Gloo's between CPUs, or NCCL's, a group at a time, between CUDA devices. The
 // backend must serve nobody else: a failure closes its connections.
-class C10dTransport : public comm::Transport, public comm::Collectives {
+class C10dTransport : public comm::Transport, public comm::Grouping, public comm::Health, public comm::Collectives {
  public:
   C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device)
       : backend_(std::move(backend)), device_(device), rank_(backend_->getRank()), world_size_(backend_->getSize()) {
@@ -28,8 +28,9 @@ class C10dTransport : public comm::Transport, public comm::Collectives {
   std::unique_ptr<comm::Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) override;
   std::unique_ptr<comm::Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) override;
   std::unique_ptr<comm::Request> exchange(const Place& place, const std::vector<comm::Posting>& postings) override;
-  bool in_groups() const override { return device_.is_cuda(); }
-  Collectives* collectives() override { return device_.is_cuda() ? this : nullptr; }
+  comm::Grouping* grouping() override { return device_.is_cuda() ? this : nullptr; }
+  comm::Health* health() override { return device_.is_cuda() ? this : nullptr; }
+  comm::Collectives* collectives() override { return device_.is_cuda() ? this : nullptr; }
 
   void all_reduce(const Place& place, void* values, int64_t numel, comm::Number number, bool average) override;
   void reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) override;

@@ -21,7 +21,8 @@ struct Ranks {
   int rank;                // this one's place among them
 };
 
-// What a communicator does with tensors: the collectives of comm, over the memory of those that are dense, or of what is made of the others.
+// What a communicator does with tensors: the collectives of comm, over the memory of those that are dense, or of what is made of the
+// others.
 class Work {
  public:
   // inside: null where there is one level. control: of all ranks; null where there is one. measures: whether "auto" may take the time to.

@@ -9,9 +9,7 @@ Communicator::Communicator(std::shared_ptr<Executor> across, std::shared_ptr<Exe
     : across_(std::move(across)), inside_(std::move(inside)), hosts_(hosts) {
   if (inside_) two_levels_.emplace(*inside_, *across_, hosts);
   if (!control) return;
-  const auto give_up = [this](const std::string& finding) {
-    on_each_level([&](Executor& level) { level.give_up(finding); });
-  };
+  const auto give_up = [this](const std::string& finding) { on_each_level([&](Executor& level) { level.give_up(finding); }); };
   lookout_ = std::make_shared<Lookout>(std::move(control), ranks, Lookout::Calls{[this] { return waiting(); }, give_up}, patience);
   on_each_level([&](Executor& level) { level.set_lookout(lookout_); });
 }

@@ -31,6 +31,11 @@ class UnderWay {
   std::atomic<bool>& flag_;
 };
 
+// "reduce_scatter with direct": what errors begin with.
+std::string called(const Work& work) {
+  return text(work.call.is_half ? "all_reduce in two levels, " : "", name(work.call.collective), " with ", work.algorithm);
+}
+
 // For what may be messages as well as values: two of its NaNs make one of fp32, in a value or a scale.
 Elements as_bytes(void* data) { return {data, Dtype::bf16}; }
 
@@ -80,12 +85,12 @@ Encoded encoded(const Options& call, int64_t numel, int world_size) {
 
 Executor::Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks)
     : transport_(std::move(transport)),
-      traffic_(transport_->in_groups() ? in_groups(*transport_) : one_by_one(*transport_)),
+      traffic_(enqueues() ? in_groups(*transport_) : one_by_one(*transport_)),
       global_ranks_(std::move(global_ranks)),
       meeting_(meeting(rank(), world_size())) {}
 
 Executor::~Executor() {
-  if (!transport_->in_groups()) return;
+  if (!enqueues()) return;
   end("the executor was destroyed");
   failure_.drain();
 }
@@ -100,7 +105,7 @@ void Executor::run(const Place& place, const Elements& values, int64_t numel, co
   }
   check(call.segments >= 0, "segments: expected at least 0, got ", call.segments);
   check_open();
-  if (numel == 0 && transport_->in_groups()) {  // nobody could tell of a disagreement
+  if (numel == 0 && enqueues()) {  // nobody could tell of a disagreement
     ++calls_;
     return;
   }
@@ -112,7 +117,7 @@ void Executor::run(const Place& place, const Elements& values, int64_t numel, co
   const Result result = call.message ? Result::message : is_its_message ? Result::values_in_place : Result::values;
   const Program& program = this->program(call, codec, numel, result);
   const int64_t number = calls_ + 1;
-  transport_->begin({number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.root, digest_of(call)});
+  begin({number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.root, digest_of(call)});
   Work work = work_of(numel > 0 ? program : meeting_, algorithm_of(program.algorithm), call, place, values, numel);
   work.slots = slots(work);
   work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
@@ -151,7 +156,7 @@ void Executor::look_for_crossover(const Place& place, std::chrono::milliseconds 
 void Executor::meet(Call call, std::chrono::milliseconds timeout) {
   check_open();
   call.number = calls_ + 1;
-  transport_->begin(call);
+  begin(call);
   Options waits;
   waits.timeout = timeout;
   const Work work = work_of(meeting_, native, waits, {}, {}, 0);
@@ -167,6 +172,7 @@ void Executor::reduce_scatter(const Place& place, float* values, int64_t numel, 
   }
   Options call;
   call.collective = Collective::reduce_scatter;
+  call.is_half = true;
   call.shares = shares;
   call.average = average;
   call.segments = 1;
@@ -182,6 +188,7 @@ void Executor::all_gather(const Place& place, float* values, int64_t numel, cons
   }
   Options call;
   call.collective = Collective::all_gather;
+  call.is_half = true;
   call.shares = shares;
   call.segments = 1;
   call.timeout = timeout;
@@ -208,6 +215,7 @@ void Executor::enqueue(Collective collective, const Place& place, const Elements
   if (numel > 0) {
     Options call;
     call.collective = collective;
+    call.is_half = collective != Collective::all_reduce;
     call.timeout = timeout;
     const Work work = work_of(meeting_, native, call, place, values, numel);
     Waiting waiting;
@@ -253,7 +261,7 @@ template <class Enqueue>
 void Executor::attend(const Work& work, Enqueue enqueue) {
   const auto start = Clock::now();
   const Deadline deadline = start + work.call.timeout;
-  latest_ = work.call.collective;
+  latest_ = work.call.is_half ? Collective::all_reduce : work.call.collective;
   const UnderWay under_way(under_way_);
   std::optional<int64_t> watched;
   try {
@@ -283,12 +291,12 @@ void Executor::spoil(const Work& work) {
 }
 
 std::function<void(const Waiting*, const std::string&)> Executor::giving_up(const Work& work, Clock::time_point start) {
-  return [this, start, collective = work.call.collective, algorithm = work.algorithm, timeout = work.call.timeout,
-          rounds = work.program.rounds](const Waiting* enqueued, const std::string& why) {
+  return [this, start, called = called(work), timeout = work.call.timeout, rounds = work.program.rounds](const Waiting* enqueued,
+                                                                                                         const std::string& why) {
     const Waiting waiting = enqueued ? *enqueued : traffic_->waiting();
     const auto after = Clock::now() - start;
     const std::string finding = find_culprit(waiting);
-    abort(describe(collective, algorithm, waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
+    abort(describe(called, waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
   };
 }
 
@@ -308,7 +316,7 @@ void Executor::fail(const Work& work, const Waiting& waiting, const std::excepti
     std::lock_guard lock(closing_);
     if (!failure_.is_set()) failure_.set(describe_failure(work, waiting, error, after, finding));
   }
-  if (transport_->in_groups()) transport_->abort();
+  abort_connections();
   close();  // while sends are under way still: they are ahead of what it tells
   traffic_->forget();
   throw CollectiveError(failure());
@@ -319,20 +327,19 @@ std::string Executor::describe_failure(const Work& work, const Waiting& waiting,
   std::string what = error.what();
   const bool named = dynamic_cast<const Disagreement*>(&error) || dynamic_cast<const Farewell*>(&error);  // what the peer does is said
   for (int peer = 0; peer < world_size() && !named; ++peer) {
-    const std::string words = peer == rank() ? "" : transport_->last_words(peer);
+    const std::string words = peer == rank() || !transport_->framing() ? "" : transport_->framing()->last_words(peer);
     if (!words.empty()) what += text("; rank ", global(peer), ": ", words);
   }
   if (!finding.empty()) what += "; " + finding;
-  return describe(work.call.collective, work.algorithm, waiting, work.program.rounds, after, work.call.timeout, what);
+  return describe(called(work), waiting, work.program.rounds, after, work.call.timeout, what);
 }
 
-std::string Executor::describe(Collective collective, const std::string& algorithm, const Waiting& waiting, int rounds,
-                               Clock::duration after, Clock::duration timeout, const std::string& what) const {
+std::string Executor::describe(const std::string& called, const Waiting& waiting, int rounds, Clock::duration after,
+                               Clock::duration timeout, const std::string& what) const {
   std::string peers = waiting.peers.size() > 1 ? "one of the ranks " : "rank ";
   for (const int& peer : waiting.peers) peers += text(&peer == waiting.peers.data() ? "" : ", ", global(peer));
-  return text(name(collective), " with ", algorithm, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for ", peers,
-              " in round ", waiting.round, " of ", rounds, " failed after ", seconds(after), " s (deadline ", seconds(timeout),
-              " s): ", what);
+  return text(called, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for ", peers, " in round ", waiting.round,
+              " of ", rounds, " failed after ", seconds(after), " s (deadline ", seconds(timeout), " s): ", what);
 }
 
 // The reason comes first: what then comes to its end on a device must find it.
@@ -340,12 +347,25 @@ void Executor::abort(const std::string& reason) {
   broken_ = true;
   failure_.set(reason);
   traffic_->abort();
-  transport_->abort();
+  abort_connections();
+}
+
+void Executor::begin(const Call& call) {
+  if (Framing* const framing = transport_->framing()) framing->begin(call);
+}
+
+std::string Executor::connection_error() const {
+  Health* const health = transport_->health();
+  return health ? health->error() : std::string();
+}
+
+void Executor::abort_connections() {
+  if (Health* const health = transport_->health()) health->abort();
 }
 
 void Executor::end(const std::string& reason) {
   constexpr auto moment = std::chrono::milliseconds(50);  // in which it is seen that what is done is done
-  if (!transport_->in_groups() || broken_ || !watch_.is_over(moment)) return abort(reason);
+  if (!enqueues() || broken_ || !watch_.is_over(moment)) return abort(reason);
   failure_.set(reason);
   close();
 }
@@ -354,7 +374,7 @@ void Executor::give_up(const std::string& finding) {
   broken_ = true;
   failure_.set_for_now(text(name(latest_), " on rank ", global(rank()), " in a group of ", world_size(), ": ", finding));
   traffic_->abort();
-  transport_->abort();
+  abort_connections();
 }
 
 Waiting Executor::waiting() { return in_the_world(under_way_ ? traffic_->waiting() : watch_.waiting()); }

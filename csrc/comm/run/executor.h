@@ -48,7 +48,8 @@ class Executor {
   // says why.
   void run(const Place& place, const Elements& values, int64_t numel, const Options& options);
 
-  // In fp32, in place; shares by rank. By the backend itself where the transport has that, else by plans.
+  // The halves of an all-reduce in two levels: in fp32, in place; shares by rank. By the backend itself where the transport has that, else
+  // by plans.
   void reduce_scatter(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares, bool average,
                       std::chrono::milliseconds timeout);
   void all_gather(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares, std::chrono::milliseconds timeout);
@@ -92,6 +93,7 @@ class Executor {
   int64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank
 
  private:
+  bool enqueues() const { return transport_->grouping() != nullptr; }  // messages, on a device; else each is waited for
   Waiting in_the_world(Waiting waiting) const;
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
   const Program& program(const Options& call, const Codec& codec, int64_t numel, Result result);
@@ -100,6 +102,9 @@ class Executor {
                int64_t numel);
   void look_for_crossover(const Place& place, std::chrono::milliseconds timeout);
   void check_open() const;
+  void begin(const Call& call);
+  std::string connection_error() const;  // empty while they are well
+  void abort_connections();
   template <class Enqueue>
   void attend(const Work& work, Enqueue enqueue);
   void spoil(const Work& work);
@@ -110,8 +115,8 @@ class Executor {
   std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
   std::string describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
                                const std::string& finding) const;
-  std::string describe(Collective collective, const std::string& algorithm, const Waiting& waiting, int rounds, Clock::duration after,
-                       Clock::duration timeout, const std::string& what) const;
+  std::string describe(const std::string& called, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
+                       const std::string& what) const;
 
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Traffic> traffic_;
@@ -128,7 +133,7 @@ class Executor {
   std::shared_ptr<Lookout> lookout_;
   std::mutex closing_;
   Failure failure_;
-  Watch watch_{[this] { return transport_->error(); }};  // the last: its thread uses the others
+  Watch watch_{[this] { return connection_error(); }};  // the last: its thread uses the others
 };
 
 }  // namespace dltrain::comm

@@ -90,7 +90,7 @@ class InGroups : public Traffic {
     }
     wait_for(waiting);
     check_not_aborted();
-    auto request = transport_.exchange(work.place, postings);
+    auto request = transport_.grouping()->exchange(work.place, postings);
     std::lock_guard lock(mutex_);
     group = {std::move(request), std::move(waiting)};
     if (aborted_) group.request->abort();

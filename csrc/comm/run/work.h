@@ -22,6 +22,7 @@ struct Options {
   bool average = false;
   float weight = 0;       // of this rank in an average; 0: as much as each of the others
   int root = 0;           // where there is one
+  bool is_half = false;   // of an all-reduce in two levels, which is what errors then name
   int segments = 0;       // 0: chosen by size
   bool measures = false;  // on the CPU "auto" goes by times, for which its first call makes some more; else by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);

@@ -17,7 +17,7 @@ namespace dltrain::comm {
 //   | Header | message of up to 64 KiB | stamp |        or        | Header | stamp |   and then the message
 //
 // For memory of the CPU.
-class Envelopes : public Transport {
+class Envelopes : public Transport, public Framing {
  public:
   explicit Envelopes(std::unique_ptr<Transport> carrier);
   ~Envelopes() override;
@@ -26,8 +26,10 @@ class Envelopes : public Transport {
   int world_size() const override { return carrier_->world_size(); }
   std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) override;
   std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) override;
-  void begin(const Call& call) override { call_ = call; }
   void close() noexcept override;
+  Framing* framing() override { return this; }
+
+  void begin(const Call& call) override { call_ = call; }
   std::string last_words(int peer) override;
 
  private:

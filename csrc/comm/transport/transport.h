@@ -12,8 +12,6 @@
 
 namespace dltrain::comm {
 
-class Collectives;
-
 // A message that will not come: the peer is gone or late, or the wait was aborted. The text is the transport's own.
 class TransportError : public std::runtime_error {
  public:
@@ -41,13 +39,10 @@ class Request {
   virtual void abort() = 0;  // from any thread: wait throws
 };
 
-// One of several that are posted together.
-struct Posting {
-  bool sent;  // else received
-  int peer;
-  void* data;
-  int64_t bytes;
-};
+class Collectives;
+class Framing;
+class Grouping;
+class Health;
 
 // Carries bytes between the ranks of one group. Between two ranks messages of one tag arrive in the order in which they were posted. The
 // data lies at the place, and a message takes its turn in the order of the place's work.
@@ -59,25 +54,47 @@ class Transport {
   virtual std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) = 0;
   // The message may be shorter than `bytes`, never longer.
   virtual std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) = 0;
-
-  // Posts all of them; the request is for all. They make progress together, so a rank's receives may be what others' sends wait for.
-  virtual std::unique_ptr<Request> exchange(const Place& place, const std::vector<Posting>& postings);
-  // Whether messages that wait for each other must be posted together, each receive with the send that it is to match.
-  virtual bool in_groups() const { return false; }
-
-  // What the backend does by itself; null where it is to be left to plans.
-  virtual Collectives* collectives() { return nullptr; }
-
-  // What is posted from now on belongs to this call.
-  virtual void begin(const Call&) {}
   // Nothing is sent or received from now on. Tells the peers, where they can be told, and ends their waits for this rank.
   virtual void close() noexcept {}
-  // Where messages are only enqueued, both from any thread: what has become of the connections, empty while they are well; and the end of
-  // all that is under way.
-  virtual std::string error() { return {}; }
-  virtual void abort() noexcept {}
-  // What a peer said when it closed; empty where it has not, or cannot be heard.
-  virtual std::string last_words(int /*peer*/) { return {}; }
+
+  // What a transport may do beside that; null where it does not.
+  virtual Framing* framing() { return nullptr; }
+  virtual Grouping* grouping() { return nullptr; }
+  virtual Health* health() { return nullptr; }
+  virtual Collectives* collectives() { return nullptr; }
+};
+
+// Says with each message which call it belongs to.
+class Framing {
+ public:
+  virtual ~Framing() = default;
+  virtual void begin(const Call& call) = 0;  // what is posted from now on belongs to it
+  // What a peer said when it closed; empty where it has not.
+  virtual std::string last_words(int peer) = 0;
+};
+
+// One of several that are posted together.
+struct Posting {
+  bool sent;  // else received
+  int peer;
+  void* data;
+  int64_t bytes;
+};
+
+// Of a transport whose messages that wait for each other must be posted together, each receive with the send that it is to match.
+class Grouping {
+ public:
+  virtual ~Grouping() = default;
+  // Posts all of them; the request is for all. They make progress together, so a rank's receives may be what others' sends wait for.
+  virtual std::unique_ptr<Request> exchange(const Place& place, const std::vector<Posting>& postings) = 0;
+};
+
+// Of a transport whose messages are only enqueued. Both from any thread.
+class Health {
+ public:
+  virtual ~Health() = default;
+  virtual std::string error() = 0;    // what has become of the connections; empty while they are well
+  virtual void abort() noexcept = 0;  // all that is under way
 };
 
 }  // namespace dltrain::comm

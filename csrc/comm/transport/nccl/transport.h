@@ -16,7 +16,7 @@ UniqueId make_unique_id(const Library& library);
 // A communicator of one's own, on a stream of its own: a group of messages is one launch, which events order with the place's work.
 // Messages travel bare, so ranks that disagree meet their deadline. The first messages between two ranks keep the caller until both have
 // come to them; abort() ends that.
-class Transport : public comm::Transport, public Collectives {
+class Transport : public comm::Transport, public Grouping, public Health, public Collectives {
  public:
   // Collective. timeout: how long this may last. Throws TransportError.
   Transport(const Library& library, const UniqueId& id, int rank, int world_size, int device, std::chrono::milliseconds timeout);
@@ -24,7 +24,8 @@ class Transport : public comm::Transport, public Collectives {
 
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
-  bool in_groups() const override { return true; }
+  Grouping* grouping() override { return this; }
+  Health* health() override { return this; }
   Collectives* collectives() override { return this; }
 
   std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) override;
