@@ -29,9 +29,10 @@ from dltrain_ext.comm.arguments import (
     place_of,
 )
 from dltrain_ext.comm.choosing import Chooser
-from dltrain_ext.comm.connections import TRANSPORTS, Connections
+from dltrain_ext.comm.connections import Connections
 from dltrain_ext.comm.groups import device_of, group_of
 from dltrain_ext.comm.model import Network
+from dltrain_ext.comm.transports import TRANSPORTS
 from dltrain_ext.comm.tuning import Tuning
 from dltrain_ext.comm.work import Work
 

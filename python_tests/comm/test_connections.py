@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from dltrain_ext import _ops
-from dltrain_ext.comm import connections
+from dltrain_ext.comm import connections, transports
 from dltrain_ext.comm.connections import Connections
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def made(monkey, rank, name, *, version=lambda rank: "2.28.9", connects=lambda r
         def over_backend(backend, device, ranks):
             return "c10d"
 
-    monkey.setattr(connections, "_CONNECTING", timedelta(seconds=1))
+    monkey.setattr(transports, "_CONNECTING", timedelta(seconds=1))
     monkey.setattr(_ops, "nccl_version", nccl_version)
     monkey.setattr(_ops, "nccl_unique_id", lambda: bytes(range(128)))
     monkey.setattr(_ops, "Level", Level)

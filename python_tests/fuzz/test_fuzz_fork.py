@@ -134,10 +134,10 @@ def test_a_child_does_not_wait_for_the_thread_of_gloo():
     """Nor where no connection is left that has it."""
     lines = run_as_script(
         """
-from dltrain_ext.comm import connections
+from dltrain_ext.comm import transports
 dist.destroy_process_group()
 communicator.close()
-devices = connections.gloo_devices()
+devices = transports.gloo_devices()
 def body():
     global devices
     del devices
