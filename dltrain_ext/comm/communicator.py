@@ -177,7 +177,7 @@ class Communicator:
         """:func:`dltrain_ext.comm.all_reduce` on this communicator."""
         check_tensors(tensor=tensor, residual=residual)
         check_options(algorithm, codec, seed, step, segments)
-        place_of(tensor)
+        place = place_of(tensor)
         if codec == "auto" and residual is not None:
             raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
         nbytes, fits, chosen = 4 * tensor.numel(), tensor.dtype in IN_PLANS, None
@@ -185,18 +185,18 @@ class Communicator:
             algorithm, codec = self.codec_for(nbytes, algorithm, tensor.dtype) if fits else (algorithm, "raw")
         if algorithm == "auto" and fits:
             algorithm, chosen = self.plan_for(codec, nbytes)
-        return self._run(
-            "all_reduce",
+        return self._start(
             tensor,
+            place,
             op=op,
-            rounding=rounding,
-            segments=segments or chosen,
-            async_op=async_op,
             algorithm=algorithm,
             codec=codec,
             residual=residual,
+            rounding=rounding,
             seed=seed,
             step=step,
+            segments=segments or chosen,
+            async_op=async_op,
         )
 
     def reduce_scatter(
@@ -209,10 +209,10 @@ class Communicator:
         """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
         check_tensors(output=output)
         if not isinstance(input, list | tuple):
-            return self._run("reduce_scatter", input, "input", op=op, share=output, **options)
+            return self._run("reduce_scatter", "input", input, op=op, share=output, **options)
         check_list(input, "input")
         whole = torch.cat([part.flatten() for part in input])
-        return self._run("reduce_scatter", whole, "input", op=op, share=output, sizes=_sizes(input), **options)
+        return self._run("reduce_scatter", "input", whole, op=op, share=output, sizes=_sizes(input), **options)
 
     def all_gather(
         self, output: torch.Tensor | Tensors, input: torch.Tensor, **options: "Unpack[CallOptions]"
@@ -220,7 +220,7 @@ class Communicator:
         """:func:`dltrain_ext.comm.all_gather` on this communicator, which must not be in two levels."""
         check_tensors(input=input)
         if not isinstance(output, list | tuple):
-            return self._run("all_gather", output, "output", share=input, **options)
+            return self._run("all_gather", "output", output, share=input, **options)
         check_list(output, "output")
         parts, sizes = output, _sizes(output)
         whole = parts[0].new_empty(sum(sizes))
@@ -230,7 +230,7 @@ class Communicator:
                 part.detach().copy_(found.view(part.shape))
             return parts
 
-        work = self._run("all_gather", whole, "output", share=input, sizes=sizes, **options)
+        work = self._run("all_gather", "output", whole, share=input, sizes=sizes, **options)
         if work is not None:
             return work.then(share_out)
         share_out()
@@ -238,55 +238,41 @@ class Communicator:
 
     def broadcast(self, tensor: torch.Tensor, src: int, **options: "Unpack[CallOptions]") -> Work | None:
         """:func:`dltrain_ext.comm.broadcast` on this communicator, which must not be in two levels."""
-        return self._run("broadcast", tensor, root=self._place_of_rank(src, "src"), **options)
+        return self._run("broadcast", "tensor", tensor, root=self._place_of_rank(src, "src"), **options)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: "str | dist.ReduceOp" = "sum", **options: "Unpack[CallOptions]"
     ) -> Work | None:
         """:func:`dltrain_ext.comm.reduce` on this communicator, which must not be in two levels."""
-        return self._run("reduce", tensor, op=op, root=self._place_of_rank(dst, "dst"), **options)
+        return self._run("reduce", "tensor", tensor, op=op, root=self._place_of_rank(dst, "dst"), **options)
 
     def _place_of_rank(self, rank: int, name: str) -> int:
         if type(rank) is not int or rank not in self._ranks:
             raise ValueError(f"{name}: expected a rank of the group, one of {self._ranks}, got {rank!r}")
         return self._ranks.index(rank)
 
-    def _run(
+    def _run(self, collective: str, name: str, tensor: torch.Tensor, **options: Any) -> Work | None:
+        """Of a tensor that is called so, and checks what is not checked in C++."""
+        get = options.get
+        check_tensors(**{name: tensor}, residual=get("residual"))
+        check_options(get("algorithm", "auto"), get("codec", "raw"), get("seed", 0), get("step"), get("segments"))
+        return self._start(tensor, place_of(tensor, name), collective=collective, **options)
+
+    def _start(
         self,
-        collective: str,
         tensor: torch.Tensor,
-        name: str = "tensor",
+        place: torch.device,
         *,
         op: "str | dist.ReduceOp" = "sum",
-        root: int = 0,
-        share: torch.Tensor | None = None,
-        sizes: Sequence[int] = (),
-        algorithm: str = "auto",
-        codec: str = "raw",
-        residual: torch.Tensor | None = None,
         rounding: str = "nearest",
-        seed: int = 0,
         step: int | None = None,
         segments: int | None = None,
         async_op: bool = False,
+        **options: Any,
     ) -> Work | None:
-        check_tensors(**{name: tensor}, residual=residual)
-        check_options(algorithm, codec, seed, step, segments)
-        communicator = self._on(place_of(tensor, name))
-        options: dict[str, Any] = {
-            "collective": collective,
-            "algorithm": algorithm,
-            "codec": codec,
-            "average": is_average(op),
-            "root": root,
-            "share": share,
-            "sizes": sizes,
-            "residual": residual,
-            "stochastic": is_stochastic(rounding),
-            "seed": seed,
-            "step": next(self._numbers) % 2**32 if step is None else step,
-            "segments": segments or 0,
-        }
+        options["step"] = next(self._numbers) % 2**32 if step is None else step
+        options.update(average=is_average(op), stochastic=is_stochastic(rounding), segments=segments or 0)
+        communicator = self._on(place)
         if async_op:
             return self._submit(communicator, tensor, **options)
         communicator.run(tensor, **options)

@@ -18,11 +18,11 @@ const char* name(Collective collective) {
 }
 
 Collective find_collective(const std::string& wanted) {
-  std::vector<std::string> names;
   for (const Collective collective : collectives) {
-    names.push_back(name(collective));
-    if (wanted == names.back()) return collective;
+    if (wanted == name(collective)) return collective;
   }
+  std::vector<std::string> names;
+  for (const Collective collective : collectives) names.push_back(name(collective));
   unknown_name("collective", names, wanted);
 }
 
