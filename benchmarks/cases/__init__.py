@@ -1,4 +1,4 @@
-"""The cases by name. A case is a module whose docstring's first line says what it measures, with
+"""The cases by name. A case is a module, or an object, whose docstring's first line says what it measures, with
 
 OVERVIEW    its own options in the run of all cases: so few and so small that all take about two minutes
 add_options(parser) -> None    its own command line options; every one has a default
@@ -10,13 +10,13 @@ One that times nothing keeps a Simulation. What is drawn of either, benchmarks.p
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, amp, codec, ddp, optim, reduce_scatter, simulate
+from benchmarks.cases import allreduce, amp, codec, collectives, ddp, optim, simulate
 
-CASES: dict[str, ModuleType] = {
+CASES: dict[str, ModuleType | collectives.Case] = {
     "optim": optim,
     "amp": amp,
     "allreduce": allreduce,
-    "reduce_scatter": reduce_scatter,
+    **collectives.CASES,
     "codec": codec,
     "ddp": ddp,
     "simulate": simulate,

@@ -31,6 +31,11 @@ def size(text: str) -> int:
     return int(number) * units[unit]
 
 
+def label(nbytes: int) -> str:
+    exponent = min(3, (nbytes.bit_length() - 1) // 10)
+    return f"{nbytes / 1024**exponent:.4g} {['B', 'KiB', 'MiB', 'GiB'][exponent]}"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Under torchrun's variables (RANK, WORLD_SIZE, ...) it runs as that rank; rank 0 reports."
     parser.add_argument("-b", "--begin", type=size, default="4K", help="smallest message (default %(default)s)")
@@ -177,11 +182,9 @@ def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Se
 
 
 def make_row(result: Result, ranks: int, device: str) -> Row:
-    exponent = min(3, (result.nbytes.bit_length() - 1) // 10)
-    label = f"{result.nbytes / 1024**exponent:.4g} {['B', 'KiB', 'MiB', 'GiB'][exponent]}"
     side, right = result.side, result.wrong == 0
     name = side.name + (f": {result.chosen}" if result.chosen else "")
-    row = Row(label, name, side.ours, right, str(result.wrong), result.samples, x=result.nbytes)
+    row = Row(label(result.nbytes), name, side.ours, right, str(result.wrong), result.samples, x=result.nbytes)
     if row.time:
         algbw = result.nbytes / 1e9 / row.time.median
         row.figures = {"algbw GB/s": algbw, "busbw GB/s": algbw * 2 * (ranks - 1) / ranks}

@@ -125,5 +125,5 @@ def test_two_runs_alike_are_comparable(tmp_path: Path) -> None:
         return [(row["workload"], row["side"], len(row["samples"])) for row in run["cases"]["reduce_scatter"]["rows"]]
 
     assert rows(files[0]) == rows(files[1])
-    (table,) = [line for line in output.splitlines() if line.split()[:1] == ["reduce_scatter"] and "MiB" in line][-1:]
+    (table,) = [line for line in output.splitlines() if line.split()[:1] == ["reduce_scatter"] and "KiB" in line][-1:]
     assert any(verdict in table for verdict in (compare.WITHIN, compare.FASTER, compare.SLOWER))
