@@ -29,9 +29,10 @@ def _sizes(site: Site) -> tuple[int, ...]:
 def proofs(site: Site) -> Found:
     if site.world_size > PROVED:
         raise Skip(f"plans are proved for up to {PROVED} ranks")
-    for algorithm in comm.ALGORITHMS:
-        comm.verify(algorithm, site.world_size)
-    return Found(f"{len(comm.ALGORITHMS)} plans hold rules R1 to R4 for {site.world_size} ranks")
+    of_each = [(collective, algorithm) for collective, names in comm.COLLECTIVES.items() for algorithm in names]
+    for collective, algorithm in of_each:
+        comm.verify(algorithm, site.world_size, collective=collective)
+    return Found(f"{len(of_each)} plans hold rules R1 to R4 for {site.world_size} ranks")
 
 
 def plans(site: Site) -> Found:
@@ -89,15 +90,25 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.cpu().view(torch.uint8)
 
 
-def reduce_scatter(site: Site) -> Found:
-    share = 10_007
-    data = sums.Data.of(sums.whole_numbers(share * site.world_size), site.rank, site.world_size, site.device)
-    output = torch.empty(share, device=site.device)
+def other_collectives(site: Site) -> Found:
+    share, root = 10_007, site.world_size - 1
+    given = sums.whole_numbers(share * site.world_size)
+    data = sums.Data.of(given, site.rank, site.world_size, site.device)
+    own_share, all_shares = torch.empty(share, device=site.device), torch.empty_like(data.own)
+    sent, added = data.own.clone(), data.own.clone()
     with ranks.communicator(site.device, ranks_per_host=1) as communicator:
-        communicator.reduce_scatter(output, data.own)
-        right = torch.equal(output, data.total[site.rank * share :][:share])
-        ranks.agree("" if right else "the share is not that of the sum")
-    return Found("each rank has its share of the sum")
+        communicator.reduce_scatter(own_share, data.own)
+        communicator.all_gather(all_shares, own_share)
+        communicator.broadcast(sent, root)
+        communicator.reduce(added, root)
+    right = {
+        "reduce_scatter": torch.equal(own_share, data.total[site.rank * share :][:share]),
+        "all_gather": torch.equal(all_shares, data.total),
+        "broadcast": torch.equal(sent, given(root).to(site.device)),
+        "reduce": site.rank != root or torch.equal(added, data.total),
+    }
+    ranks.agree(", ".join(f"{name}: the result is wrong" for name, is_right in right.items() if not is_right))
+    return Found(f"{', '.join(right)} give what they are to give")
 
 
 def ddp_hook(site: Site) -> Found:
@@ -156,7 +167,7 @@ CHECKS = [
     Check("proofs of plans", proofs),
     Check("plans", plans),
     Check("plans with codecs", plans_and_codecs),
-    Check("reduce-scatter", reduce_scatter),
+    Check("other collectives", other_collectives),
     Check("DDP hook", ddp_hook),
 ]
 LAST = [Check("captured all-reduces", captured_all_reduce)]  # NCCL may wait for graphs for good
