@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/message.h"
+#include "kernels/tile.h"
 #include "math/block.h"
 #include "math/philox.h"
 
@@ -18,8 +19,8 @@ struct Rounding {
 };
 
 // value <- f(value, x), for each x of the elements that the message has of this tile.
-template <class C, class Tile, class F>
-DLT_HD void decode(Tile& tile, const uint8_t* message, int64_t numel, F f) {
+template <class C, class F>
+DLT_HD void decode(Tile auto& tile, const uint8_t* message, int64_t numel, F f) {
   using Layout = Message<C>;
   const float scale = Layout::scaled ? *Layout::scale_at(message, tile.index()) : 1.0f;
   tile.template decode<C>(Layout::units_at(message, numel, tile.index()),
@@ -27,8 +28,8 @@ DLT_HD void decode(Tile& tile, const uint8_t* message, int64_t numel, F f) {
 }
 
 // The statistic of a codec, of what the tile holds.
-template <class C, class Tile>
-DLT_HD float statistic(const Tile& tile, bool stochastic) {
+template <class C>
+DLT_HD float statistic(const Tile auto& tile, bool stochastic) {
   if (C::statistic == math::Statistic::absmax || stochastic) return float_of(tile.largest_magnitude());
   const float sum = tile.template sum<float>([](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)); });
   const auto count = static_cast<float>(tile.count());
@@ -39,8 +40,8 @@ DLT_HD float statistic(const Tile& tile, bool stochastic) {
 }
 
 // The tile's place in the message <- its values. past_cache: the message is more than a cache holds.
-template <class C, class Tile>
-DLT_HD math::Scale encode(Tile& tile, uint8_t* message, int64_t numel, const Rounding& rounding = {}, bool past_cache = false) {
+template <class C>
+DLT_HD math::Scale encode(Tile auto& tile, uint8_t* message, int64_t numel, const Rounding& rounding = {}, bool past_cache = false) {
   using Layout = Message<C>;
   math::Scale found{1.0f, 1.0f};
   if constexpr (Layout::scaled) {

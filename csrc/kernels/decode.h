@@ -5,6 +5,7 @@
 #include "core/dtype.h"
 #include "kernels/coding.h"
 #include "kernels/message.h"
+#include "kernels/tile.h"
 #include "math/sum_squares.h"
 
 namespace dltrain {
@@ -21,8 +22,7 @@ struct Decode {
   double* sums;     // where wanted
   bool past_cache;  // the values are more than a cache holds
 
-  template <class Tile>
-  DLT_HD void operator()(Tile& tile) const {
+  DLT_HD void operator()(Tile auto& tile) const {
     decode<C>(tile, message, numel, [](float, float x) DLT_HD_LAMBDA { return x; });
     with_type(values, [&](auto* to) DLT_HD_LAMBDA {
       // The sum is one of what is stored: a narrower type may make an infinity of a value.
@@ -49,8 +49,7 @@ struct SumTiles {
   double* to;
   float* found_inf;
 
-  template <class Tile>
-  DLT_HD void operator()(Tile& tile) const {
+  DLT_HD void operator()(Tile auto& tile) const {
     const double sum =
         tile.template sum<double>([numbers = from, end = count](int64_t i, float) DLT_HD_LAMBDA { return i < end ? numbers[i] : 0.0; });
     tile.put(to + tile.index(), sum);

@@ -5,6 +5,7 @@
 #include "core/dtype.h"
 #include "kernels/coding.h"
 #include "kernels/message.h"
+#include "kernels/tile.h"
 
 namespace dltrain {
 
@@ -50,14 +51,10 @@ struct EncodeSum : Sum {
 
   bool past_cache = false;  // the message is more than a cache holds
 
-  template <class Tile>
-  DLT_HD void operator()(Tile& tile) const {
-    (*this)(tile, received);
-  }
+  DLT_HD void operator()(Tile auto& tile) const { (*this)(tile, received); }
 
   // The messages lie elsewhere where this is run.
-  template <class Tile>
-  DLT_HD void operator()(Tile& tile, const uint8_t* const* messages) const {
+  DLT_HD void operator()(Tile auto& tile, const uint8_t* const* messages) const {
     for (int k = 0; k < operands(); ++k) {
       if (is_own(k)) {
         add_own(tile, k == 0);
@@ -80,8 +77,7 @@ struct EncodeSum : Sum {
   }
 
  private:
-  template <class Tile>
-  DLT_HD void add_own(Tile& tile, bool is_first) const {
+  DLT_HD void add_own(Tile auto& tile, bool is_first) const {
     const float by = scale;
     if (is_first && by == 1.0f && own.dtype == Dtype::fp32) {
       tile.view(static_cast<const float*>(own.data));
@@ -97,8 +93,7 @@ struct EncodeSum : Sum {
   }
 
   // Whether it has.
-  template <class Tile>
-  DLT_HD bool add_residual(Tile& tile) const {
+  DLT_HD bool add_residual(Tile auto& tile) const {
     if (feedback.keeps_idle && tile.largest_magnitude() == 0) return false;
     const float up = feedback.scale();
     with_type(feedback.before(),
@@ -106,8 +101,7 @@ struct EncodeSum : Sum {
     return true;
   }
 
-  template <class Tile>
-  DLT_HD void add_received(Tile& tile, const uint8_t* from, bool is_first) const {
+  DLT_HD void add_received(Tile auto& tile, const uint8_t* from, bool is_first) const {
     if (is_first) {
       decode<C>(tile, from, numel, [](float, float x) DLT_HD_LAMBDA { return x; });
     } else {
@@ -115,8 +109,7 @@ struct EncodeSum : Sum {
     }
   }
 
-  template <class Tile>
-  DLT_HD void keep_lost(Tile& tile, bool fed) const {
+  DLT_HD void keep_lost(Tile auto& tile, bool fed) const {
     const float down = 1.0f / feedback.scale();
     void* const before = feedback.before().data;
     with_type(feedback.after(), [&](auto* to) DLT_HD_LAMBDA {

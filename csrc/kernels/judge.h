@@ -2,6 +2,7 @@
 
 #include "core/host_device.h"
 #include "kernels/scalars.h"
+#include "kernels/tile.h"
 #include "math/clip.h"
 #include "math/sum_squares.h"
 
@@ -19,8 +20,7 @@ struct Judge {
   float* norm;
   float* found_inf;
 
-  template <class Tile>
-  DLT_HD void operator()(Tile& tile) const {
+  DLT_HD void operator()(Tile auto& tile) const {
     const math::Clip clip = math::clip(*sum_squares, scalars.scale(), max_norm);
     tile.put(divisor, clip.divisor);
     tile.put(norm, static_cast<float>(clip.norm));

@@ -10,6 +10,7 @@
 #include "core/host_device.h"
 #include "kernels/cpu/stream.h"
 #include "kernels/message.h"
+#include "kernels/tile.h"
 #include "math/philox.h"
 
 namespace dltrain::cpu {
@@ -26,7 +27,6 @@ class Tile {
   DLT_HD int64_t index() const { return index_; }
   DLT_HD int count() const { return full ? size : count_; }
 
-  // value <- f(value, x), for each x of the elements.
   template <class T, class F>
   DLT_HD void load(const T* from, F f) {
     from += first_;
@@ -38,7 +38,6 @@ class Tile {
     value_ = held_;
   }
 
-  // value <- x, without a copy of the elements.
   DLT_HD void view(const float* from) {
     if constexpr (full) {
       value_ = from + first_;
@@ -48,7 +47,6 @@ class Tile {
     }
   }
 
-  // elements <- f(value, decoded).
   template <class T, class F>
   DLT_HD void store(T* to, F f) const {
     const float* const value = value_;
@@ -58,7 +56,6 @@ class Tile {
     for (int i = 0; i < n; ++i) to[i] = narrow<T>(f(value[i], decoded_[i]));
   }
 
-  // elements <- value, past the cache.
   template <class T>
   DLT_HD void stream(T* to) const {
     alignas(line_bytes) T narrowed[size];
@@ -68,13 +65,11 @@ class Tile {
     cpu::stream(to + first_, narrowed, n * static_cast<int64_t>(sizeof(T)));
   }
 
-  // value <- value as a T holds it; the pointer only names T.
   template <class T>
   DLT_HD void round(const T*) {
     for (int i = 0; i < size; ++i) held_[i] = widen(narrow<T>(held_[i]));
   }
 
-  // to <- f(value, decoded, element), for each element of `from`, which may be `to`.
   template <class T, class F>
   DLT_HD void update(T* to, const T* from, F f) const {
     const float* const value = value_;
@@ -85,7 +80,6 @@ class Tile {
     for (int i = 0; i < n; ++i) to[i] = narrow<T>(f(value[i], decoded_[i], widen(from[i])));
   }
 
-  // units <- f(value, random word), a code each; past the cache or not.
   template <class Codec, class F>
   DLT_HD void encode(typename Codec::Unit* to, bool past_cache, F f) {
     using Layout = Message<Codec>;
@@ -112,7 +106,6 @@ class Tile {
     }
   }
 
-  // value <- f(value, code), for each code of the units.
   template <class Codec, class F>
   DLT_HD void decode(const typename Codec::Unit* from, F f) {
     const float* const value = value_;
@@ -120,7 +113,6 @@ class Tile {
     value_ = held_;
   }
 
-  // decoded <- f(code), for each code of what encode has made.
   template <class Codec, class F>
   DLT_HD void recall(const typename Codec::Unit* units, F f) {
     each_code<Codec>(units, [&](int i, uint32_t code) DLT_HD_LAMBDA { decoded_[i] = f(code); });
@@ -134,7 +126,6 @@ class Tile {
     }
   }
 
-  // As bits, whose order is that of the magnitudes, with infinity and then NaN on top.
   DLT_HD uint32_t largest_magnitude() const {
     const float* const value = value_;
     uint32_t largest = 0;
@@ -145,7 +136,6 @@ class Tile {
     return largest;
   }
 
-  // The sum of f(index, value), halves first: s[m] + s[m + h] for h = size / 2, ..., 1.
   template <class T, class F>
   DLT_HD T sum(F f) const {
     const float* const value = value_;
@@ -211,5 +201,7 @@ class Tile {
   alignas(64) float decoded_[size];
   alignas(64) uint32_t random_[size];
 };
+
+static_assert(dltrain::Tile<Tile<256, true>> && dltrain::Tile<Tile<256, false>>);
 
 }  // namespace dltrain::cpu

@@ -10,6 +10,7 @@
 #include "core/dtype.h"
 #include "kernels/cuda/pack.h"
 #include "kernels/message.h"
+#include "kernels/tile.h"
 #include "math/philox.h"
 
 namespace dltrain::cuda {
@@ -197,5 +198,7 @@ class Tile {
   float value_[held] = {}, decoded_[held];
   uint32_t code_[held], random_[held] = {};
 };
+
+static_assert(dltrain::Tile<Tile<256>>);
 
 }  // namespace dltrain::cuda
