@@ -1,5 +1,6 @@
 """Groups of parameters by the hundred, which several threads read: also those that take more than reading."""
 
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -125,6 +126,27 @@ def test_a_hash_of_its_own():
         Hashed.states = list(optimizer.state.values())[:5] if seed == 2 else []
         optimizer.step()
     assert torch.equal(params[COUNT // 2], torch.full((3,), 1.0 - 1.0 - 1.9 - 2.71))
+
+
+def test_state_that_has_been_read_lives_until_the_step_is_done():
+    """Although another thread may drop it meanwhile; also that of parameters with a hash of their own."""
+    params = [kind(torch.ones(3)) for kind in (torch.nn.Parameter, Hashed) for _ in range(20)]
+    Hashed.states = []
+    optimizer = optim.SGD(params, lr=1.0, momentum=0.9)
+    lives = []
+
+    def judge(groups):
+        kept = [weakref.ref(state["momentum_buffer"]) for state in optimizer.state.values()]
+        for state in optimizer.state.values():
+            state.clear()
+        lives.extend(ref() is not None for ref in kept)
+        return optimizer._judged_by_torch(groups)
+
+    for optimizer.judge in (None, judge):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert lives == [True] * len(params)
 
 
 def test_what_is_no_tensor_is_named():

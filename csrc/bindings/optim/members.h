@@ -70,7 +70,10 @@ class Members {
       }
       Member<keys>& member = members_[index];
       member.param = PyList_GET_ITEM(params.ptr(), index);
-      PyObject* const entry = entry_of(state.ptr(), member.param, [&] { hold(index + 1); });
+      PyObject* const entry = entry_of(state.ptr(), member.param, [&] {
+        hold(index);
+        keep(member.param);
+      });
       if (!entry) continue;
       places_[index] = {entry, reinterpret_cast<PyDictObject*>(entry)->ma_keys};
       PyObject *key, *value;
@@ -102,10 +105,10 @@ class Members {
   }
 
  private:
+  void keep(PyObject* object) {
+    if (object) held_.push_back(py::reinterpret_borrow<py::object>(object));
+  }
   void hold(size_t end) {
-    const auto keep = [this](PyObject* object) {
-      if (object) held_.push_back(py::reinterpret_borrow<py::object>(object));
-    };
     for (; held_members_ < end; ++held_members_) {
       const Member<keys>& member = members_[held_members_];
       keep(member.param);
