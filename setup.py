@@ -83,13 +83,19 @@ def find_toolkit() -> Toolkit | str:
     return f"{nvcc} is of CUDA {version[1]}, but there is no include/cuda_runtime.h in {' or '.join(homes)}"
 
 
+def switch(name: str) -> str | None:
+    """What a variable of the environment says that may be 0 or 1; None where it is not set."""
+    wish = os.environ.get(name) or None
+    if wish not in (None, "0", "1"):
+        sys.exit(f"{name}: expected 0 or 1, got {wish!r}")
+    return wish
+
+
 def cuda_or_reason(wish: str | None, torch_cuda: str | None, toolkit: Toolkit | str) -> str | None:
     """Whether to build for CUDA: None if so, else why not. Leaves with a message where the wish cannot be met.
 
     wish: DLTRAIN_CUDA; torch_cuda: the version that torch is built for; toolkit: what was found.
     """
-    if wish not in (None, "", "0", "1"):
-        sys.exit(f"DLTRAIN_CUDA: expected 0 or 1, got {wish!r}")
     if wish == "0":
         return "DLTRAIN_CUDA=0"
     if torch_cuda is None:
@@ -142,7 +148,7 @@ def extension_arguments() -> dict:
     """The parts of setup() that need torch."""
     torch = import_torch()
     toolkit = find_toolkit()
-    reason = cuda_or_reason(os.environ.get("DLTRAIN_CUDA"), torch.version.cuda, toolkit)
+    reason = cuda_or_reason(switch("DLTRAIN_CUDA"), torch.version.cuda, toolkit)
     cuda = reason is None
     print(f"dltrain_ext: building for {'the CPU and CUDA' if cuda else f'the CPU alone ({reason})'}")
     sanitizers = os.environ.get("DLTRAIN_SANITIZE")  # e.g. address,undefined: for the tests
@@ -151,7 +157,8 @@ def extension_arguments() -> dict:
     if os.environ.get("DLTRAIN_COVERAGE"):  # counts the lines that run, for gcov: for the tests too
         instrument += ["--coverage", "-fprofile-update=atomic"]
     memory = ["--param=ggc-min-heapsize=4000000"]  # kB: GCC would else spend a tenth of its time to save it
-    flags = {"cxx": BUILD["flags"] + memory + debug + instrument + ["-DDLTRAIN_CUDA"] * cuda}
+    public = ["-DDLT_PRIVATE_CPYTHON=0"] * (switch("DLTRAIN_PRIVATE_CPYTHON") == "0")
+    flags = {"cxx": BUILD["flags"] + memory + debug + instrument + public + ["-DDLTRAIN_CUDA"] * cuda}
     include_dirs = [str(ROOT / "csrc")]
     if cuda:
         os.environ["CUDA_HOME"] = toolkit.home  # before torch looks for it

@@ -1,5 +1,6 @@
 """How setup.py decides what to build, and that the CUDA sources of every room compile without a GPU."""
 
+import importlib.util
 import json
 import platform
 import runpy
@@ -56,12 +57,33 @@ def test_cuda_is_built_where_torch_and_nvcc_have_it(setup, wish, torch_cuda, nvc
         ("1", None, "13.0", "DLTRAIN_CUDA=1: cannot build for CUDA: torch is built for the CPU"),
         ("1", "13.0", NONE, NONE),
         ("1", "12.6", "13.0", "nvcc is of CUDA 13.0"),
-        ("yes", "13.0", "13.0", "DLTRAIN_CUDA: expected 0 or 1, got 'yes'"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_an_error(setup, wish, torch_cuda, nvcc, text):
     with pytest.raises(SystemExit, match=text):
         setup["cuda_or_reason"](wish, torch_cuda, found(setup, nvcc))
+
+
+@pytest.mark.parametrize(("given", "said"), [(None, None), ("", None), ("0", "0"), ("1", "1")])
+def test_switches_are_0_or_1(setup, monkeypatch, given, said):
+    monkeypatch.delenv("DLTRAIN_CUDA", raising=False)
+    if given is not None:
+        monkeypatch.setenv("DLTRAIN_CUDA", given)
+    assert setup["switch"]("DLTRAIN_CUDA") == said
+
+
+def test_a_switch_that_is_neither_is_an_error(setup, monkeypatch):
+    monkeypatch.setenv("DLTRAIN_CUDA", "yes")
+    with pytest.raises(SystemExit, match="DLTRAIN_CUDA: expected 0 or 1, got 'yes'"):
+        setup["switch"]("DLTRAIN_CUDA")
+
+
+@pytest.mark.parametrize(("given", "flags"), [("0", ["-DDLT_PRIVATE_CPYTHON=0"]), ("1", [])])
+def test_private_calls_of_cpython_can_be_left_out(setup, monkeypatch, given, flags):
+    monkeypatch.setenv("DLTRAIN_CUDA", "0")
+    monkeypatch.setenv("DLTRAIN_PRIVATE_CPYTHON", given)
+    (extension,) = setup["extension_arguments"]()["ext_modules"]
+    assert [flag for flag in extension.extra_compile_args["cxx"] if "CPYTHON" in flag] == flags
 
 
 def make_toolkit(folder, headers="include", top=None):
@@ -120,6 +142,59 @@ def test_sources_of_each_kind(setup):
     assert all("/cuda/" in path for path in cuda - plain)
     assert not any(path.endswith(".cu") for path in plain)
     assert {path.split("/")[1] for path in plain} == {*BUILD["torch_free_rooms"], "bindings"}
+
+
+MEMBERS = """
+#include <torch/csrc/autograd/python_variable.h>
+#pragma GCC poison _PyDict_GetItem_KnownHash ma_keys
+#include "bindings/optim/members.h"
+
+PYBIND11_MODULE(members, module) {
+  module.def("look_up", [](const py::dict& state, const py::list& params) {
+    dltrain::bindings::Members<1> members({"value"});
+    members.look_up(state, params, 1);
+    py::list found;
+    for (size_t i = 0; i < members.size(); ++i) {
+      PyObject* const value = members[i].values[0];
+      found.append(value ? py::reinterpret_borrow<py::object>(value) : py::none());
+    }
+    return found;
+  });
+}
+"""
+
+
+class Hashed(torch.nn.Parameter):
+    def __hash__(self):
+        return 7
+
+    __eq__ = object.__eq__
+
+
+def test_state_is_found_by_the_public_api_of_cpython_too(tmp_path):
+    """As DLTRAIN_PRIVATE_CPYTHON=0 has it; the rest of such a build is .ci/full's."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    (tmp_path / "members.cpp").write_text(MEMBERS)
+    folders = [ROOT / "csrc", *include_paths(), sysconfig.get_path("include")]
+    subprocess.run(
+        ["g++", "-std=c++20", "-shared", "-fPIC", "-DDLT_PRIVATE_CPYTHON=0", tmp_path / "members.cpp"]
+        + [f"-isystem{folder}" for folder in folders]
+        + [f"-L{folder}" for folder in library_paths()]
+        + ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-o", tmp_path / "members.so"],
+        check=True,
+    )
+    spec = importlib.util.spec_from_file_location("members", tmp_path / "members.so")
+    members = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(members)
+    kinds = torch.nn.Parameter, torch.Tensor, Hashed, torch.nn.Buffer
+    params = [kind(torch.ones(1)) for kind in kinds for _ in range(10)]
+    state = {p: {"value": object()} for p in params}
+    lacking, unhashable = torch.ones(1), [1.0]
+    state[lacking] = {"other": 1}
+    found = members.look_up(state, [*params, lacking, torch.ones(1), unhashable])
+    assert all(value is state[p]["value"] for p, value in zip(params, found, strict=False))
+    assert found[len(params) :] == [None] * 3
 
 
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")

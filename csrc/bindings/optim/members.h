@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/module.h"
+#include "bindings/optim/private_cpython.h"
 
 namespace dltrain::bindings {
 
@@ -18,11 +19,11 @@ inline py::object interned(const char* text) { return py::reinterpret_steal<py::
 
 // The entry of a parameter in an optimizer's state, null where there is none. hold: what keeps what has been found so far, as other threads
 // may run meanwhile. A tensor's hash is its address, but asking for it calls Python code, which is a good part of what a small tensor
-// costs. Only a subclass may have a hash of its own.
+// costs. Only a subclass may have a hash of its own. What is no tensor has no entry, and need not have a hash.
 template <class Hold>
 PyObject* entry_of(PyObject* state, PyObject* param, Hold&& hold) {
-  PyObject* entry = _PyDict_GetItem_KnownHash(state, param, static_cast<Py_hash_t>(reinterpret_cast<uintptr_t>(param)));
-  if (!entry && is_tensor(param) && !THPVariable_CheckTypeExact(Py_TYPE(param))) {
+  PyObject* entry = private_cpython::item_by_address(state, param);
+  if (!entry && is_tensor(param) && !(private_cpython::used && THPVariable_CheckTypeExact(Py_TYPE(param)))) {
     hold();
     entry = PyDict_GetItemWithError(state, param);
   }
@@ -66,7 +67,7 @@ class Members {
       if (index + ahead < size) {
         const Place& place = places_[index + ahead];
         __builtin_prefetch(place.entry);
-        for (int line = 0; line < 3; ++line) __builtin_prefetch(static_cast<const char*>(place.table) + 64 * line);
+        private_cpython::fetch_table(place.table);
       }
       Member<keys>& member = members_[index];
       member.param = PyList_GET_ITEM(params.ptr(), index);
@@ -75,7 +76,7 @@ class Members {
         keep(member.param);
       });
       if (!entry) continue;
-      places_[index] = {entry, reinterpret_cast<PyDictObject*>(entry)->ma_keys};
+      places_[index] = {entry, private_cpython::table_of(entry)};
       PyObject *key, *value;
       for (Py_ssize_t at = 0; PyDict_Next(entry, &at, &key, &value);) {
         for (size_t k = 0; k < keys; ++k) {
