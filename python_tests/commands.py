@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,18 @@ class Done(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
+
+
+def python(*arguments: object, cwd: Path | None = None, **environment: str) -> Done:
+    """Python in a process of its own, where its start is what is tested."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def torchrun(ranks: int, *arguments: object, cwd: Path | None = None, **environment: str) -> Done:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    return python(*launcher, *arguments, cwd=cwd, **environment)
 
 
 def benchmarks(*arguments: object, **environment: str) -> Done:

@@ -1,9 +1,7 @@
 """The benchmark of all-reduce, small: its sides, in two levels too, how wrong results are counted, torchrun's ranks."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
@@ -248,15 +246,8 @@ def test_ranks_that_differ_in_a_bit_are_seen() -> None:
 def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
     """By torchrun itself; other tests have its variables."""
     out = tmp_path / "out.json"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks")
     options = ("allreduce", *SMALL, "--algorithms", "ring", "--json", out, "--plot", tmp_path)
-    done = subprocess.run(
-        [sys.executable, *torchrun, *options],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"},
-    )
+    done = commands.torchrun(2, "-m", "benchmarks", *options, cwd=ROOT, COLUMNS="200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all_reduce sum, 2 ranks under torchrun") == 1
     assert len(re.findall(r"\b4 KiB", done.stdout)) == 1 and done.stdout.count("#wrong:") == 1

@@ -5,9 +5,9 @@ import hashlib
 import itertools
 import os
 import random
-import subprocess
 import sys
 
+import commands
 import pytest
 import torch
 from ranks import run_ranks
@@ -304,12 +304,8 @@ def test_every_instruction_set_gives_the_same_bytes():
     others = {*_ops.instruction_sets()} - {chosen}
     assert "portable" in others
     for name in others:
-        done = subprocess.run(
-            [sys.executable, "-c", "import test_codecs; print(*test_codecs.digest())"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DLTRAIN_INSTRUCTION_SET": name},
-            capture_output=True,
-            text=True,
-        )
+        environment = {"PYTHONPATH": os.pathsep.join(sys.path), "DLTRAIN_INSTRUCTION_SET": name}
+        done = commands.python("-c", "import test_codecs; print(*test_codecs.digest())", **environment)
         assert done.stdout.split() == [name, expected], done.stderr
 
 

@@ -8,12 +8,12 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import commands
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,10 +43,8 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, undisturbed: tuple
     """By torchrun itself, which starts its ranks anew."""
     (tmp_path / "step-60.tmp").mkdir()  # as a run leaves it that is killed while it saves
     (tmp_path / "step-60.tmp" / "half").touch()
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3 --max-restarts 1"
     options = ("--folder", tmp_path, "--kill", "1", "--at", "50")
-    command = [sys.executable, *torchrun.split(), EXAMPLES / "elastic.py", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = commands.torchrun(3, "--max-restarts", "1", EXAMPLES / "elastic.py", *options)
     assert done.returncode == 0, done.stderr
     assert LINES.findall(done.stdout) == LINES.findall(undisturbed[1])
     assert len(LINES.findall(done.stdout)) == 4

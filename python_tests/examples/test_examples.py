@@ -2,7 +2,6 @@
 
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +28,8 @@ def train(tmp_path: Path, *arguments: object, ranks: int = 2) -> tuple[str, Path
 def torchrun(tmp_path: Path, *arguments: object) -> tuple[str, Path, dict[str, Any]]:
     """The same as a reader starts it."""
     picture, json_file = tmp_path / "new" / "train.png", tmp_path / "figures.json"
-    launcher = [sys.executable, *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]]
-    command = [*launcher, ROOT / "examples" / "train.py", *arguments, "--out", picture, "--json", json_file]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    files = ("--out", picture, "--json", json_file)
+    done = commands.torchrun(2, ROOT / "examples" / "train.py", *arguments, *files)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout, picture, json.loads(json_file.read_text())

@@ -1,14 +1,12 @@
 """A child of fork() uses what its parent made: an error that says so, and neither of them hangs or crashes."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 import warnings
 from pathlib import Path
 
+import commands
 import pytest
 from ranks import ROOT, as_torchrun
 
@@ -57,9 +55,7 @@ def execute(script, file):
 
 def run_as_script(body):
     """In a process that leaves as Python does."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", BEGIN + textwrap.dedent(body)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = commands.python("-c", BEGIN + textwrap.dedent(body), PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

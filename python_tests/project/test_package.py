@@ -1,11 +1,9 @@
 """Installing, importing and asking: what a user meets before the first tensor."""
 
 import importlib
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,18 +19,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(dltrain_ext.__path__[0])
 
 
-def run(*arguments, cwd, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
-    )
-
-
 @pytest.mark.parametrize("command", ["bdist_wheel", "dist_info", "editable_wheel"])
 def test_building_without_torch_names_the_command(command, tmp_path):
     hidden = (
         f"import sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '{command}']; exec(open('setup.py').read())"
     )
-    done = run("-c", f"__file__ = 'setup.py'; {hidden}", cwd=ROOT)
+    done = commands.python("-c", f"__file__ = 'setup.py'; {hidden}", cwd=ROOT)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "Run: pip install torch && pip install ." in line
@@ -62,7 +54,7 @@ def test_in_an_unbuilt_checkout_the_installed_package_is_used(tmp_path):
         "try: runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)\n"
         "finally: print(sys.modules['dltrain_ext.comm'].__file__, file=sys.stderr)"
     )
-    done = run("-c", script, cwd=checkout(tmp_path), PYTHONPATH=str(PACKAGE.parent))
+    done = commands.python("-c", script, cwd=checkout(tmp_path), PYTHONPATH=str(PACKAGE.parent))
     assert done.returncode == 0, done.stderr
     assert "allreduce" in done.stdout and "optim" in done.stdout
     assert str(PACKAGE / "comm" / "__init__.py") in done.stderr.split()
@@ -81,7 +73,7 @@ def test_not_built_at_all_names_the_command(tmp_path):
     for entry in Path(torch.__file__).parents[1].iterdir():
         if "dltrain" not in entry.name:
             (site / entry.name).symlink_to(entry)
-    done = run("-S", "-c", blocked, cwd=clean, PYTHONPATH=str(site))
+    done = commands.python("-S", "-c", blocked, cwd=clean, PYTHONPATH=str(site))
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert "dltrain_ext is not built" in last and "pip install ." in last
@@ -105,7 +97,7 @@ def test_tests_whose_packages_are_missing_are_skipped_by_name(tmp_path):
     hidden = f"import sys; sys.modules.update(dict.fromkeys({conftest.OPTIONAL}))"  # None: as if it were not there
     (tmp_path / "hiding.py").write_text(hidden)
     plugins = ["-p", "hiding", "-p", "no:hypothesispytest", "-p", "no:cacheprovider"]
-    done = run("-m", "pytest", *plugins, "--collect-only", "-q", cwd=ROOT, PYTHONPATH=str(tmp_path))
+    done = commands.python("-m", "pytest", *plugins, "--collect-only", "-q", cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout
     skipped = set(re.findall(r"^SKIPPED \[\d+\] \S+: (\w+) is not installed", done.stdout, re.M))
     assert skipped >= {"numpy", "rich", "matplotlib", "yaml"}
@@ -116,7 +108,7 @@ def test_tests_whose_packages_are_missing_are_skipped_by_name(tmp_path):
 def test_benchmarks_quick(tmp_path):
     """One small case end to end, as a reader starts it; CI runs them all."""
     small = ["allreduce", "-b", "4K", "-e", "4K", "-n", "3", "--ranks", "2"]
-    done = run("-m", "benchmarks", *small, "--json", tmp_path / "out.json", "--plot", tmp_path, cwd=ROOT)
+    done = commands.python("-m", "benchmarks", *small, "--json", tmp_path / "out.json", "--plot", tmp_path, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gloo" in done.stdout and "WRONG" not in done.stdout
     assert (tmp_path / "allreduce.png").stat().st_size > 1000

@@ -2,11 +2,11 @@
 
 import runpy
 import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
 
+import commands
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_every_portion_for_a_gpu_can_be_read_and_ended():
     ("script", "usage"), [("gpu", "python3 .ci/gpu"), ("full", "python3 .ci/full"), ("commit.py", "bash .ci/run")]
 )
 def test_mistakes_are_answered(script, usage):
-    done = subprocess.run([sys.executable, ROOT / ".ci" / script, "nonsense"], capture_output=True, text=True)
+    done = commands.python(ROOT / ".ci" / script, "nonsense")
     assert done.returncode == 1 and usage in done.stderr
 
 
