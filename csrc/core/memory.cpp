@@ -3,13 +3,14 @@
 #include <cstring>
 #include <new>
 
+#include "core/cache_line.h"
 #include "core/cuda/runtime.h"
 
 namespace dltrain {
 
 namespace {
 
-constexpr std::align_val_t alignment{64};
+constexpr std::align_val_t alignment{cache_line};
 
 }  // namespace
 

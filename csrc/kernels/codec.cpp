@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "core/cache_line.h"
 #include "core/check.h"
 #include "core/memory.h"
 #include "kernels/codecs.h"
@@ -57,11 +58,10 @@ void decode(const Place& place, int64_t numel, const uint8_t* message, const Ele
 template <class C>
 Codec entry() {
   using Layout = Message<C>;
-  constexpr int64_t cache_line = 64;
   const auto bytes = [](int64_t numel) { return Layout::bytes(numel); };
   return {C::name,
           C::block,
-          Layout::scaled ? C::block : cache_line / static_cast<int64_t>(sizeof(typename C::Unit)),
+          Layout::scaled ? C::block : cache_line / static_cast<int>(sizeof(typename C::Unit)),
           Layout::scaled,
           C::bits,
           C::nearest_error,

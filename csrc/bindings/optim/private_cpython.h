@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "core/cache_line.h"
+
 // What is used of CPython beside its public API, for speed alone. setup.py sets this to 0 where DLTRAIN_PRIVATE_CPYTHON=0, for a CPython
 // that no longer has it so.
 #ifndef DLT_PRIVATE_CPYTHON
@@ -25,7 +27,7 @@ inline PyObject* item_by_address(PyObject* dict, PyObject* key) {
 inline const void* table_of(PyObject* dict) { return reinterpret_cast<PyDictObject*>(dict)->ma_keys; }
 // Inlined: GCC takes a function that does no more than prefetch for one without effect, and drops its calls.
 __attribute__((always_inline)) inline void fetch_table(const void* table) {
-  for (int line = 0; line < 3; ++line) __builtin_prefetch(static_cast<const char*>(table) + 64 * line);
+  for (int line = 0; line < 3; ++line) __builtin_prefetch(static_cast<const char*>(table) + cache_line * line);
 }
 
 #else

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings/optim/updates.h"
+#include "core/cache_line.h"
 
 namespace dltrain::bindings {
 
@@ -21,8 +22,8 @@ class Trail {
     for (const Place& place : places_[index]) {
       if (!place.impl) return;
       __builtin_prefetch(place.tensor);
-      for (size_t at = 0; at < sizeof(c10::TensorImpl); at += 64) __builtin_prefetch(place.impl + at);
-      for (size_t at = 0; at < sizeof(c10::StorageImpl); at += 64) __builtin_prefetch(place.storage + at);
+      for (size_t at = 0; at < sizeof(c10::TensorImpl); at += cache_line) __builtin_prefetch(place.impl + at);
+      for (size_t at = 0; at < sizeof(c10::StorageImpl); at += cache_line) __builtin_prefetch(place.storage + at);
     }
   }
 

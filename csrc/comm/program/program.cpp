@@ -4,13 +4,15 @@
 #include <map>
 #include <utility>
 
+#include "core/cache_line.h"
+
 namespace dltrain::comm {
 
 namespace {
 
 using Room = Location::Room;
 
-constexpr int64_t cache_line = 64, vector = 16;  // bytes
+constexpr int64_t vector = 16;  // bytes
 
 int64_t aligned(int64_t bytes, int64_t border = cache_line) { return (bytes + border - 1) / border * border; }
 

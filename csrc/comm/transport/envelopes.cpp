@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/cache_line.h"
 #include "core/check.h"
 #include "core/digest.h"
 
@@ -43,7 +44,7 @@ std::string difference(const Header& header, const Call& call) {
 }  // namespace
 
 struct Envelopes::Envelope {
-  alignas(64) std::array<char, sizeof(Header) + most + sizeof(Stamp)> bytes;
+  alignas(cache_line) std::array<char, sizeof(Header) + most + sizeof(Stamp)> bytes;
   std::unique_ptr<Request> request;
 
   char* message() { return bytes.data() + sizeof(Header); }

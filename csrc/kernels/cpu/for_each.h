@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "core/cache_line.h"
 #include "core/place.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/instruction_set.h"
@@ -21,7 +22,7 @@ void for_each(const Place& place, const ListOf<Operation>& list, const Operation
       // The processor foresees where a tensor goes on, but not where the next small one lies.
       if (constexpr int64_t ahead = 4; index + ahead < list.size()) {
         for (const void* stream : list.row(index + ahead).data) {
-          for (int64_t line = 0; line < 4; ++line) __builtin_prefetch(static_cast<const char*>(stream) + 64 * line);
+          for (int64_t line = 0; line < 4; ++line) __builtin_prefetch(static_cast<const char*>(stream) + cache_line * line);
         }
       }
       // Neighbours mostly share their element, and AdamW's costs as much as a small tensor's update.

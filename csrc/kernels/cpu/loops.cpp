@@ -89,7 +89,7 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
       float* const data[] = {static_cast<float*>(row.data[K])...};
       return over(element, data, begin, end);
     }
-    alignas(line_bytes) float room[Operation::streams][piece];
+    alignas(cache_line) float room[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {
       const int64_t count = end - at < piece ? end - at : piece;
       const Stretch stretches[] = {{row.data[K], form.formats[K], row.numel, at, count}...};
@@ -163,7 +163,7 @@ struct ReduceRun<Reduction, std::index_sequence<K...>> {
     for (auto& each : running) {
       for (double& value : each) value = math::SumSquares::none();
     }
-    alignas(line_bytes) float room[Reduction::streams][piece];
+    alignas(cache_line) float room[Reduction::streams][piece];
     const int64_t step = Reduction::sums == 1 && form.is_plain() ? end - begin : piece;  // a multiple of the lanes, or all
     for (int64_t at = begin; at < end; at += step) {
       const int64_t count = end - at < step ? end - at : step;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/cache_line.h"
 #include "core/host_device.h"
 
 #if defined(__x86_64__)
@@ -12,8 +13,6 @@
 #endif
 
 namespace dltrain::cpu {
-
-inline constexpr int line_bytes = 64;
 
 // To a line's border.
 DLT_HD void stream_line(void* to, const void* from) {
@@ -28,7 +27,7 @@ DLT_HD void stream_line(void* to, const void* from) {
     _mm_stream_si128(static_cast<__m128i*>(to) + quarter, _mm_loadu_si128(static_cast<const __m128i*>(from) + quarter));
   }
 #else
-  std::memcpy(to, from, line_bytes);
+  std::memcpy(to, from, cache_line);
 #endif
 }
 
@@ -36,10 +35,10 @@ DLT_HD void stream_line(void* to, const void* from) {
 DLT_HD void stream(void* to, const void* from, int64_t bytes) {
   auto* const out = static_cast<char*>(to);
   const auto* const in = static_cast<const char*>(from);
-  const int64_t border = -reinterpret_cast<intptr_t>(to) & (line_bytes - 1), head = border < bytes ? border : bytes;
+  const int64_t border = -reinterpret_cast<intptr_t>(to) & (cache_line - 1), head = border < bytes ? border : bytes;
   std::memcpy(out, in, head);
   int64_t at = head;
-  for (; at + line_bytes <= bytes; at += line_bytes) stream_line(out + at, in + at);
+  for (; at + cache_line <= bytes; at += cache_line) stream_line(out + at, in + at);
   std::memcpy(out + at, in + at, bytes - at);
 }
 

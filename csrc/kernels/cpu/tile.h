@@ -58,7 +58,7 @@ class Tile {
 
   template <class T>
   DLT_HD void stream(T* to) const {
-    alignas(line_bytes) T narrowed[size];
+    alignas(cache_line) T narrowed[size];
     const int n = count();
 #pragma GCC ivdep
     for (int i = 0; i < n; ++i) narrowed[i] = narrow<T>(held_[i]);
@@ -84,7 +84,7 @@ class Tile {
   DLT_HD void encode(typename Codec::Unit* to, bool past_cache, F f) {
     using Layout = Message<Codec>;
     const float* const value = value_;  // which no store of a byte can change
-    alignas(line_bytes) Word<Codec> scratch[Layout::units];
+    alignas(cache_line) Word<Codec> scratch[Layout::units];
     Word<Codec>* words = scratch;
     if constexpr (full && Layout::codes == 1) words = past_cache ? scratch : to;
 #pragma GCC ivdep
@@ -140,7 +140,7 @@ class Tile {
   DLT_HD T sum(F f) const {
     const float* const value = value_;
     const auto term = [&](int i) DLT_HD_LAMBDA { return full || i < count_ ? f(first_ + i, value[i]) : T(0); };
-    alignas(64) T terms[size / 2];
+    alignas(cache_line) T terms[size / 2];
     for (int m = 0; m < size / 2; ++m) terms[m] = term(m) + term(m + size / 2);
 #pragma GCC unroll 16
     for (int half = size / 4; half > 0; half /= 2) {
@@ -161,7 +161,7 @@ class Tile {
   DLT_HD static void fetch_ahead(const T* elements) {
     constexpr int distance = 2048, second_level = 2;
     const auto* const ahead = reinterpret_cast<const char*>(elements) + distance;  // a hint: it may lie beyond the end
-    for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += line_bytes) __builtin_prefetch(ahead + at, 0, second_level);
+    for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += cache_line) __builtin_prefetch(ahead + at, 0, second_level);
   }
 
   // Several codes are put together and taken apart in whole words: the compiler would else narrow or widen each by itself.
@@ -176,7 +176,7 @@ class Tile {
   template <class Codec, class F>
   DLT_HD void each_code(const typename Codec::Unit* from, F f) const {
     using Layout = Message<Codec>;
-    alignas(line_bytes) Word<Codec> scratch[Layout::units];
+    alignas(cache_line) Word<Codec> scratch[Layout::units];
     const Word<Codec>* words = scratch;
     if constexpr (full && Layout::codes == 1) {
       words = from;
@@ -197,9 +197,9 @@ class Tile {
   const int64_t index_, first_;
   const int count_;
   const float* value_ = held_;
-  alignas(64) float held_[size];
-  alignas(64) float decoded_[size];
-  alignas(64) uint32_t random_[size];
+  alignas(cache_line) float held_[size];
+  alignas(cache_line) float decoded_[size];
+  alignas(cache_line) uint32_t random_[size];
 };
 
 static_assert(dltrain::Tile<Tile<256, true>> && dltrain::Tile<Tile<256, false>>);
