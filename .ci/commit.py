@@ -56,6 +56,7 @@ SANITIZED = " ".join(
         "optim/test_adamw_errors",
         "optim/test_adamw_state",
         "comm/test_all_reduce",
+        "comm/test_collectives",
         "ddp/test_ddp",
         "faults/test_faults",
         "fuzz/test_fuzz_codecs",

@@ -52,6 +52,15 @@ def check_list(tensors: Sequence[torch.Tensor], name: str) -> None:
                 raise ValueError(f"{name}[{rank}]: expected the {what} of {name}[0], {theirs}, got {mine}")
 
 
+def check_places(tensors: Sequence[torch.Tensor], name: str) -> None:
+    for rank, tensor in enumerate(tensors):
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"{name}[{rank}]: expected elements that each have a place of their own, got shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+
+
 def check_options(algorithm: str, codec: str, seed: int, step: int | None, segments: int | None) -> None:
     _check_texts(algorithm=algorithm, codec=codec)
     check_number(seed, "seed", 2**63)

@@ -24,6 +24,7 @@ from dltrain_ext.comm.arguments import (
     check_list,
     check_names,
     check_options,
+    check_places,
     check_tensors,
     is_average,
     place_of,
@@ -222,6 +223,7 @@ class Communicator:
         if not isinstance(output, list | tuple):
             return self._run("all_gather", "output", output, share=input, **options)
         check_list(output, "output")
+        check_places(output, "output")
         parts, sizes = output, _sizes(output)
         whole = parts[0].new_empty(sum(sizes))
 

@@ -183,6 +183,13 @@ def check_refusals(rank, world_size):
             ([tensor, tensor.int()], tensor),
             {},
         ),
+        (
+            ValueError,
+            r"output\[1\]: expected elements that each have a place of their own",
+            comm.all_gather,
+            ([tensor, torch.zeros(1).expand(4)], tensor),
+            {},
+        ),
         (ValueError, "input: expected as many elements as rank", comm.all_gather, ([whole, whole], tensor), {}),
         (TypeError, "input: expected dtype float32", comm.all_gather, (whole.int(), tensor.int()), {"codec": "int8"}),
         (

@@ -41,11 +41,12 @@ void check_values(const at::Tensor& tensor, const c10::Device& device, const Col
                      type);
     TORCH_CHECK_TYPE(!options.call.average || at::isFloatingType(type), "tensor: expected a floating dtype for op 'avg', got ", type);
   } else {
-    const char* const others = options.call.collective == comm::Collective::all_reduce
-                                   ? " (others are for the algorithms auto and native with the codec raw)"
-                                   : "";
+    TORCH_CHECK_TYPE(options.call.collective == comm::Collective::all_reduce || fits_plans(type),
+                     "tensor: expected dtype float32, float16 or bfloat16 for ", comm::name(options.call.collective), " in the codec ",
+                     options.call.codec, ", got ", type);
     TORCH_CHECK_TYPE(fits_plans(type), "tensor: expected dtype float32, float16 or bfloat16 for the algorithm ", options.call.algorithm,
-                     " and the codec ", options.call.codec, others, ", got ", type);
+                     " and the codec ", options.call.codec, " (others are for the algorithms auto and native with the codec raw), got ",
+                     type);
   }
 }
 

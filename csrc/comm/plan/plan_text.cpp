@@ -76,8 +76,9 @@ std::string draw(const Plan& plan) {
   const bool grid = plan.chunks <= widest;
   std::ostringstream out;
   if (plan.collective != Collective::all_reduce) out << name(plan.collective) << " by ";
-  out << plan.algorithm << ", rank " << plan.rank << " of " << plan.world_size << ": " << plan.rounds.size() << " rounds over "
-      << plan.chunks << " chunks\n";
+  out << plan.algorithm << ", rank " << plan.rank << " of " << plan.world_size;
+  if (is_rooted(plan.collective)) out << ", root " << plan.root;
+  out << ": " << plan.rounds.size() << " rounds over " << plan.chunks << " chunks\n";
   if (grid) {
     out << "round";
     for (int chunk = 0; chunk < plan.chunks; ++chunk) out << std::setw(4) << chunk;

@@ -72,7 +72,7 @@ struct InFlight {
 class Proof {
  public:
   explicit Proof(const std::vector<Plan>& plans)
-      : plans_(checked(plans)),
+      : plans_(plans),
         collective_(plans[0].collective),
         root_(plans[0].root),
         world_size_(static_cast<int>(plans.size())),
@@ -116,11 +116,6 @@ class Proof {
   }
 
  private:
-  static const std::vector<Plan>& checked(const std::vector<Plan>& plans) {
-    check(!plans.empty(), "plans: expected one for each rank, got none");
-    return plans;
-  }
-
   // Before the first round.
   bool has_part(int rank, int chunk) const {
     return adds_up(collective_) || rank == (collective_ == Collective::broadcast ? root_ : chunk);
@@ -300,6 +295,9 @@ class Proof {
 
 }  // namespace
 
-void verify(const std::vector<Plan>& plans) { Proof(plans).run(); }
+void verify(const std::vector<Plan>& plans) {
+  check(!plans.empty(), "plans: expected one for each rank, got none");
+  Proof(plans).run();
+}
 
 }  // namespace dltrain::comm
