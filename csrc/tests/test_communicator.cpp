@@ -51,11 +51,7 @@ void add_up(Communicator& communicator, std::vector<float>& values, Ms timeout =
   Options call;
   call.algorithm = "ring";
   call.timeout = timeout;
-  const auto numel = static_cast<int64_t>(values.size());
-  communicator.attempt([&] {
-    if (communicator.is_in_two_levels()) return communicator.all_reduce({}, values.data(), numel, call);
-    communicator.run({}, {values.data()}, numel, call);
-  });
+  communicator.attempt([&] { communicator.run({}, {values.data()}, std::ssize(values), call); });
 }
 
 TEST(Communicator, RunsCallsAndCountsThem) {
@@ -121,6 +117,15 @@ TEST(Communicator, FailsLaterCallsOnceItIsEnded) {
     } catch (const CollectiveError& error) {
       EXPECT_STREQ(error.what(), "it was closed");
     }
+  });
+}
+
+TEST(Communicator, AddsUpAloneInTwoLevels) {
+  on_four_ranks(true, [&](Communicator& communicator, int) {
+    std::vector<float> values(10);
+    Options call;
+    call.collective = Collective::broadcast;
+    EXPECT_THROW(communicator.run({}, {values.data()}, 10, call), std::invalid_argument);
   });
 }
 

@@ -149,7 +149,7 @@ void Work::all_reduce_natively(const Place& place, const at::Tensor& tensor, boo
 // Over fp32, in which halves are added up.
 void Work::all_reduce_in_two_levels(const Place& place, const at::Tensor& tensor, const comm::Options& call) {
   const at::Tensor sums = tensor.to(at::kFloat);  // the tensor itself, if it is that
-  group_.all_reduce(place, sums.mutable_data_ptr<float>(), sums.numel(), call);
+  run_plan(place, sums, call);
   if (!sums.is_same(tensor)) tensor.copy_(sums);
 }
 

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "core/check.h"
+
 namespace dltrain::comm {
 
 Communicator::Communicator(std::shared_ptr<Executor> across, std::shared_ptr<Executor> inside, const Hosts& hosts,
@@ -19,11 +21,10 @@ Communicator::~Communicator() {
 }
 
 void Communicator::run(const Place& place, const Elements& values, int64_t numel, const Options& options) {
-  across_->run(place, values, numel, options);
-}
-
-void Communicator::all_reduce(const Place& place, float* values, int64_t numel, const Options& options) {
-  two_levels_->all_reduce(place, values, numel, options);
+  if (!two_levels_) return across_->run(place, values, numel, options);
+  check(options.collective == Collective::all_reduce && values.dtype == Dtype::fp32,
+        "values: expected an all-reduce of fp32 in two levels");
+  two_levels_->all_reduce(place, static_cast<float*>(values.data), numel, options);
 }
 
 void Communicator::attempt(const std::function<void()>& work) {

@@ -29,10 +29,8 @@ class Communicator {
   Executor* inside() const { return inside_.get(); }  // null where there is one level
   const Hosts& hosts() const { return hosts_; }
 
-  // A collective by a plan, in one level.
+  // As Executor::run has it. In two levels: an all-reduce of fp32.
   void run(const Place& place, const Elements& values, int64_t numel, const Options& options);
-  // In two.
-  void all_reduce(const Place& place, float* values, int64_t numel, const Options& options);
 
   // Does the work of a call, which begins with it. Whatever fails in it is the end of both levels.
   void attempt(const std::function<void()>& work);
