@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "comm/fault/failure.h"
-#include "tests/nccl_ranks.h"
+#include "tests/comm/nccl_ranks.h"
 
 namespace dltrain::comm::nccl {
 namespace {

@@ -89,7 +89,7 @@ def test_the_tests_that_hold_a_contract_exist() -> None:
     assert len(named) > 30 and set(re.findall(r"## C(\d+):", text)) == {str(number) for number in range(1, 11)}
     for file, test in named:
         assert f"def {test}(" in (ROOT / "python_tests" / file).read_text(), f"{file}::{test}"
-    cpp = "".join(path.read_text() for path in (ROOT / "csrc" / "tests").glob("*.cpp"))
+    cpp = "".join(path.read_text() for path in (ROOT / "csrc" / "tests").rglob("*.cpp"))
     for suite, test in re.findall(r"`([A-Z]\w+)\.([A-Z]\w+)`", text):
         assert re.search(rf"TEST\w*\({suite}, {test}\)", cpp), f"{suite}.{test}"
 

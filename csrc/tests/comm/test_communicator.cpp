@@ -6,8 +6,8 @@
 #include <thread>
 
 #include "comm/fault/in_process_channel.h"
+#include "tests/comm/ranks.h"
 #include "tests/places.h"
-#include "tests/ranks.h"
 
 namespace dltrain::comm {
 namespace {

@@ -6,7 +6,7 @@
 #include <map>
 #include <string>
 
-#include "tests/ranks.h"
+#include "tests/comm/ranks.h"
 
 namespace dltrain::comm {
 namespace {

@@ -3,8 +3,8 @@
 #include <latch>
 #include <thread>
 
+#include "tests/comm/ranks.h"
 #include "tests/places.h"
-#include "tests/ranks.h"
 
 namespace dltrain::comm {
 namespace {

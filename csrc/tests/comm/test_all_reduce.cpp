@@ -10,8 +10,8 @@
 
 #include "comm/plan/plan.h"
 #include "kernels/codec.h"
+#include "tests/comm/ranks.h"
 #include "tests/places.h"
-#include "tests/ranks.h"
 
 namespace dltrain::comm {
 namespace {

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "core/dtype.h"
-#include "tests/nccl_ranks.h"
+#include "tests/comm/nccl_ranks.h"
 
 namespace dltrain::comm::nccl {
 namespace {

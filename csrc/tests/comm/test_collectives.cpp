@@ -3,8 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "tests/comm/ranks.h"
 #include "tests/places.h"
-#include "tests/ranks.h"
 
 namespace dltrain::comm {
 namespace {

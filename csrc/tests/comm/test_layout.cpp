@@ -7,8 +7,8 @@
 #include <random>
 
 #include "comm/plan/plan.h"
+#include "tests/comm/ranks.h"
 #include "tests/places.h"
-#include "tests/ranks.h"
 
 namespace dltrain::comm {
 namespace {

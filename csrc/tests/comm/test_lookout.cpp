@@ -6,7 +6,7 @@
 
 #include "comm/fault/in_process_channel.h"
 #include "core/check.h"
-#include "tests/ranks.h"
+#include "tests/comm/ranks.h"
 
 namespace dltrain::comm {
 namespace {

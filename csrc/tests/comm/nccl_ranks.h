@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "comm/transport/nccl/transport.h"
+#include "tests/comm/ranks.h"
 #include "tests/fake_nccl/fake_nccl.h"
 #include "tests/places.h"
-#include "tests/ranks.h"
 
 namespace dltrain::comm::nccl {
 

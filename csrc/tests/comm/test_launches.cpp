@@ -9,7 +9,7 @@
 
 #include "comm/program/choice.h"
 #include "comm/program/program.h"
-#include "tests/nccl_ranks.h"
+#include "tests/comm/nccl_ranks.h"
 #ifdef DLTRAIN_EMULATED
 #include <cuda_runtime.h>
 #endif

@@ -6,8 +6,8 @@
 #include <numeric>
 #include <thread>
 
+#include "tests/comm/ranks.h"
 #include "tests/places.h"
-#include "tests/ranks.h"
 
 namespace dltrain::comm {
 namespace {

@@ -10,7 +10,7 @@
 #include "comm/fault/in_process_channel.h"
 #include "comm/plan/plan.h"
 #include "kernels/codec.h"
-#include "tests/nccl_ranks.h"
+#include "tests/comm/nccl_ranks.h"
 
 namespace dltrain::comm::nccl {
 namespace {
