@@ -8,7 +8,7 @@ namespace dltrain::bindings {
 
 void check_plain(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-                       !tensor.is_neg() && !tensor._is_zerotensor(),
+                       !tensor.is_neg() && !tensor.is_conj() && !tensor.is_quantized() && !tensor._is_zerotensor(),
                    name, ": expected a plain dense tensor, got layout ", tensor.layout(), " (", tensor.toString(), ")");
 }
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import check_number
+from dltrain_ext._arguments import check_dense, check_number
 
 IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
 
@@ -44,6 +44,7 @@ def check_list(tensors: Sequence[torch.Tensor], name: str) -> None:
     for rank, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}[{rank}]: expected a torch.Tensor, got {type(tensor).__name__}")
+        check_dense(tensor, f"{name}[{rank}]")
         for what, mine, theirs in (
             ("dtype", tensor.dtype, tensors[0].dtype),
             ("device", tensor.device, tensors[0].device),

@@ -171,7 +171,8 @@ def all_gather(
 
     Args:
         output: p times as many elements as ``input``, any shape; or a list of one tensor for each rank, of which the
-            r-th has as many elements as rank r's ``input``. ``input`` may be where it is to go.
+            r-th has as many elements as rank r's ``input``. ``input`` may be where it is to go, if
+            ``output`` is contiguous.
         input: this rank's part, of the dtype and the device of ``output``; with a lossy codec float32, float16 or
             bfloat16.
         algorithm: one of ``comm.COLLECTIVES["all_gather"]``, or ``"auto"``: direct.

@@ -56,6 +56,9 @@ class CallOptions(TypedDict, total=False):
     async_op: bool
 
 
+_CALL_OPTIONS = CallOptions.__annotations__.keys()
+
+
 class Communicator:
     """Runs the collectives of one group, in the order of the calls, on connections of its own.
 
@@ -210,10 +213,10 @@ class Communicator:
         """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
         check_tensors(output=output)
         if not isinstance(input, list | tuple):
-            return self._run("reduce_scatter", "input", input, op=op, share=output, **options)
+            return self._run("reduce_scatter", "input", input, options, op=op, share=output)
         check_list(input, "input")
         whole = torch.cat([part.flatten() for part in input])
-        return self._run("reduce_scatter", "input", whole, op=op, share=output, sizes=_sizes(input), **options)
+        return self._run("reduce_scatter", "input", whole, options, op=op, share=output, sizes=_sizes(input))
 
     def all_gather(
         self, output: torch.Tensor | Tensors, input: torch.Tensor, **options: "Unpack[CallOptions]"
@@ -221,7 +224,7 @@ class Communicator:
         """:func:`dltrain_ext.comm.all_gather` on this communicator, which must not be in two levels."""
         check_tensors(input=input)
         if not isinstance(output, list | tuple):
-            return self._run("all_gather", "output", output, share=input, **options)
+            return self._run("all_gather", "output", output, options, share=input)
         check_list(output, "output")
         check_places(output, "output")
         parts, sizes = output, _sizes(output)
@@ -229,36 +232,41 @@ class Communicator:
 
         def share_out() -> Tensors:
             for part, found in zip(parts, torch.split(whole, sizes), strict=True):
+                if part.is_cuda:
+                    part.record_stream(torch.cuda.current_stream(part.device))
                 part.detach().copy_(found.view(part.shape))
             return parts
 
-        work = self._run("all_gather", "output", whole, share=input, sizes=sizes, **options)
-        if work is not None:
-            return work.then(share_out)
-        share_out()
-        return None
+        work = self._run("all_gather", "output", whole, options, share=input, sizes=sizes)
+        if work is None:
+            share_out()
+            return None
+        torch.autograd.graph.increment_version(parts)  # now, as for a single tensor: the copies come when they come
+        return work.then(share_out)
 
     def broadcast(self, tensor: torch.Tensor, src: int, **options: "Unpack[CallOptions]") -> Work | None:
         """:func:`dltrain_ext.comm.broadcast` on this communicator, which must not be in two levels."""
-        return self._run("broadcast", "tensor", tensor, root=self._place_of_rank(src, "src"), **options)
+        return self._run("broadcast", "tensor", tensor, options, root=self._place_of_rank(src, "src"))
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: "str | dist.ReduceOp" = "sum", **options: "Unpack[CallOptions]"
     ) -> Work | None:
         """:func:`dltrain_ext.comm.reduce` on this communicator, which must not be in two levels."""
-        return self._run("reduce", "tensor", tensor, op=op, root=self._place_of_rank(dst, "dst"), **options)
+        return self._run("reduce", "tensor", tensor, options, op=op, root=self._place_of_rank(dst, "dst"))
 
     def _place_of_rank(self, rank: int, name: str) -> int:
         if type(rank) is not int or rank not in self._ranks:
             raise ValueError(f"{name}: expected a rank of the group, one of {self._ranks}, got {rank!r}")
         return self._ranks.index(rank)
 
-    def _run(self, collective: str, name: str, tensor: torch.Tensor, **options: Any) -> Work | None:
+    def _run(self, collective: str, name: str, tensor: torch.Tensor, options: CallOptions, **own: Any) -> Work | None:
         """Of a tensor that is called so, and checks what is not checked in C++."""
-        get = options.get
+        get: Any = options.get
+        if unknown := options.keys() - _CALL_OPTIONS:
+            raise TypeError(f"{collective}: expected the options {', '.join(_CALL_OPTIONS)}, got {', '.join(unknown)}")
         check_tensors(**{name: tensor}, residual=get("residual"))
         check_options(get("algorithm", "auto"), get("codec", "raw"), get("seed", 0), get("step"), get("segments"))
-        return self._start(tensor, place_of(tensor, name), collective=collective, **options)
+        return self._start(tensor, place_of(tensor, name), collective=collective, **own, **options)
 
     def _start(
         self,

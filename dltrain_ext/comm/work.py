@@ -17,14 +17,18 @@ class Work:
         future: torch.futures.Future[Any],
         wait: Callable[[torch.futures.Future[Any]], None],
         communicator: "Communicator",
+        before: "Work | None" = None,
     ):
         self._future, self._wait = future, wait
         self._communicator = communicator  # which fails its work when it is dropped
+        self._before = before  # whose error torch would wrap
 
     def wait(self) -> bool:
         """Returns True when the result is there; raises ``DistBackendError`` when it cannot come. On Ctrl-C, which the
         future's own wait would not hear, the communicator is closed."""
         self._communicator.check_process()
+        if self._before is not None:
+            self._before.wait()
         self._wait(self._future)
         self._future.wait()
         return True
@@ -43,4 +47,4 @@ class Work:
             future.value()
             return act()
 
-        return Work(self._future.then(after), self._wait, self._communicator)
+        return Work(self._future.then(after), self._wait, self._communicator, self)

@@ -201,6 +201,13 @@ def check_refusals(rank, world_size):
         ),
         (ValueError, "codec: expected", comm.all_gather, (whole, tensor), {"codec": "auto"}),
         (ValueError, "src: expected a rank of the group", comm.broadcast, (tensor, 2), {}),
+        (
+            TypeError,
+            "expected a plain dense tensor",
+            comm.broadcast,
+            (torch.zeros(2, dtype=torch.cfloat).conj(), 0),
+            {},
+        ),
         (TypeError, "tensor: expected a torch.Tensor, got list", comm.broadcast, ([1.0], 0), {}),
         (TypeError, "tensor: expected dtype float32", comm.broadcast, (tensor.int(), 0), {"codec": "int8"}),
         (ValueError, "dst: expected a rank of the group", comm.reduce, (tensor, "0"), {}),
@@ -237,10 +244,48 @@ def test_takes_one_level():
     run_ranks(4, check_two_levels)
 
 
-def check_disagreement(rank, world_size):
+def check_disagreement(rank, world_size, sizes, dtypes):
     with pytest.raises(dist.DistBackendError, match="all_gather with direct on rank"):
-        comm.all_gather(torch.zeros(2 * (4 + rank)), torch.zeros(4 + rank))
+        part = torch.zeros(sizes[rank], dtype=dtypes[rank])
+        comm.all_gather(part.new_zeros(2 * part.numel()), part)
 
 
-def test_ranks_that_disagree_all_raise():
-    run_ranks(2, check_disagreement)
+@pytest.mark.parametrize(
+    ("sizes", "dtypes"),
+    [
+        ((4, 5), (torch.float32, torch.float32)),
+        ((5, 6), (torch.bfloat16, torch.bfloat16)),  # as many words
+        ((2, 4), (torch.float64, torch.float32)),
+        ((4, 4), (torch.int32, torch.float32)),
+    ],
+)
+def test_ranks_that_disagree_all_raise(sizes, dtypes):
+    run_ranks(2, check_disagreement, sizes, dtypes)
+
+
+def check_one_element(rank, world_size):
+    """Of which torch says that it is contiguous, whatever its stride."""
+    tensor = torch.full((1, 2), rank + 1.0, dtype=torch.bfloat16)[:, 0]
+    comm.broadcast(tensor, 0)
+    assert tensor.item() == 1.0
+
+
+def test_one_element_of_any_stride():
+    run_ranks(2, check_one_element)
+
+
+def check_lists_fail(rank, world_size):
+    communicator = comm.Communicator(ranks_per_host=1)
+    outputs = [torch.zeros(3), torch.zeros(3)]
+    if rank == 0:
+        work = communicator.all_gather(outputs, torch.ones(3), async_op=True)
+        assert outputs[0]._version == outputs[1]._version == 1, "at once"
+        with pytest.raises(dist.DistBackendError):
+            work.wait()
+    communicator.close()
+    with pytest.raises(TypeError, match="broadcast: expected the options .*, got op"):
+        communicator.broadcast(outputs[0], 0, op="avg")
+
+
+def test_lists_fail_as_tensors_do():
+    run_ranks(2, check_lists_fail)

@@ -1,6 +1,7 @@
 #include "bindings/comm/c10d_transport.h"
 
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <thread>
@@ -108,12 +109,14 @@ bool are_equal(const std::vector<Span>& shares) {
 std::unique_ptr<comm::Request> C10dTransport::send(const Place& place, int peer, const void* data, int64_t bytes, int tag) {
   if (device_.is_cuda()) return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
   auto tensors = bytes_at(data, bytes);
+  const at::DisableRecordFunctionGuard unobserved;
   return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->send(tensors, peer, tag)); });
 }
 
 std::unique_ptr<comm::Request> C10dTransport::recv(const Place& place, int peer, void* data, int64_t bytes, int tag) {
   if (device_.is_cuda()) return exchange(place, {{false, peer, data, bytes}});
   auto tensors = bytes_at(data, bytes);
+  const at::DisableRecordFunctionGuard unobserved;  // it may be posted long before its message, and outlive a session of the profiler
   return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->recv(tensors, peer, tag)); });
 }
 

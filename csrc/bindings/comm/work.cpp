@@ -1,6 +1,7 @@
 #include "bindings/comm/work.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
 
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
@@ -122,8 +123,11 @@ void Work::carry(const Place& place, const at::Tensor& tensor, std::vector<Span>
     even = even && share.count * size % word == 0;
   }
   if (comm::has_owners(call.collective)) call.shares = words;
+  call.type = c10::toString(tensor.scalar_type());  // words would hide that ranks differ in it, or by less than a word
+  call.agreement = comm::digest(shares);
   if (even) return group_.run(place, {tensor.mutable_data_ptr()}, numel, call);
-  const at::Tensor bytes = tensor.flatten().view(at::kByte), padded = at::zeros({numel * word}, bytes.options());
+  const at::Tensor bytes = at::from_blob(tensor.mutable_data_ptr(), {tensor.numel() * size}, tensor.options().dtype(at::kByte));
+  const at::Tensor padded = at::zeros({numel * word}, bytes.options());
   const auto each_share = [&](auto&& copy) {
     for (size_t i = 0; i < shares.size(); ++i) {
       const int64_t count = shares[i].count * size;

@@ -56,6 +56,7 @@ std::vector<std::vector<Piece>> cut(const Options& call, const Codec& codec, int
 // What the ranks have to agree on beside what all calls have.
 int64_t digest_of(const Options& call) {
   if (call.layout) return digest(*call.layout);
+  if (call.agreement) return call.agreement;
   const auto differs = [&](const Span& share) { return share.count != call.shares.front().count; };
   return std::any_of(call.shares.begin(), call.shares.end(), differs) ? digest(call.shares) : 0;
 }
@@ -117,7 +118,9 @@ void Executor::run(const Place& place, const Elements& values, int64_t numel, co
   const Result result = call.message ? Result::message : is_its_message ? Result::values_in_place : Result::values;
   const Program& program = this->program(call, codec, numel, result);
   const int64_t number = calls_ + 1;
-  begin({number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.root, digest_of(call)});
+  Call said{number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.root, digest_of(call)};
+  call.type.copy(said.type.data(), said.type.size() - 1);
+  begin(said);
   Work work = work_of(numel > 0 ? program : meeting_, algorithm_of(program.algorithm), call, place, values, numel);
   work.slots = slots(work);
   work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
@@ -285,6 +288,8 @@ void Executor::spoil(const Work& work) {
     failure_.spoil(work.place, as_bytes(work.call.message), work.program.slots / 2);
   } else if (work.call.share.data) {
     failure_.spoil(work.place, work.call.share, work.call.shares[rank()].count);
+  } else if (!adds_up(work.call.collective) && work.values.dtype == Dtype::fp32) {
+    failure_.spoil(work.place, as_bytes(work.values.data), 2 * work.numel);
   } else if (work.values.data) {
     failure_.spoil(work.place, work.values, work.numel);
   }

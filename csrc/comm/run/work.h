@@ -32,6 +32,9 @@ struct Options {
   std::vector<Span> shares;  // of the values, by rank, where chunk r is rank r's: as many for each where there are none
   Elements share;            // where given, this rank's share of a reduce-scatter goes there, and the values stay as they are
 
+  std::string type;       // of what the values stand for, where it is not theirs: ranks have to agree on it
+  int64_t agreement = 0;  // and on this digest, where it is not 0
+
   const Layout* layout = nullptr;  // null: the tensor as a whole, in the codec; not null: that codec is the one to choose by
   Feedback feedback;               // for the values or, of an all-gather, for this rank's share
   bool stochastic = false;         // rounding

@@ -15,7 +15,7 @@ struct Call {
   int32_t average = 0;
   int32_t root = 0;
   int64_t layout = 0;           // its digest, where there is one, or that of uneven shares
-  std::array<char, 16> type{};  // of the elements, where it matters
+  std::array<char, 16> type{};  // of the elements, where it matters; 0 at its end
   static constexpr int32_t native = -1;
   bool operator==(const Call&) const = default;
 };
