@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/check.h"
 #include "core/place.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/reduce.h"
@@ -9,8 +10,10 @@ namespace dltrain {
 
 // Sums of squares of the rows, Reduction::sums for each: results[row * sums + s] = sum over i of element(s, x_0[i], ..., x_{K-1}[i])^2,
 // where element = reduction.at(the row's numbers), in an order that depends on the row's length alone. The results lie where the list does.
+// Streams hold elements.
 template <class Reduction>
 void reduce(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
+  check(!list.form().is_coded(), "list: expected elements in all streams, got a codec's");
   if constexpr (built_with_cuda) {
     if (place.on_cuda()) return std::get<cuda::Reduce<Reduction>>(cuda::reduce_table).enqueue(place, list, reduction, results);
   }

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from contributions import whole as given
 from contributions import whole_total as total
 from ranks import run_ranks
+from torch import library
 
 from dltrain_ext import comm
 
@@ -68,7 +69,7 @@ def check_op(rank, world_size):
         assert torch.equal(by_op, torch.full((5,), 2.0))
     with pytest.raises(ValueError, match="group_name: expected the group_name of a group of this rank, got 'none'"):
         op(torch.ones(5), group_name="none")
-    torch.library.opcheck(op, (torch.ones(5),), {"group_name": name})
+    library.opcheck(op, (torch.ones(5),), {"group_name": name})
 
 
 def test_the_op_is_the_function():

@@ -97,6 +97,18 @@ void shut_down(const c10::intrusive_ptr<c10d::Backend>& backend, std::chrono::mi
 
 c10d::ReduceOp op_of(bool average) { return average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM; }
 
+// A message may be posted long before it comes, and would outlive the session of a profiler that it was part of. The guard takes
+// microseconds, also where nobody profiles.
+class Unobserved {
+ public:
+  Unobserved() {
+    if (at::hasCallbacks()) guard_.emplace();
+  }
+
+ private:
+  std::optional<at::DisableRecordFunctionGuard> guard_;
+};
+
 // As the backends want them: side by side, and as long as each other.
 bool are_equal(const std::vector<Span>& shares) {
   return std::all_of(shares.begin(), shares.end(), [&](const Span& share) {
@@ -109,14 +121,14 @@ bool are_equal(const std::vector<Span>& shares) {
 std::unique_ptr<comm::Request> C10dTransport::send(const Place& place, int peer, const void* data, int64_t bytes, int tag) {
   if (device_.is_cuda()) return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
   auto tensors = bytes_at(data, bytes);
-  const at::DisableRecordFunctionGuard unobserved;
+  const Unobserved unobserved;
   return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->send(tensors, peer, tag)); });
 }
 
 std::unique_ptr<comm::Request> C10dTransport::recv(const Place& place, int peer, void* data, int64_t bytes, int tag) {
   if (device_.is_cuda()) return exchange(place, {{false, peer, data, bytes}});
   auto tensors = bytes_at(data, bytes);
-  const at::DisableRecordFunctionGuard unobserved;  // it may be posted long before its message, and outlive a session of the profiler
+  const Unobserved unobserved;
   return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->recv(tensors, peer, tag)); });
 }
 

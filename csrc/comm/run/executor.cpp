@@ -118,7 +118,14 @@ void Executor::run(const Place& place, const Elements& values, int64_t numel, co
   const Result result = call.message ? Result::message : is_its_message ? Result::values_in_place : Result::values;
   const Program& program = this->program(call, codec, numel, result);
   const int64_t number = calls_ + 1;
-  Call said{number, numel, program.algorithm, codec_index(codec), program.segments, call.average, call.root, digest_of(call)};
+  Call said{number,
+            numel,
+            static_cast<int16_t>(program.algorithm),
+            static_cast<int16_t>(codec_index(codec)),
+            program.segments,
+            call.average,
+            call.root,
+            digest_of(call)};
   call.type.copy(said.type.data(), said.type.size() - 1);
   begin(said);
   Work work = work_of(numel > 0 ? program : meeting_, algorithm_of(program.algorithm), call, place, values, numel);

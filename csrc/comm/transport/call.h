@@ -10,13 +10,13 @@ namespace dltrain::comm {
 struct Call {
   int64_t number = 0;  // of the group's calls
   int64_t numel = 0;
-  int32_t algorithm = 0, codec = 0;  // a plan's number, and a place in codecs(); native: the backend's own all-reduce
+  int16_t algorithm = 0, codec = 0;  // a plan's number, and a place in codecs(); native: the backend's own all-reduce
   int32_t segments = 1;
   int32_t average = 0;
   int32_t root = 0;
   int64_t layout = 0;           // its digest, where there is one, or that of uneven shares
   std::array<char, 16> type{};  // of the elements, where it matters; 0 at its end
-  static constexpr int32_t native = -1;
+  static constexpr int16_t native = -1;
   bool operator==(const Call&) const = default;
 };
 

@@ -22,6 +22,8 @@ struct Header {
   int64_t bytes;  // of the message; `failed` where none will come any more
 };
 
+static_assert(sizeof(Header) == cache_line);  // then a message that travels inside begins a line, too
+
 using Stamp = uint8_t;  // counts the envelopes from one rank to another
 
 constexpr size_t ahead = 2;  // envelopes posted for messages that nobody has asked for yet

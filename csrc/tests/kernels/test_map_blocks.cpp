@@ -108,6 +108,11 @@ TEST_P(ReduceOn, SumsSquaresOfListsOfAnyType) {
   EXPECT_EQ(sum.values()[0], 0.0);
 }
 
+TEST(Reduce, RefusesACodecsFormat) {
+  double sum = 0;
+  EXPECT_THROW(reduce({}, TensorList<1>(Form<1>{{format_of<math::FP8>()}}), Squares{}, &sum), std::invalid_argument);
+}
+
 // Of two streams in one pass, in whatever types they are, beside a third that is not asked for.
 TEST_P(ReduceOn, TakesTheNormsOfAnUpdate) {
   using LARSNorms = Norms<math::LARS, 1>;
