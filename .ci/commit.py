@@ -43,9 +43,9 @@ def cpp_tests(name: str, tests: str = "*") -> str:
     return f"export GTEST_TOTAL_SHARDS=4; {processes} | grep -v -e ': Skipped$' -e '^no CUDA device$'"
 
 
-SLOW = "AllReduce.Feeds*:AllReduce.*Millions*:AllReduce.AddsTheNoise*:*AllReduceOn*:Simulate.*:Lookout.*"
+SLOW = "AllReduce.Feeds*:AllReduce.*Millions*:AllReduce.AddsTheNoise*:*AllReduceOn*:Simulate.*:FailureDetector.*"
 THREADED = (  # what has threads of its own, and the CUDA kernels that are quick to emulate
-    "*Queue*:*Lookout*:Executor.*:AllReduce.TakesHalves:AllReduce.Spreads*:AllReduce.IsTheSame*:*FoldOn.Scales*:"
+    "*Queue*:*FailureDetector*:Executor.*:AllReduce.TakesHalves:AllReduce.Spreads*:AllReduce.IsTheSame*:*FoldOn.Scales*:"
     "*FoldOn.Adds*:*CodecOn.Sees*:*ReduceOn.IsFinite*:*ReadsItsScalars*:Memory*:*Nccl*:*ReduceScatter*:*TwoLevels*:"
     "*Layout*:*Feedback*"
 )

@@ -22,7 +22,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     from benchmarks import plots, sweep
     from benchmarks.cases import CASES
     from benchmarks.harness import at_least
-    from benchmarks.machine import hosts
+    from benchmarks.machine import namespaces
 
     written = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     written.add_argument("--quick", action="store_true", help="smaller and fewer, for CI: well under a minute in all")
@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     for name, case in CASES.items():
         summary = case.__doc__.splitlines()[0]
         case.add_options(commands.add_parser(name, help=summary, description=summary, parents=[shared]))
-    for name, module, parents in (("hosts", hosts, []), ("sweep", sweep, [written]), ("plot", plots, [])):
+    for name, module, parents in (("hosts", namespaces, []), ("sweep", sweep, [written]), ("plot", plots, [])):
         summary = module.__doc__.splitlines()[0]
         module.add_options(commands.add_parser(name, help=summary, description=summary, parents=parents))
 
@@ -59,10 +59,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
 
 def main(argv: list[str]) -> int:
     try:
-        from benchmarks import compare, kept, plots, report, summary, sweep
+        from benchmarks import compare, plots, report, saved_results, summary, sweep
         from benchmarks.cases import CASES
         from benchmarks.harness import Failure, check_device
-        from benchmarks.machine import hosts
+        from benchmarks.machine import namespaces
     except ImportError as error:
         reason = " ".join(str(error).split())
         if error.name:  # else it is dltrain_ext that speaks, and says what to run
@@ -78,17 +78,17 @@ def main(argv: list[str]) -> int:
             console.print(f"{name:16}{case.__doc__.splitlines()[0]}", soft_wrap=True)
         return 0
     try:
-        if command := {"hosts": hosts, "sweep": sweep, "plot": plots}.get(shared.case):
+        if command := {"hosts": namespaces, "sweep": sweep, "plot": plots}.get(shared.case):
             return command.run(shared)
         check_device(shared.device)
-        old = kept.load(shared.compare, "--compare") if shared.compare else None
+        old = saved_results.load(shared.compare, "--compare") if shared.compare else None
     except Failure as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     origin = report.provenance()
     console.print(report.headline(origin), style="dim", markup=False)
     tables, status = run(console, chosen)
-    measured = kept.Run(origin, tables, interrupted=status == INTERRUPTED)
+    measured = saved_results.Run(origin, tables, interrupted=status == INTERRUPTED)
     if shared.case:
         for table in tables.values():
             report.show(console, table)
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     if old:
         compare.show(console, shared.compare, old, measured)
     if shared.json and reports:
-        kept.write(shared.json, measured)
+        saved_results.write(shared.json, measured)
     for name, table in tables.items() if shared.plot and reports else ():
         for path in plots.draw(shared.plot, name, table):
             console.print(f"wrote {path}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import cupy_peers
 from benchmarks.harness import Failure, Progress, interleave
-from benchmarks.machine import line
+from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import over_ranks
 from dltrain_ext import comm
 from dltrain_ext.selftest.ranks import take_gpu
@@ -193,7 +193,7 @@ def measure(
         errors.append(relative_error(message, data[name].total))
     right = [name for name, count in zip(sides, over_ranks(list(wrong.values()), "sum"), strict=True) if not count]
     length = BURST if 4 * n <= SMALL else 1
-    beside = line.sides(rank, ranks, job.device) if length == 1 else {}
+    beside = link_probe.sides(rank, ranks, job.device) if length == 1 else {}
     timed = interleave(
         {name: partial(burst, name) for name in right} | beside,
         rounds=(job.rounds, job.rounds),
@@ -204,7 +204,7 @@ def measure(
         progress=advance,
     )
     slowest = {name: [time / length for time in over_ranks(samples, "max")] for name, samples in timed.items()}
-    carried = line.rate(slowest.get(line.SIDE, []))
+    carried = link_probe.rate(slowest.get(link_probe.SIDE, []))
     over_all = over_ranks(list(wrong.values()), "sum"), over_ranks(sent, "max"), over_ranks(errors, "max")
     return [
         Result(

@@ -10,8 +10,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from benchmarks.harness import Spread, Table
-from benchmarks.kept import Run
 from benchmarks.report import duration, number, show_notes
+from benchmarks.saved_results import Run
 
 WITHIN, FASTER, SLOWER = "within the spread", "faster", "slower"
 STYLES = {FASTER: "green", SLOWER: "bold red"}

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.allreduce_ranks import nccl_group
 from benchmarks.harness import Progress, interleave
-from benchmarks.machine import line
+from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import over_ranks
 from dltrain_ext import amp, codecs, ddp, optim
 from dltrain_ext.selftest.sums import count_wrong, first_if_unlike, relative_error
@@ -184,7 +184,7 @@ def measure(
     wrong_anywhere = dict(zip(runners, over_ranks(list(wrong.values()), "sum"), strict=True))
     right = [name for name in runners if not wrong_anywhere[name]]
     timed = interleave(
-        {name: partial(runners[name].step, x) for name in right} | line.sides(rank, ranks, job.device),
+        {name: partial(runners[name].step, x) for name in right} | link_probe.sides(rank, ranks, job.device),
         rounds=(job.rounds, job.rounds),
         warmup=job.warmup,
         before=lambda name: dist.barrier(),
@@ -206,7 +206,7 @@ def measure(
                 stats["wire_bytes"] // passes if stats else None,
                 stats["hidden"] if stats else None,
                 slowest.get(name, []),
-                line.rate(slowest.get(line.SIDE, [])),
+                link_probe.rate(slowest.get(link_probe.SIDE, [])),
             )
         )
     return results

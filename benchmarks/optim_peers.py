@@ -71,7 +71,7 @@ def of_package(package: str, name: str, **options: Any) -> Make:
 
 
 @dataclass(frozen=True)
-class Stranger:
+class ThirdParty:
     """`formula`: makes what its parameters are checked against, where that is not torch's.
 
     `lost`: the share of a step that rounding its state to a few bits may lose, as rms; it is then checked with
@@ -93,29 +93,29 @@ class Stranger:
 
 
 ADAMW = {
-    "bitsandbytes": Stranger(of_package("bitsandbytes.optim", "AdamW32bit")),
-    "bitsandbytes 8-bit": Stranger(of_package("bitsandbytes.optim", "AdamW8bit"), lost=0.01),
-    "torchao 8-bit": Stranger(
+    "bitsandbytes": ThirdParty(of_package("bitsandbytes.optim", "AdamW32bit")),
+    "bitsandbytes 8-bit": ThirdParty(of_package("bitsandbytes.optim", "AdamW8bit"), lost=0.01),
+    "torchao 8-bit": ThirdParty(
         of_package("torchao.optim", "AdamW8bit"),
         lost=0.01,
         workloads=("one",),
         because="compiles a kernel for each shape: in workload one alone",
     ),
-    "pytorch_optimizer": Stranger(of_package("pytorch_optimizer", "AdamW", weight_decay=0.01)),
-    "deepspeed": Stranger(of_package("deepspeed.ops.adam", "DeepSpeedCPUAdam", weight_decay=0.01), devices=("cpu",)),
+    "pytorch_optimizer": ThirdParty(of_package("pytorch_optimizer", "AdamW", weight_decay=0.01)),
+    "deepspeed": ThirdParty(of_package("deepspeed.ops.adam", "DeepSpeedCPUAdam", weight_decay=0.01), devices=("cpu",)),
 }
 SGD = {
-    "bitsandbytes": Stranger(of_package("bitsandbytes.optim", "SGD32bit", **MOVING)),
+    "bitsandbytes": ThirdParty(of_package("bitsandbytes.optim", "SGD32bit", **MOVING)),
 }
 LARS = {
-    "pytorch_optimizer": Stranger(
+    "pytorch_optimizer": ThirdParty(
         of_package("pytorch_optimizer", "LARS", **MOVING),
         formula=lambda params: LARSByHand(params, **MOVING, vectors="plain"),
     ),
-    "bitsandbytes": Stranger(
+    "bitsandbytes": ThirdParty(
         of_package("bitsandbytes.optim", "LARS", **MOVING), formula=lambda params: NormLimited(params, **MOVING)
     ),
-    "timm": Stranger(
+    "timm": ThirdParty(
         of_package("timm.optim", "Lars", **MOVING),
         formula=lambda params: LARSByHand(params, **MOVING, vectors="adapted"),
     ),

@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from benchmarks import kept, plots, report
-from benchmarks.crossings import in_words
+from benchmarks import plots, report, saved_results
+from benchmarks.break_even import in_words
 from benchmarks.ddp_ranks import BACKWARD
 from benchmarks.harness import Failure, Progress, Table, at_least, choices
-from benchmarks.machine import hosts, line
+from benchmarks.machine import link_probe, namespaces
 from benchmarks.machine.signals import listening
 from benchmarks.plots.rates import AGAINST, LINK, curves_of
 from dltrain_ext import codecs
@@ -28,7 +28,7 @@ UNITS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 
 def rates(text: str) -> list[str]:
     """An argparse type."""
-    return list(dict.fromkeys(hosts.rate(part.strip()) for part in text.split(",")))
+    return list(dict.fromkeys(namespaces.rate(part.strip()) for part in text.split(",")))
 
 
 def gbits(rate: str) -> float | None:
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         origin, table, status = *load(options.kept), 0
         console.print(report.headline(origin), style="dim", markup=False)
     else:
-        hosts.check_tools()
+        namespaces.check_tools()
         origin = report.provenance()
         console.print(report.headline(origin), style="dim", markup=False)
         with report.live(console, [NAME]) as begin:
@@ -85,14 +85,14 @@ def run(options: argparse.Namespace) -> int:
     if table.rows:
         show(console, table)
         if options.json:
-            kept.write(options.json, kept.Run(origin, {NAME: table}, interrupted=bool(status)))
+            saved_results.write(options.json, saved_results.Run(origin, {NAME: table}, interrupted=bool(status)))
         for path in plots.draw(options.plot, NAME, table) if options.plot else ():
             console.print(f"wrote {path}")
     return status or int(not table.correct)
 
 
 def load(path: Path) -> tuple[Mapping[str, str], Table]:
-    run = kept.load(path, "--from")
+    run = saved_results.load(path, "--from")
     if not isinstance(table := run.tables.get(NAME), Table):
         raise Failure(f"--from {path}: expected a sweep, got {', '.join(run.tables) or 'nothing'}")
     return run.origin, table
@@ -107,13 +107,13 @@ def measure(options: argparse.Namespace, progress: Progress) -> tuple[Table, int
             out = Path(folder, f"{rate}.json")
             command = [sys.executable, "-m", "benchmarks", *ddp_options(options, rate), "--json", str(out)]
             logs = options.logs and options.logs / rate
-            with hosts.cluster(options.hosts, rate) as spaces:
-                status = hosts.launch(command, spaces, options.per_host, heard, logs=logs, show=listener.hear)
+            with namespaces.cluster(options.hosts, rate) as spaces:
+                status = namespaces.launch(command, spaces, options.per_host, heard, logs=logs, show=listener.hear)
             if status:
-                last = [] if heard else listener.lines()[-hosts.TAIL :]
+                last = [] if heard else listener.lines()[-namespaces.TAIL :]
                 print(f"benchmarks: sweep: ended at {rate}, with status {status}", *last, sep="\n  ", file=sys.stderr)
                 return table, status
-            add(table, options, rate, kept.load(out, "--json").tables["ddp"])
+            add(table, options, rate, saved_results.load(out, "--json").tables["ddp"])
     return table, 0
 
 
@@ -128,7 +128,7 @@ class Listener:
         self.output += new
         if time.monotonic() > self.told + 1:
             self.told = time.monotonic()
-            steps = [line.removeprefix("ddp: ") for line in self.lines() if line.startswith("ddp: ")]
+            steps = [link_probe.removeprefix("ddp: ") for line in self.lines() if link_probe.startswith("ddp: ")]
             self.progress(f"{self.where}: {(steps or ['starting'])[-1]}", self.done)
 
     def lines(self) -> list[str]:
@@ -154,7 +154,7 @@ def add(table: Table, options: argparse.Namespace, rate: str, measured: Table) -
     """Their workload is the rate."""
     where = f"{options.hosts} emulated hosts" + (f" of {options.per_host} ranks" if options.per_host > 1 else "")
     table.title = f"{measured.title}: {BACKWARD} on {where}, by the rate of their links"
-    table.notes = [note for note in measured.notes if not note.startswith(line.NOTE)]
+    table.notes = [note for note in measured.notes if not note.startswith(link_probe.NOTE)]
     for row in measured.rows:
         if not row.left_out:
             row.workload, row.x = rate, gbits(rate)

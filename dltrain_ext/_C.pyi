@@ -167,7 +167,7 @@ class Level:
     ) -> Level:
         """Collective."""
 
-class Bucket:
+class BucketState:
     """What stays of a DDP bucket from step to step; parameters: first element, elements, codec, number."""
 
     def __init__(
@@ -219,10 +219,10 @@ class Communicator:
         stochastic: bool = False,
         seed: int = 0,
         step: int | None = None,
-        bucket: Bucket | None = None,
+        bucket: BucketState | None = None,
         feeds: bool = False,
         loss_scale: Tensor | None = None,
-        share: Tensor | None = None,
+        shard: Tensor | None = None,
         sizes: Sequence[int] = (),
     ) -> None: ...
     # A torch._C.Future, which has the methods of this one, and is what torch's own stubs call so.
@@ -240,13 +240,13 @@ class Communicator:
         stochastic: bool = False,
         seed: int = 0,
         step: int | None = None,
-        bucket: Bucket | None = None,
+        bucket: BucketState | None = None,
         feeds: bool = False,
         loss_scale: Tensor | None = None,
-        share: Tensor | None = None,
+        shard: Tensor | None = None,
         sizes: Sequence[int] = (),
-    ) -> Future[Tensor]: ...
-    def wait(self, future: torch.futures.Future[Tensor]) -> None: ...
+    ) -> Future[Any]: ...
+    def wait(self, future: Future[Any], timeout: float | None = None) -> None: ...
     def close(self) -> None: ...
     def drain(self) -> None: ...
     def stats(self) -> dict[str, int]: ...

@@ -14,7 +14,7 @@ if torch.__version__ != TORCH:
     )
 
 from dltrain_ext._C import (
-    Bucket,
+    BucketState,
     Codec,
     Communicator,
     Estimate,
@@ -48,7 +48,7 @@ from dltrain_ext._C import (
 )
 
 __all__ = [
-    "Bucket",
+    "BucketState",
     "Codec",
     "Communicator",
     "Estimate",

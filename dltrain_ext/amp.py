@@ -139,13 +139,13 @@ class LossScaler(torch.amp.GradScaler):
         gradients.
         """
         if self._enabled and "closure" in kwargs:
-            raise RuntimeError("closure: cannot be passed while enabled=True, since gradients are judged only once")
+            raise RuntimeError("closure: cannot be passed while enabled=True, since gradients are unscaled only once")
         state = self._state_of(optimizer) if self._enabled else None
-        optimizer.judge = partial(self._judge, optimizer, state, max_norm, grad_stats)
+        optimizer.unscaler = partial(self._unscale_and_clip, optimizer, state, max_norm, grad_stats)
         try:
             result = optimizer.step(**kwargs)
         finally:
-            optimizer.judge = None
+            optimizer.unscaler = None
         if state is not None:
             state["stage"] = OptState.STEPPED
             # As torch does: a scale of the user's own counts once.
@@ -169,7 +169,7 @@ class LossScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         return state
 
-    def _judge(
+    def _unscale_and_clip(
         self,
         optimizer: FusedStep,
         state: dict[str, Any] | None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from dltrain_ext._arguments import check_number
 from dltrain_ext.codecs import CODECS
 from dltrain_ext.comm import algorithms_for
-from dltrain_ext.comm.model import Estimate, Network, Speed, network_of, simulate
+from dltrain_ext.comm.cost_model import Estimate, Network, Speed, network_of, simulate
 
 __all__ = ["Estimate", "Network", "Speed", "StepEstimate", "best", "break_even", "simulate", "training_step"]
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks import cupy_peers
 from benchmarks.allreduce_ranks import BURST, CUPY, DEADLINE, PEERS, SMALL, Job, Result, Side, work
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
-from benchmarks.machine import line
+from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import count_ranks, given_rank, on_ranks
 from dltrain_ext import codecs, comm
 
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     finally:  # also where that was interrupted
         table.rows += left_out(options.device)
         table.notes += make_notes(options, algorithms, list(dict.fromkeys(result.side for result in results)))
-        table.notes += line.note([result.line for result in results])
+        table.notes += link_probe.note([result.line for result in results])
 
 
 def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[Side]:
@@ -192,7 +192,7 @@ def make_row(result: Result, ranks: int, device: str) -> Row:
             row.figures["us/tick"] = 1e6 * row.time.median / rounds
     row.figures["wire bytes"] = result.wire_bytes
     if row.time:
-        row.figures |= line.share(result.wire_bytes, row.time.median, result.line)
+        row.figures |= link_probe.share(result.wire_bytes, row.time.median, result.line)
     if result.error is not None:
         row.figures["codec error"] = result.error
     return row

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.allreduce_ranks import DEADLINE, PEERS, Result, Side, nccl_group
 from benchmarks.cases.allreduce import RANKS, label, size
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices, interleave
-from benchmarks.machine import line
+from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import count_ranks, on_ranks, over_ranks
 from dltrain_ext import codecs, comm
 from dltrain_ext.selftest.sums import (
@@ -182,7 +182,7 @@ class Case:
         finally:  # also where that was interrupted
             if options.device == "cpu":
                 table.rows.append(Row.missing(PEERS["cuda"], "needs --device cuda"))
-            table.notes += line.note(lines)
+            table.notes += link_probe.note(lines)
 
 
 CASES = {name: Case(name) for name in COLLECTIVES}
@@ -193,7 +193,7 @@ def make_row(result: Result) -> Row:
     row = Row(label(result.nbytes), side.name, side.ours, right, str(result.wrong), result.samples, x=result.nbytes)
     row.figures = {"wire bytes": result.wire_bytes, "error": result.error}
     if row.time:
-        row.figures |= line.share(result.wire_bytes, row.time.median, result.line)
+        row.figures |= link_probe.share(result.wire_bytes, row.time.median, result.line)
     return row
 
 
@@ -264,7 +264,7 @@ def measure(
         errors.append(relative_error(found(name), data[name].total) if found(name).numel() else 0.0)
     right = [name for name, count in zip(sides, over_ranks(list(wrong.values()), "sum"), strict=True) if not count]
     timed = interleave(
-        {name: partial(call, name) for name in right} | line.sides(rank, ranks, job.device),
+        {name: partial(call, name) for name in right} | link_probe.sides(rank, ranks, job.device),
         rounds=(job.rounds, job.rounds),
         warmup=job.warmup,
         before=before,
@@ -273,7 +273,7 @@ def measure(
         progress=advance,
     )
     slowest = {name: over_ranks(samples, "max") for name, samples in timed.items()}
-    carried = line.rate(slowest.get(line.SIDE, []))
+    carried = link_probe.rate(slowest.get(link_probe.SIDE, []))
     over_all = over_ranks(list(wrong.values()), "sum"), over_ranks(sent, "max"), over_ranks(errors, "max")
     return [
         Result(

@@ -18,7 +18,7 @@ from benchmarks.ddp_ranks import (
     work,
 )
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
-from benchmarks.machine import line
+from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import count_ranks, on_ranks
 from dltrain_ext import codecs, comm
 
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     finally:  # also where that was interrupted
         if options.device == "cpu" and BACKWARD in job.sides:
             table.rows.append(Row.missing(BF16, "DDP takes it on NCCL alone", BACKWARD))
-        table.notes += line.note(lines)
+        table.notes += link_probe.note(lines)
 
 
 def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dict[str, list[Side]]:
@@ -134,7 +134,7 @@ def make_row(result: Result) -> Row:
     row = Row(result.workload, name, side.ours, result.wrong == 0, str(result.wrong), result.samples)
     row.figures = {"wire bytes": result.wire_bytes, "error": result.error}
     if row.time:
-        row.figures |= line.share(result.wire_bytes, row.time.median, result.line)
+        row.figures |= link_probe.share(result.wire_bytes, row.time.median, result.line)
     if result.hidden is not None:
         row.figures["hidden %"] = 100 * result.hidden
     return row

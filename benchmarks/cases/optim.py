@@ -11,7 +11,7 @@ import torch
 from benchmarks import optim_peers
 from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
 from benchmarks.machine.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
-from benchmarks.optim_peers import MOVING, LARSByHand, Make, Stranger
+from benchmarks.optim_peers import MOVING, LARSByHand, Make, ThirdParty
 from dltrain_ext import optim
 
 OVERVIEW = ["--elements", "8400000", "--seconds", "2", "--no-compile"]
@@ -35,7 +35,7 @@ def of_torch(kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Mak
 class Kind:
     """An optimizer, ours and others'. A step reads parameter, gradient and state, and writes all but the gradient.
 
-    The last peer is what results are checked against, or a stranger's own formula.
+    The last peer is what results are checked against, or a third_party's own formula.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Kind:
     norms: bool = False  # a pass over parameter and gradient comes first
     rtol: float = 1e-6
     cancels: bool = False  # its sums do, so they are held against the largest element
-    strangers: dict[str, Stranger] = field(default_factory=dict)
+    third_parties: dict[str, ThirdParty] = field(default_factory=dict)
 
     @property
     def sides(self) -> dict[str, Make]:
-        strangers = {name: stranger.make for name, stranger in self.strangers.items()}
-        return {OURS: self.ours, **self.peers, **strangers}
+        third_parties = {name: third_party.make for name, third_party in self.third_parties.items()}
+        return {OURS: self.ours, **self.peers, **third_parties}
 
     @property
     def reference(self) -> str:
@@ -83,7 +83,7 @@ OPTIMIZERS = {
         optim.AdamW,
         of_torch(torch.optim.AdamW),
         ("exp_avg", "exp_avg_sq"),
-        strangers=optim_peers.ADAMW,
+        third_parties=optim_peers.ADAMW,
     ),
     "sgd": Kind(
         "SGD",
@@ -91,7 +91,7 @@ OPTIMIZERS = {
         of_torch(torch.optim.SGD, **MOVING),
         ("momentum_buffer",),
         cancels=True,
-        strangers=optim_peers.SGD,
+        third_parties=optim_peers.SGD,
     ),
     "lars": Kind(
         "LARS",
@@ -101,7 +101,7 @@ OPTIMIZERS = {
         norms=True,
         rtol=1e-4,  # torch's norms are sums in float32
         cancels=True,
-        strangers=optim_peers.LARS,
+        third_parties=optim_peers.LARS,
     ),
 }
 OPTIMIZERS |= {
@@ -211,7 +211,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         advance(0.0)
         seconds = options.seconds or (1 if options.quick else 15)
         reads = 0 if options.quick or options.no_compile or device == "cuda" else 2 + len(kind.state)
-        why_not = {name: stranger.why_not(device, workload) for name, stranger in kind.strangers.items()}
+        why_not = {name: third_party.why_not(device, workload) for name, third_party in kind.third_parties.items()}
         rows, note = measure(kind, shapes, device, [OURS, *options.peers], why_not, seconds, reads, advance)
         for row in rows:
             row.workload = label
@@ -235,7 +235,7 @@ def measure(
     reference = stepped(kind.sides[kind.reference], values)
     rows, steps = {}, {}
     for side in (side for side in kind.sides if side in sides):
-        if side in kind.strangers:
+        if side in kind.third_parties:
             optimizer, rows[side] = meet(side, kind, values, reference, why_not[side])
         else:
             optimizer = reference if side == kind.reference else stepped(kind.sides[side], values)
@@ -255,22 +255,22 @@ def measure(
 def meet(
     side: str, kind: Kind, values: Values, reference: torch.optim.Optimizer, why_not: str
 ) -> tuple[torch.optim.Optimizer | None, Row]:
-    """A stranger after its steps, and its row; without the optimizer where it cannot run, for whatever reason."""
-    stranger = kind.strangers[side]
+    """A third_party after its steps, and its row; without the optimizer where it cannot run, for whatever reason."""
+    third_party = kind.third_parties[side]
     if why_not:
         return None, Row.missing(side, why_not)
-    given = even(values) if stranger.lost else values
+    given = even(values) if third_party.lost else values
     try:
-        optimizer = stepped(stranger.make, given)
+        optimizer = stepped(third_party.make, given)
     except ModuleNotFoundError as missing:
         return None, Row.missing(side, f"not installed: pip install {(missing.name or side).split('.')[0]}")
     except Exception as error:  # another package's, on a machine that may not suit it
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return None, Row.missing(side, f"cannot run here: {reason}")
-    if stranger.lost:
+    if third_party.lost:
         share = lost(optimizer, stepped(kind.sides[kind.reference], given), given)
-        return optimizer, Row("", side, False, share <= stranger.lost, f"{100 * share:.1f} %")
-    wanted = stepped(stranger.formula, values) if stranger.formula else reference
+        return optimizer, Row("", side, False, share <= third_party.lost, f"{100 * share:.1f} %")
+    wanted = stepped(third_party.formula, values) if third_party.formula else reference
     correct, error = compare(kind, optimizer, wanted, state=False)
     return optimizer, Row("", side, False, correct, f"{error:.1e}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.cases.allreduce import RAW_ALONE, size
 from benchmarks.harness import Failure, Keep, Progress, at_least, choices
-from benchmarks.simulated import measured, published
+from benchmarks.simulated import literature, measured
 from benchmarks.simulated.workloads import BACKWARD, RESNET50, TRANSFORMER, Workload, transformer_compute
 from benchmarks.simulation import Cell, Section, Simulation
 from dltrain_ext import codecs, comm, sim
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         ALL_REDUCE: lambda: all_reduces(options, names, largest, network, progress),
         BREAK_EVEN: lambda: break_evens(options, names, largest, network, progress),
         TRAINING: lambda: training(options, names, largest, network, progress),
-        PUBLISHED: published.compare,
+        PUBLISHED: literature.compare,
     }
     title = "SIMULATED on a modelled network: nothing was timed, and no model knows all that a real network does"
     simulation = Simulation(title, {}, make_notes(options, network))

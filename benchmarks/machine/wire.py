@@ -20,7 +20,7 @@ import struct
 import sys
 import time
 
-from benchmarks.machine.hosts import LINK, NETWORK
+from benchmarks.machine.namespaces import LINK, NETWORK
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks import kept
+from benchmarks import saved_results
 from benchmarks.harness import Table
 from benchmarks.plots import bars, errors, rates, simulated, sizes
 from benchmarks.plots.style import SETTINGS, save
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for name, table in kept.load(options.file, "FILE").tables.items():
+    for name, table in saved_results.load(options.file, "FILE").tables.items():
         for path in draw(options.folder, name, table):
             print(f"wrote {path}")
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.crossings import Curve, at, crossings, faster_in
+from benchmarks.break_even import Curve, at, crossings, faster_in
 from benchmarks.ddp_ranks import FP16, PLAIN
 from benchmarks.harness import Table
 from benchmarks.plots.style import curve_style, new_figure, number_logarithms, peer_style

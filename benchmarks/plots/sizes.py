@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from benchmarks.crossings import crossings
+from benchmarks.break_even import crossings
 from benchmarks.harness import Table
 from benchmarks.plots.style import curve_style, new_figure, number_logarithms, peer_style
 

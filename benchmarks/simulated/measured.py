@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import kept
+from benchmarks import saved_results
 from benchmarks.harness import Failure, Table
-from benchmarks.machine.hosts import BURST
+from benchmarks.machine.namespaces import BURST
 from benchmarks.simulation import Cell, Section
 from dltrain_ext import comm, sim
 from dltrain_ext.comm import tuner
@@ -21,7 +21,7 @@ MEMORY = 10e9  # bytes/s, of codecs on a processor: too little is known of it wh
 
 def load(path: Path) -> tuple[int, int, dict[tuple[str, str, int], float]]:
     """Ranks, the machine's cores, and seconds by plan, codec and bytes, of a JSON that the case allreduce wrote."""
-    run = kept.load(path, "--measured")
+    run = saved_results.load(path, "--measured")
     table = run.tables.get("allreduce")
     if not isinstance(table, Table) or not (found := re.search(r"(\d+) ranks", table.title)):
         raise Failure(f"--measured {path}: expected a run of allreduce, got {', '.join(run.tables) or 'nothing'}")

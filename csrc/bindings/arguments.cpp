@@ -2,7 +2,7 @@
 
 #include <ATen/MemoryOverlap.h>
 
-#include "bindings/place.h"
+#include "bindings/execution_context.h"
 
 namespace dltrain::bindings {
 
@@ -57,7 +57,7 @@ void check_dense(const Argument& argument, const at::Device& device) {
                     ": expected elements on borders of their size, got address ", tensor.const_data_ptr());
 }
 
-Elements elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16) {
+TypedPointer elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16) {
   check_dense(argument, device);
   check_type(argument, fp16);
   TORCH_CHECK_VALUE(argument.tensor.numel() == numel, argument.name, ": expected ", numel, " elements, got ", argument.tensor.numel());

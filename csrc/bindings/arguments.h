@@ -53,7 +53,7 @@ void check_floats(const Argument& argument, const at::Device& device);
 void check_dense(const Argument& argument, const at::Device& device);
 
 // Of `numel` elements; fp16 or not.
-Elements elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16 = true);
+TypedPointer elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16 = true);
 
 template <class T>
 T* number_of(const Argument& argument, const at::Device& device) {

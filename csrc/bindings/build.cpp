@@ -1,6 +1,6 @@
+#include "bindings/execution_context.h"
 #include "bindings/module.h"
-#include "bindings/place.h"
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "kernels/cpu/instruction_set.h"
 
 namespace dltrain::bindings {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bindings/arguments.h"
+#include "bindings/execution_context.h"
 #include "bindings/module.h"
-#include "bindings/place.h"
 #include "core/check.h"
 #include "kernels/codec.h"
 
@@ -74,7 +74,7 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
   sum.received = messages.data();
   sum.count = static_cast<int>(messages.size());
   TORCH_CHECK_VALUE(position >= 0 && position <= sum.count, "position: expected 0 to ", sum.count, ", got ", position);
-  sum.own_place = static_cast<int>(position);
+  sum.own_position = static_cast<int>(position);
   TORCH_CHECK_VALUE(wire || decoded, "wire, decoded: expected at least one of them");
   if (residual) {
     TORCH_CHECK_VALUE(wire, "residual: expected none where no wire is encoded");
@@ -90,7 +90,7 @@ void encode_sum_op(const at::Tensor& tensor, at::TensorList received, const std:
   check_apart(arguments);
 
   const auto guard = on_device(device);
-  codec.encode_sum(caller_place(device), sum);
+  codec.encode_sum(caller_context(device), sum);
   changed(arguments);
 }
 
@@ -101,7 +101,7 @@ void decode_op(const at::Tensor& wire, const std::string& codec_name, const at::
   const at::Device device = out.device();
   std::vector<at::Tensor> kept;
   std::vector<Argument> arguments = {{wire, "wire"}, {out, "out", true}};
-  const Elements values = elements_of(arguments[1], device, out.numel());
+  const TypedPointer values = elements_of(arguments[1], device, out.numel());
   const uint8_t* const message = readable(message_of(arguments[0], device, codec, out.numel()), wire, kept);
   TORCH_CHECK_VALUE(sum_squares.has_value() == found_inf.has_value(), "sum_squares, found_inf: expected both or neither");
   Statistics statistics;
@@ -112,7 +112,7 @@ void decode_op(const at::Tensor& wire, const std::string& codec_name, const at::
   }
   check_apart(arguments);
   const auto guard = on_device(device);
-  codec.decode(caller_place(device), out.numel(), message, values, statistics);
+  codec.decode(caller_context(device), out.numel(), message, values, statistics);
   changed(arguments);
 }
 

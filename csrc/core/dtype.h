@@ -65,17 +65,17 @@ DLT_HD Half narrow<Half>(float x) {
 }
 
 // Elements of a type that is known when the program runs; none where data is null.
-struct Elements {
+struct TypedPointer {
   void* data = nullptr;
   Dtype dtype = Dtype::fp32;
 
   DLT_HD int64_t bytes(int64_t count) const { return count * (dtype == Dtype::fp32 ? 4 : 2); }
-  DLT_HD Elements from(int64_t first) const { return data ? Elements{static_cast<char*>(data) + bytes(first), dtype} : *this; }
+  DLT_HD TypedPointer from(int64_t first) const { return data ? TypedPointer{static_cast<char*>(data) + bytes(first), dtype} : *this; }
 };
 
 // visit(pointer to the elements), typed.
 template <class Visit>
-DLT_HD void with_type(const Elements& elements, Visit&& visit) {
+DLT_HD void with_type(const TypedPointer& elements, Visit&& visit) {
   switch (elements.dtype) {
     case Dtype::fp32: return visit(static_cast<float*>(elements.data));
     case Dtype::fp16: return visit(static_cast<Half*>(elements.data));
@@ -83,7 +83,7 @@ DLT_HD void with_type(const Elements& elements, Visit&& visit) {
   }
 }
 
-DLT_HD float first_of(const Elements& elements) {
+DLT_HD float first_of(const TypedPointer& elements) {
   float first = 0.0f;
   with_type(elements, [&](const auto* values) DLT_HD_LAMBDA { first = widen(*values); });
   return first;

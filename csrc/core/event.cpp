@@ -4,18 +4,18 @@
 
 namespace dltrain {
 
-Event Event::record(const Place& place) {
+Event Event::record(const ExecutionContext& context) {
   Event event;
   if constexpr (built_with_cuda) {
-    event.device_ = place.device;
-    if (place.on_cuda()) event.event_ = cuda::record_event(place);
+    event.device_ = context.device;
+    if (context.on_cuda()) event.event_ = cuda::record_event(context);
   }
   return event;
 }
 
-void Event::wait(const Place& place) const {
+void Event::wait(const ExecutionContext& context) const {
   if constexpr (built_with_cuda) {
-    if (event_ && place.on_cuda()) return cuda::wait_event(place, event_.get());
+    if (event_ && context.on_cuda()) return cuda::wait_event(context, event_.get());
   }
   synchronize();
 }

@@ -2,20 +2,20 @@
 
 #include <memory>
 
-#include "core/place.h"
+#include "core/execution_context.h"
 
 struct CUevent_st;
 
 namespace dltrain {
 
-// A point in the order of a place's work. On the CPU, where work is done when its call returns, it has always been passed.
+// A point in the order of a context's work. On the CPU, where work is done when its call returns, it has always been passed.
 class Event {
  public:
   Event() = default;
-  static Event record(const Place& place);
+  static Event record(const ExecutionContext& context);
 
   // What the place is given from now on runs after the event.
-  void wait(const Place& place) const;
+  void wait(const ExecutionContext& context) const;
 
   // Returns when the event has been passed.
   void synchronize() const;

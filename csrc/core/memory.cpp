@@ -14,12 +14,12 @@ constexpr std::align_val_t alignment{cache_line};
 
 }  // namespace
 
-Memory::Memory(const Place& place, int64_t bytes) : bytes_(bytes), place_(place) {
+Memory::Memory(const ExecutionContext& context, int64_t bytes) : bytes_(bytes), context_(context) {
   if (bytes == 0) return;
-  if (!place.on_cuda()) {
+  if (!context.on_cuda()) {
     data_ = ::operator new(static_cast<size_t>(bytes), alignment);
   } else if constexpr (built_with_cuda) {
-    data_ = cuda::allocate(place, bytes);
+    data_ = cuda::allocate(context, bytes);
   }
 }
 
@@ -27,7 +27,7 @@ Memory Memory::pinned(int device, int64_t bytes) {
   Memory memory;
   if constexpr (built_with_cuda) {
     memory.data_ = cuda::allocate_pinned(device, bytes);
-    memory.place_.device = device;
+    memory.context_.device = device;
     memory.bytes_ = bytes;
     memory.pinned_ = true;
   } else {
@@ -41,7 +41,7 @@ Memory& Memory::operator=(Memory&& other) noexcept {
     release();
     data_ = std::exchange(other.data_, nullptr);
     bytes_ = std::exchange(other.bytes_, 0);
-    place_ = other.place_;
+    context_ = other.context_;
     pinned_ = other.pinned_;
   }
   return *this;
@@ -49,20 +49,20 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 
 void Memory::release() noexcept {
   if (!data_) return;
-  if (pinned_ || place_.on_cuda()) {
-    if constexpr (built_with_cuda) pinned_ ? cuda::release_pinned(place_.device, data_) : cuda::release(place_, data_);
+  if (pinned_ || context_.on_cuda()) {
+    if constexpr (built_with_cuda) pinned_ ? cuda::release_pinned(context_.device, data_) : cuda::release(context_, data_);
   } else {
     ::operator delete(data_, alignment);
   }
   data_ = nullptr;
 }
 
-void copy(const Place& place, void* to, const void* from, int64_t bytes) {
+void copy(const ExecutionContext& context, void* to, const void* from, int64_t bytes) {
   if (bytes == 0) return;
-  if (!place.on_cuda()) {
+  if (!context.on_cuda()) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
   } else if constexpr (built_with_cuda) {
-    cuda::copy(place, to, from, bytes);
+    cuda::copy(context, to, from, bytes);
   }
 }
 

@@ -26,12 +26,12 @@ struct Format {
 
 // The formats of a list's streams, and the type of the copy of the first one that may be written beside it.
 template <int K>
-struct Form {
+struct Signature {
   Format formats[K] = {};
   bool copies = false;
   Dtype copy = Dtype::fp32;
 
-  bool operator==(const Form&) const = default;
+  bool operator==(const Signature&) const = default;
 
   // Arithmetic may work on the streams as they lie.
   bool is_plain() const {
@@ -63,7 +63,7 @@ class TensorList {
     Numbers numbers;
   };
 
-  explicit TensorList(const Form<K>& form = {}) : form_(form) {}
+  explicit TensorList(const Signature<K>& form = {}) : form_(form) {}
 
   void clear() {
     rows_.clear();
@@ -82,7 +82,7 @@ class TensorList {
       bool follows = true;
       for (int k = 0; k < K; ++k) {
         const Format& format = form_.formats[k];
-        follows &= !format.is_coded() && data[k] == Elements{last.data[k], format.dtype}.from(last.numel).data;
+        follows &= !format.is_coded() && data[k] == TypedPointer{last.data[k], format.dtype}.from(last.numel).data;
       }
       if (follows) {
         last.numel += numel;
@@ -99,7 +99,7 @@ class TensorList {
     for (const int64_t end : others.ends_) ends_.push_back(before + end);
   }
 
-  const Form<K>& form() const { return form_; }
+  const Signature<K>& form() const { return form_; }
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
   Row& row(int64_t index) { return rows_[index]; }
   const Row& row(int64_t index) const { return rows_[index]; }
@@ -110,7 +110,7 @@ class TensorList {
 
   // The k-th stream of each row, by itself.
   TensorList<1> stream(int k) const {
-    TensorList<1> list(Form<1>{{form_.formats[k]}});
+    TensorList<1> list(Signature<1>{{form_.formats[k]}});
     for (const Row& row : rows_) list.add({row.data[k]}, row.numel);
     return list;
   }
@@ -130,7 +130,7 @@ class TensorList {
   }
 
  private:
-  Form<K> form_;
+  Signature<K> form_;
   std::vector<Row> rows_;
   std::vector<int64_t> ends_;
 };

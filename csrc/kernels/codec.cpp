@@ -18,50 +18,51 @@ constexpr int64_t cache = 16 << 20;  // bytes: what is written and more than thi
 
 // map_blocks of what makes a job of each of the list.
 template <class Operation, class Given, class Make>
-void map_all(const Place& place, std::span<const Given> list, Make make) {
+void map_all(const ExecutionContext& context, std::span<const Given> list, Make make) {
   static thread_local std::vector<Job<Operation>> jobs;  // room, which is kept
   if (list.size() == 1) {
     const Job<Operation> job = make(list.front());
-    return map_blocks(place, job.numel, job.operation);
+    return map_blocks(context, job.numel, job.operation);
   }
   jobs.clear();
   std::transform(list.begin(), list.end(), std::back_inserter(jobs), make);
-  map_blocks(place, std::span<const Job<Operation>>(jobs));
+  map_blocks(context, std::span<const Job<Operation>>(jobs));
 }
 
 template <class C>
-void encode_sums(const Place& place, std::span<const Sum> sums) {
-  map_all<EncodeSum<C>>(place, sums, [](const Sum& sum) {
+void encode_sums(const ExecutionContext& context, std::span<const Sum> sums) {
+  map_all<EncodeSum<C>>(context, sums, [](const Sum& sum) {
     const bool read_at_once = sum.feedback.residual.data || sum.decoded.data;
-    return Job<EncodeSum<C>>{sum.numel, {sum, Message<C>::bytes(sum.numel) >= cache && !read_at_once}};
+    return Job<EncodeSum<C>>{sum.numel, {sum, MessageLayout<C>::bytes(sum.numel) >= cache && !read_at_once}};
   });
 }
 
 template <class C>
-void decode_all(const Place& place, std::span<const Decoding> messages) {
-  map_all<Decode<C>>(place, messages, [](const Decoding& each) {
+void decode_all(const ExecutionContext& context, std::span<const Decoding> messages) {
+  map_all<Decode<C>>(context, messages, [](const Decoding& each) {
     return Job<Decode<C>>{each.numel, {each.numel, each.message, each.values, nullptr, each.values.bytes(each.numel) >= cache}};
   });
 }
 
 template <class C>
-void decode(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics) {
+void decode(const ExecutionContext& context, int64_t numel, const uint8_t* message, const TypedPointer& values,
+            const Statistics& statistics) {
   const Decoding whole{numel, message, values};
-  if (!statistics.sum_squares) return decode_all<C>(place, {&whole, 1});
-  const int64_t tiles = Message<C>::tiles(numel);
-  const Memory sums(place, (tiles + rests_of(tiles)) * static_cast<int64_t>(sizeof(double)));
+  if (!statistics.sum_squares) return decode_all<C>(context, {&whole, 1});
+  const int64_t tiles = MessageLayout<C>::tiles(numel);
+  const Memory sums(context, (tiles + rests_of(tiles)) * static_cast<int64_t>(sizeof(double)));
   auto* const first = static_cast<double*>(sums.data());
-  map_blocks(place, numel, Decode<C>{numel, message, values, first, values.bytes(numel) >= cache});
-  add_up(place, first, tiles, statistics);
+  map_blocks(context, numel, Decode<C>{numel, message, values, first, values.bytes(numel) >= cache});
+  add_up(context, first, tiles, statistics);
 }
 
 template <class C>
 Codec entry() {
-  using Layout = Message<C>;
+  using Layout = MessageLayout<C>;
   const auto bytes = [](int64_t numel) { return Layout::bytes(numel); };
   return {C::name,
           C::block,
-          Layout::scaled ? C::block : cache_line / static_cast<int>(sizeof(typename C::Unit)),
+          Layout::scaled ? C::block : cache_line / static_cast<int>(sizeof(typename C::Word)),
           Layout::scaled,
           C::bits,
           C::nearest_error,

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "kernels/encode_sum.h"
 #include "kernels/statistics.h"
 
@@ -15,7 +15,7 @@ namespace dltrain {
 struct Decoding {
   int64_t numel;
   const uint8_t* message;
-  Elements values;
+  TypedPointer values;
 };
 
 // A codec of kernels/codecs.h, by its name.
@@ -29,11 +29,12 @@ struct Codec {
   bool is_lossy() const { return nearest_error.max > 0.0; }
   int64_t (*bytes)(int64_t numel);  // of a message
   // Those of a list have nothing to do with each other: on CUDA they are one launch, or a few.
-  void (*encode_sums)(const Place& place, std::span<const Sum> sums);
-  void (*decode_all)(const Place& place, std::span<const Decoding> messages);
-  void (*decode)(const Place& place, int64_t numel, const uint8_t* message, const Elements& values, const Statistics& statistics);
+  void (*encode_sums)(const ExecutionContext& context, std::span<const Sum> sums);
+  void (*decode_all)(const ExecutionContext& context, std::span<const Decoding> messages);
+  void (*decode)(const ExecutionContext& context, int64_t numel, const uint8_t* message, const TypedPointer& values,
+                 const Statistics& statistics);
 
-  void encode_sum(const Place& place, const Sum& sum) const { encode_sums(place, {&sum, 1}); }
+  void encode_sum(const ExecutionContext& context, const Sum& sum) const { encode_sums(context, {&sum, 1}); }
 };
 
 const std::vector<Codec>& codecs();

@@ -21,9 +21,9 @@ struct Rounding {
 // value <- f(value, x), for each x of the elements that the message has of this tile.
 template <class C, class F>
 DLT_HD void decode(Tile auto& tile, const uint8_t* message, int64_t numel, F f) {
-  using Layout = Message<C>;
+  using Layout = MessageLayout<C>;
   const float scale = Layout::scaled ? *Layout::scale_at(message, tile.index()) : 1.0f;
-  tile.template decode<C>(Layout::units_at(message, numel, tile.index()),
+  tile.template decode<C>(Layout::words_at(message, numel, tile.index()),
                           [=](float value, uint32_t code) DLT_HD_LAMBDA { return f(value, math::decoded<C>(code, scale)); });
 }
 
@@ -39,28 +39,29 @@ DLT_HD float statistic(const Tile auto& tile, bool stochastic) {
   return math::is_finite(float_of(tile.largest_magnitude())) && !math::is_finite(mean) ? math::largest_float : mean;
 }
 
-// The tile's place in the message <- its values. past_cache: the message is more than a cache holds.
+// The tile's place in the message <- its values. non_temporal: the message is more than a cache holds.
 template <class C>
-DLT_HD math::Scale encode(Tile auto& tile, uint8_t* message, int64_t numel, const Rounding& rounding = {}, bool past_cache = false) {
-  using Layout = Message<C>;
+DLT_HD math::Scale encode(Tile auto& tile, uint8_t* message, int64_t numel, const Rounding& rounding = {}, bool non_temporal = false) {
+  using Layout = MessageLayout<C>;
   math::Scale found{1.0f, 1.0f};
   if constexpr (Layout::scaled) {
     found = math::scale_of(statistic<C>(tile, rounding.stochastic), C::largest);
     tile.put(Layout::scale_at(message, tile.index()), found.decode);
   }
-  auto* units = Layout::units_at(message, numel, tile.index());
+  auto* words = Layout::words_at(message, numel, tile.index());
   if (!math::is_finite(found.decode)) {
-    tile.template encode<C>(units, past_cache, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
+    tile.template encode<C>(words, non_temporal, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
   } else if (rounding.stochastic) {
     if constexpr (C::stochastic_error.max > 0.0) tile.randomize(rounding.random, rounding.first);
-    tile.template encode<C>(units, past_cache, [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
+    tile.template encode<C>(words, non_temporal,
+                            [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
   } else {
     // Where the statistic is the mean, a code is a sign and needs no scale.
     const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
       if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
       return C::nearest(x * found.encode);
     };
-    tile.template encode<C>(units, past_cache, nearest);
+    tile.template encode<C>(words, non_temporal, nearest);
   }
   return found;
 }

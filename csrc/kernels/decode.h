@@ -13,21 +13,21 @@ namespace dltrain {
 // An operation of map_blocks: values <- what the message stands for, and sums <- the sum of squares of each tile's values.
 template <class C>
 struct Decode {
-  static constexpr int elements = Message<C>::tile;
+  static constexpr int elements = MessageLayout<C>::tile;
   static constexpr bool in_lists = true;
 
   int64_t numel;
   const uint8_t* message;
-  Elements values;
-  double* sums;     // where wanted
-  bool past_cache;  // the values are more than a cache holds
+  TypedPointer values;
+  double* sums;       // where wanted
+  bool non_temporal;  // the values are more than a cache holds
 
   DLT_HD void operator()(Tile auto& tile) const {
     decode<C>(tile, message, numel, [](float, float x) DLT_HD_LAMBDA { return x; });
     with_type(values, [&](auto* to) DLT_HD_LAMBDA {
       // The sum is one of what is stored: a narrower type may make an infinity of a value.
       tile.round(to);
-      if (past_cache) {
+      if (non_temporal) {
         tile.stream(to);
       } else {
         tile.store(to, [](float value, float) DLT_HD_LAMBDA { return value; });

@@ -11,8 +11,8 @@ namespace dltrain {
 
 // Error feedback, an element for each of the values: what encoding loses is added the next time.
 struct Feedback {
-  Elements residual;                  // in units of the unscaled, averaged gradient
-  Elements spare;                     // where given, what is lost goes here and the residual stays as it is, so that a step can be undone
+  TypedPointer residual;              // in units of the unscaled, averaged gradient
+  TypedPointer spare;                 // where given, what is lost goes here and the residual stays as it is, so that a step can be undone
   const uint8_t* swapped = nullptr;   // a number where the values lie: not 0 if the two have changed places
   const float* loss_scale = nullptr;  // values are this times larger than residuals; null: 1
   bool keeps_idle = false;            // where there are zeros only, the residual waits: nobody may take what it would become
@@ -20,36 +20,36 @@ struct Feedback {
   DLT_HD Feedback from(int64_t first) const { return {residual.from(first), spare.from(first), swapped, loss_scale, keeps_idle}; }
   DLT_HD float scale() const { return loss_scale ? *loss_scale : 1.0f; }
   DLT_HD bool is_swapped() const { return swapped && *swapped; }
-  DLT_HD Elements before() const { return is_swapped() ? spare : residual; }
-  DLT_HD Elements after() const { return spare.data && !is_swapped() ? spare : residual; }
+  DLT_HD TypedPointer before() const { return is_swapped() ? spare : residual; }
+  DLT_HD TypedPointer after() const { return spare.data && !is_swapped() ? spare : residual; }
 };
 
 // What the one operation of a codec is given: own contribution, received messages, residual -> message, decoded, residual.
 struct Sum {
   int64_t numel = 0;
-  Elements own;                              // null where it is part of a message: then there is at least one
+  TypedPointer own;                          // null where it is part of a message: then there is at least one
   float scale = 1.0f;                        // of my own contribution: 1 / p for an average
   const uint8_t* const* received = nullptr;  // messages, in the order of adding
   int count = 0;                             // of them
-  int own_place = 0;                         // so many of them come before my own contribution
+  int own_position = 0;                      // so many of them come before my own contribution
   Feedback feedback;                         // where something is encoded
   uint8_t* message = nullptr;                // null: nothing is encoded
-  Elements decoded;                          // what the message stands for or, where nothing is encoded, the sum itself; may be own
+  TypedPointer decoded;                      // what the message stands for or, where nothing is encoded, the sum itself; may be own
   Rounding rounding;                         // where something is encoded
 
   DLT_HD int operands() const { return count + (own.data ? 1 : 0); }
-  DLT_HD bool is_own(int k) const { return own.data && k == own_place; }
-  DLT_HD int place_of(int k) const { return own.data && k > own_place ? k - 1 : k; }  // of the k-th operand among the received
+  DLT_HD bool is_own(int k) const { return own.data && k == own_position; }
+  DLT_HD int position_of(int k) const { return own.data && k > own_position ? k - 1 : k; }  // of the k-th operand among the received
 };
 
 // An operation of map_blocks, the one that encodes: message <- encode(the sum, in order, of received[0..own_place), own * scale,
 // received[own_place..count), residual). A block that is not finite leaves its residual as it is.
 template <class C>
 struct EncodeSum : Sum {
-  static constexpr int elements = Message<C>::tile;
+  static constexpr int elements = MessageLayout<C>::tile;
   static constexpr bool in_lists = true;  // many of them are one launch
 
-  bool past_cache = false;  // the message is more than a cache holds
+  bool non_temporal = false;  // the message is more than a cache holds
 
   DLT_HD void operator()(Tile auto& tile) const { (*this)(tile, received); }
 
@@ -59,16 +59,16 @@ struct EncodeSum : Sum {
       if (is_own(k)) {
         add_own(tile, k == 0);
       } else {
-        add_received(tile, messages[place_of(k)], k == 0);
+        add_received(tile, messages[position_of(k)], k == 0);
       }
     }
     if (!message) {
       return with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float sum, float) DLT_HD_LAMBDA { return sum; }); });
     }
     const bool fed = feedback.residual.data && add_residual(tile);
-    const math::Scale found = encode<C>(tile, message, numel, rounding, past_cache);
+    const math::Scale found = encode<C>(tile, message, numel, rounding, non_temporal);
     if (!feedback.residual.data && !decoded.data) return;
-    tile.template recall<C>(Message<C>::units_at(message, numel, tile.index()),
+    tile.template recall<C>(MessageLayout<C>::words_at(message, numel, tile.index()),
                             [&](uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, found.decode); });
     if (feedback.residual.data) keep_lost(tile, fed);
     if (decoded.data) {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "core/check.h"
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/for_each.h"
 #include "kernels/cuda/launch.h"
@@ -12,14 +12,14 @@ namespace dltrain {
 // operation.skip(). K is Operation::streams; Operation::writes says which of them the element changes. Streams in a codec's format are
 // decoded as they are read, and encoded as they are written.
 template <class Operation>
-void for_each(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
+void for_each(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   for (int k = 0; k < Operation::streams; ++k) {
     check(!list.form().formats[k].is_coded() || may_be_coded<Operation>(k), "list: expected elements in stream ", k, ", got a codec's");
   }
   if constexpr (built_with_cuda) {
-    if (place.on_cuda()) return std::get<cuda::ForEach<Operation>>(cuda::for_each_table).enqueue(place, list, operation);
+    if (context.on_cuda()) return std::get<cuda::ForEach<Operation>>(cuda::for_each_table).enqueue(context, list, operation);
   }
-  cpu::for_each(place, list, operation);
+  cpu::for_each(context, list, operation);
 }
 
 }  // namespace dltrain

@@ -2,7 +2,7 @@
 
 #include <span>
 
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "kernels/cpu/map_blocks.h"
 #include "kernels/cuda/launch.h"
 
@@ -13,17 +13,17 @@ namespace dltrain {
 //
 // The jobs have nothing to do with each other: on CUDA many are one launch.
 template <class Operation>
-void map_blocks(const Place& place, std::span<const Job<Operation>> jobs) {
+void map_blocks(const ExecutionContext& context, std::span<const Job<Operation>> jobs) {
   if constexpr (built_with_cuda) {
-    if (place.on_cuda()) return std::get<cuda::MapBlocks<Operation>>(cuda::map_blocks_table).enqueue(place, jobs);
+    if (context.on_cuda()) return std::get<cuda::MapBlocks<Operation>>(cuda::map_blocks_table).enqueue(context, jobs);
   }
-  for (const auto& [numel, operation] : jobs) cpu::map_blocks(place, numel, operation);
+  for (const auto& [numel, operation] : jobs) cpu::map_blocks(context, numel, operation);
 }
 
 template <class Operation>
-void map_blocks(const Place& place, int64_t numel, const Operation& operation) {
+void map_blocks(const ExecutionContext& context, int64_t numel, const Operation& operation) {
   const Job<Operation> job{numel, operation};
-  map_blocks(place, std::span<const Job<Operation>>(&job, 1));
+  map_blocks(context, std::span<const Job<Operation>>(&job, 1));
 }
 
 }  // namespace dltrain

@@ -16,21 +16,21 @@
 namespace dltrain {
 
 template <class Codec>
-struct Message {
-  using Unit = typename Codec::Unit;
+struct MessageLayout {
+  using Word = typename Codec::Word;
   static constexpr bool scaled = Codec::statistic != math::Statistic::none;
   static constexpr int tile = scaled ? Codec::block : 256;                        // elements that are worked on together
-  static constexpr int codes = 8 * static_cast<int>(sizeof(Unit)) / Codec::bits;  // of a unit
-  static constexpr int units = tile / codes;                                      // of a tile
+  static constexpr int codes = 8 * static_cast<int>(sizeof(Word)) / Codec::bits;  // of a unit
+  static constexpr int words = tile / codes;                                      // of a tile
 
   // What the twins of map_blocks build on: the lanes of a warp hold four elements each, and write four units.
-  static_assert(tile % 128 == 0 && tile % codes == 0 && units % 4 == 0 && (units % 128 == 0 || 128 % units == 0));
+  static_assert(tile % 128 == 0 && tile % codes == 0 && words % 4 == 0 && (words % 128 == 0 || 128 % words == 0));
 
   static DLT_HD int64_t tiles(int64_t numel) { return (numel + tile - 1) / tile; }
   static DLT_HD int64_t scale_bytes(int64_t numel) { return scaled ? tiles(numel) * static_cast<int64_t>(sizeof(float)) : 0; }
   static DLT_HD int64_t bytes(int64_t numel) {
     const int64_t rest = numel % tile;
-    return scale_bytes(numel) + (numel / tile * units + (rest < units ? rest : units)) * static_cast<int64_t>(sizeof(Unit));
+    return scale_bytes(numel) + (numel / tile * words + (rest < words ? rest : words)) * static_cast<int64_t>(sizeof(Word));
   }
 
   // Of the index-th tile, in a message of uint8_t or const uint8_t.
@@ -39,8 +39,8 @@ struct Message {
     return as<float>(message) + index;
   }
   template <class Byte>
-  static DLT_HD auto* units_at(Byte* message, int64_t numel, int64_t index) {
-    return as<Unit>(message + scale_bytes(numel)) + index * units;
+  static DLT_HD auto* words_at(Byte* message, int64_t numel, int64_t index) {
+    return as<Word>(message + scale_bytes(numel)) + index * words;
   }
 
  private:

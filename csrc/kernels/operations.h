@@ -10,10 +10,10 @@
 #include "kernels/codecs.h"
 #include "kernels/decode.h"
 #include "kernels/encode_sum.h"
-#include "kernels/judge.h"
 #include "kernels/norms.h"
 #include "kernels/optimizers.h"
-#include "kernels/spoil.h"
+#include "kernels/poison.h"
+#include "kernels/unscale_and_clip.h"
 #include "kernels/update.h"
 
 namespace dltrain {
@@ -26,12 +26,12 @@ template <class Rule>
 using AdvanceOf = std::conditional_t<math::counters_of<Rule>().size() == 0, std::tuple<>, std::tuple<Advance<Rule>>>;
 template <class... Rules>
 auto elementwise_of(const std::tuple<Rules...>&)
-    -> decltype(std::tuple_cat(std::declval<std::tuple<Spoil>>(), std::declval<AdvanceOf<Rules>>()...,
+    -> decltype(std::tuple_cat(std::declval<std::tuple<Poison>>(), std::declval<AdvanceOf<Rules>>()...,
                                std::declval<UpdatesOf<Rules>>()...));
 using Elementwise = decltype(elementwise_of(std::declval<Optimizers>()));
 
 template <class... C>
-std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles, Judge> blockwise_of(const std::tuple<C...>&);
+std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles, UnscaleAndClip> blockwise_of(const std::tuple<C...>&);
 using Blockwise = decltype(blockwise_of(std::declval<Codecs>()));
 
 // One of map_blocks: an operation over so many elements.

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "core/check.h"
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/reduce.h"
 #include "kernels/cuda/launch.h"
@@ -12,12 +12,12 @@ namespace dltrain {
 // where element = reduction.at(the row's numbers), in an order that depends on the row's length alone. The results lie where the list does.
 // Streams hold elements.
 template <class Reduction>
-void reduce(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
+void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
   check(!list.form().is_coded(), "list: expected elements in all streams, got a codec's");
   if constexpr (built_with_cuda) {
-    if (place.on_cuda()) return std::get<cuda::Reduce<Reduction>>(cuda::reduce_table).enqueue(place, list, reduction, results);
+    if (context.on_cuda()) return std::get<cuda::Reduce<Reduction>>(cuda::reduce_table).enqueue(context, list, reduction, results);
   }
-  cpu::reduce(place, list, reduction, results);
+  cpu::reduce(context, list, reduction, results);
 }
 
 }  // namespace dltrain

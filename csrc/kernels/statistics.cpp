@@ -19,28 +19,28 @@ int64_t rests_of(int64_t count) {
   return room;
 }
 
-void add_up(const Place& place, double* numbers, int64_t count, const Statistics& statistics) {
+void add_up(const ExecutionContext& context, double* numbers, int64_t count, const Statistics& statistics) {
   for (; count > SumTiles::elements; count = tiles_of(count)) {
     double* const sums = numbers + count;
-    map_blocks(place, count, SumTiles{numbers, count, sums, nullptr});
+    map_blocks(context, count, SumTiles{numbers, count, sums, nullptr});
     numbers = sums;
   }
-  map_blocks(place, SumTiles::elements, SumTiles{numbers, count, statistics.sum_squares, statistics.found_inf});
+  map_blocks(context, SumTiles::elements, SumTiles{numbers, count, statistics.sum_squares, statistics.found_inf});
 }
 
-void sum_squares(const Place& place, const TensorList<1>& list, double* sums) { reduce(place, list, Squares{}, sums); }
+void sum_squares(const ExecutionContext& context, const TensorList<1>& list, double* sums) { reduce(context, list, Squares{}, sums); }
 
-void sum_squares(const Place& place, const std::vector<TensorList<1>>& lists, const Statistics& statistics) {
+void sum_squares(const ExecutionContext& context, const std::vector<TensorList<1>>& lists, const Statistics& statistics) {
   int64_t rows = 0;
   for (const auto& list : lists) rows += list.size();
-  const Memory memory(place, (rows + rests_of(rows)) * static_cast<int64_t>(sizeof(double)));
+  const Memory memory(context, (rows + rests_of(rows)) * static_cast<int64_t>(sizeof(double)));
   auto* const sums = static_cast<double*>(memory.data());
   double* next = sums;
   for (const auto& list : lists) {
-    sum_squares(place, list, next);
+    sum_squares(context, list, next);
     next += list.size();
   }
-  add_up(place, sums, rows, statistics);
+  add_up(context, sums, rows, statistics);
 }
 
 }  // namespace dltrain

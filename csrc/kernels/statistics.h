@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "core/tensor_list.h"
 
 namespace dltrain {
@@ -16,12 +16,12 @@ struct Statistics {
 
 // numbers[0..count) become one sum, in place; behind them is room for rests_of(count) more. Also of none, whose sum is 0.
 int64_t rests_of(int64_t count);
-void add_up(const Place& place, double* numbers, int64_t count, const Statistics& statistics);
+void add_up(const ExecutionContext& context, double* numbers, int64_t count, const Statistics& statistics);
 
 // Of each tensor of the list, one number each.
-void sum_squares(const Place& place, const TensorList<1>& list, double* sums);
+void sum_squares(const ExecutionContext& context, const TensorList<1>& list, double* sums);
 
 // Of all tensors of all lists.
-void sum_squares(const Place& place, const std::vector<TensorList<1>>& lists, const Statistics& statistics);
+void sum_squares(const ExecutionContext& context, const std::vector<TensorList<1>>& lists, const Statistics& statistics);
 
 }  // namespace dltrain

@@ -75,7 +75,7 @@ class PipeTransport : public Transport {
   PipeTransport(Pipes& pipes, int rank) : pipes_(pipes), rank_(rank) {}
   int rank() const override { return rank_; }
   int world_size() const override { return 4; }
-  std::unique_ptr<Request> send(const Place&, int peer, const void* data, int64_t bytes, int) override {
+  std::unique_ptr<Request> send(const ExecutionContext&, int peer, const void* data, int64_t bytes, int) override {
     Pipe& pipe = pipes_[rank_][peer];
     std::lock_guard lock(pipe.mutex);
     auto& message = pipe.messages[pipe.sent++ % Pipe::most];
@@ -84,7 +84,7 @@ class PipeTransport : public Transport {
     pipe.changed.notify_all();
     return std::make_unique<PipeRequest>(nullptr, nullptr, 0);
   }
-  std::unique_ptr<Request> recv(const Place&, int peer, void* data, int64_t bytes, int) override {
+  std::unique_ptr<Request> recv(const ExecutionContext&, int peer, void* data, int64_t bytes, int) override {
     return std::make_unique<PipeRequest>(&pipes_[peer][rank_], data, bytes);
   }
 

@@ -16,29 +16,29 @@ namespace {
 
 class Graph {
  public:
-  // Of what is given to the place's stream meanwhile.
+  // Of what is given to the context's stream meanwhile.
   template <class Give>
-  Graph(const Place& place, Give give) : place_(place) {
-    const cuda::DeviceGuard guard(place.device);
-    cudaStreamBeginCapture(place.stream, cudaStreamCaptureModeGlobal);
+  Graph(const ExecutionContext& context, Give give) : context_(context) {
+    const cuda::DeviceGuard guard(context.device);
+    cudaStreamBeginCapture(context.stream, cudaStreamCaptureModeGlobal);
     give();
     cudaGraph_t graph = nullptr;
-    EXPECT_EQ(cudaStreamEndCapture(place.stream, &graph), cudaSuccess);
+    EXPECT_EQ(cudaStreamEndCapture(context.stream, &graph), cudaSuccess);
     cudaGraphInstantiate(&executable_, graph, 0);
   }
   ~Graph() {
-    const cuda::DeviceGuard guard(place_.device);
-    Event::record(place_).synchronize();
+    const cuda::DeviceGuard guard(context_.device);
+    Event::record(context_).synchronize();
     cudaGraphExecDestroy(executable_);
   }
 
   void replay() const {
-    const cuda::DeviceGuard guard(place_.device);
-    cudaGraphLaunch(executable_, place_.stream);
+    const cuda::DeviceGuard guard(context_.device);
+    cudaGraphLaunch(executable_, context_.stream);
   }
 
  private:
-  const Place place_;
+  const ExecutionContext context_;
   cudaGraphExec_t executable_ = nullptr;
 };
 
@@ -75,21 +75,21 @@ TEST(Contexts, AGuardGoesBackOnlyToADeviceThatHasOne) {
 using Values = std::vector<float>;
 
 class GraphsOn : public OverNccl {};
-INSTANTIATE_TEST_SUITE_P(Places, GraphsOn, testing::Values("cuda"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Contexts, GraphsOn, testing::Values("cuda"), [](const auto& info) { return info.param; });
 
 TEST_P(GraphsOn, ReplayAnAllReduce) {
   constexpr int world_size = 3;
-  on_nccl_ranks(place(), world_size, [](Executor& executor, Runner& runner, const Place& place) {
-    cuda::stay_out_of_captures(place.device);  // of the other ranks, which are threads of this process
+  on_nccl_ranks(context(), world_size, [](Executor& executor, Runner& runner, const ExecutionContext& context) {
+    cuda::stay_out_of_captures(context.device);  // of the other ranks, which are threads of this process
     Options call;
     call.algorithm = "direct";
     call.codec = "int8";
-    const Array<float> array(place, Values(1000, 127.0f));
+    const Array<float> array(context, Values(1000, 127.0f));
     const auto reduce = [&] { runner.run(executor, {array.data()}, 1000, call); };
     reduce();  // connects, and makes what cannot be made in a capture
     float now = 127.0f * world_size;
     EXPECT_EQ(array.values(), Values(1000, now));
-    const Graph graph(place, reduce);
+    const Graph graph(context, reduce);
     EXPECT_EQ(array.values(), Values(1000, now));  // nothing has run
     for (int replay = 0; replay < 3; ++replay) {
       graph.replay();
@@ -105,15 +105,15 @@ TEST_P(GraphsOn, ReplayAnAllReduce) {
 // Another rank's watch asks for its events while this one captures, and must not disturb that.
 TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
   std::latch captured(1), begun(1);
-  on_nccl_ranks(place(), 2, [&](Executor& executor, Runner& runner, const Place& place) {
-    const Array<float> array(place, Values(100, 1.0f));
+  on_nccl_ranks(context(), 2, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
+    const Array<float> array(context, Values(100, 1.0f));
     Options call;
     call.algorithm = "direct";
     runner.run(executor, {array.data()}, 100, call);
     array.values();
     if (executor.rank() == 1) {
       begun.wait();
-      const Graph graph(place, [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
+      const Graph graph(context, [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
       captured.count_down();
       runner.run(executor, {array.data()}, 100, call);
     } else {
@@ -130,32 +130,32 @@ TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
 // A replay has none, but a call that is captured before its peers are connected waits for them on the host.
 TEST_P(GraphsOn, AFirstCallHasADeadlineAlsoInACapture) {
   std::latch over(1);
-  on_nccl_ranks(place(), 2, [&](Executor& executor, Runner& runner, const Place& place) {
+  on_nccl_ranks(context(), 2, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
     if (executor.rank() == 1) return over.wait();
-    cuda::stay_out_of_captures(place.device);
-    const Array<float> array(place, Values(100, 1.0f));
+    cuda::stay_out_of_captures(context.device);
+    const Array<float> array(context, Values(100, 1.0f));
     Options call;
     call.algorithm = "direct";
     call.timeout = std::chrono::milliseconds(300);
-    const cuda::DeviceGuard guard(place.device);
-    cudaStreamBeginCapture(place.stream, cudaStreamCaptureModeGlobal);
+    const cuda::DeviceGuard guard(context.device);
+    cudaStreamBeginCapture(context.stream, cudaStreamCaptureModeGlobal);
     const auto reduce = [&] { runner.run(executor, {array.data()}, 100, call); };
     expect_in("waiting for rank 1 in round 0 of 2 failed after", error_of<CollectiveError>(reduce));
     cudaGraph_t graph = nullptr;
-    EXPECT_NE(cudaStreamEndCapture(place.stream, &graph), cudaSuccess);  // a part of the call has not come back to the stream
+    EXPECT_NE(cudaStreamEndCapture(context.stream, &graph), cudaSuccess);  // a part of the call has not come back to the stream
     over.count_down();
   });
 }
 
 TEST_P(GraphsOn, KeepWhatTheyReadOfAFailure) {
-  const OwnPlace own(place());
-  const Place place = own.place();
-  const Array<float> array(place, Values(10, 1.0f));
+  const OwnContext own(context());
+  const ExecutionContext context = own.context();
+  const Array<float> array(context, Values(10, 1.0f));
   auto failure = std::make_unique<Failure>();
-  failure->spoil(place, {array.data()}, 10);
+  failure->poison(context, {array.data()}, 10);
   array.values();
-  const Graph graph(place, [&] {
-    failure->spoil(place, {array.data()}, 10);
+  const Graph graph(context, [&] {
+    failure->poison(context, {array.data()}, 10);
     failure->captured();
   });
   failure->set("the executor was destroyed");

@@ -35,6 +35,7 @@ stochastic 2^-3) down to 2^-6 / 448 of the largest.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,15 +46,15 @@ from torch import Tensor
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_number
 from dltrain_ext.codecs.arguments import as_tensor, check_tensor, dtype_of_feedback, is_stochastic
-from dltrain_ext.codecs.message import Encoded, ErrorBound, GradStats, check_message
+from dltrain_ext.codecs.message import DecodeStats, Encoded, ErrorBound, check_message
 
 CODECS: tuple[str, ...] = tuple(codec.name for codec in _ops.codecs())
 
 __all__ = [
     "CODECS",
+    "DecodeStats",
     "Encoded",
     "ErrorBound",
-    "GradStats",
     "block_size",
     "decode",
     "empty",
@@ -63,6 +64,13 @@ __all__ = [
     "reduce",
     "zero_residual",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "GradStats":
+        warnings.warn("codecs.GradStats is deprecated: use codecs.DecodeStats", DeprecationWarning, stacklevel=2)
+        return DecodeStats
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def block_size(codec: str) -> int:
@@ -245,7 +253,7 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
         return_stats: also return the sum of squares and the non-finite flag of what is written, found in the same pass.
 
     Returns:
-        ``out``, or ``(out, GradStats)``.
+        ``out``, or ``(out, DecodeStats)``.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -261,7 +269,7 @@ def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> 
     dense = values if values.is_contiguous() else torch.empty_like(values, memory_format=torch.contiguous_format)
     stats = None
     if return_stats:
-        stats = GradStats(
+        stats = DecodeStats(
             torch.empty((), dtype=torch.float64, device=wire.device),
             torch.empty((), dtype=torch.float32, device=wire.device),
         )

@@ -46,7 +46,7 @@ def check_message(given: Encoded, name: str) -> None:
         raise TypeError(f"{name}: expected a message whose dtype is a torch.dtype, got {given.dtype!r}")
 
 
-class GradStats(NamedTuple):
+class DecodeStats(NamedTuple):
     """What decoding finds out about the values, as tensors of one number where the values lie.
 
     Attributes:

@@ -53,7 +53,7 @@ def check_list(tensors: Sequence[torch.Tensor], name: str) -> None:
                 raise ValueError(f"{name}[{rank}]: expected the {what} of {name}[0], {theirs}, got {mine}")
 
 
-def check_places(tensors: Sequence[torch.Tensor], name: str) -> None:
+def check_devices(tensors: Sequence[torch.Tensor], name: str) -> None:
     for rank, tensor in enumerate(tensors):
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
@@ -70,7 +70,7 @@ def check_options(algorithm: str, codec: str, seed: int, step: int | None, segme
             check_number(number, name, bound)
 
 
-def place_of(tensor: torch.Tensor, name: str = "tensor") -> torch.device:
+def checked_device(tensor: torch.Tensor, name: str = "tensor") -> torch.device:
     if not _ops.is_supported(tensor.device):
         raise ValueError(f"{name}: expected a tensor on {_ops.supported_devices}, got one on {tensor.device}")
     return tensor.device

@@ -21,18 +21,18 @@ from dltrain_ext.codecs.arguments import is_stochastic
 from dltrain_ext.comm import timing, tuner
 from dltrain_ext.comm.arguments import (
     IN_PLANS,
+    check_devices,
     check_list,
     check_names,
     check_options,
-    check_places,
     check_tensors,
+    checked_device,
     is_average,
-    place_of,
 )
-from dltrain_ext.comm.choosing import Chooser
 from dltrain_ext.comm.connections import Connections
+from dltrain_ext.comm.cost_model import Network
 from dltrain_ext.comm.groups import device_of, group_of
-from dltrain_ext.comm.model import Network
+from dltrain_ext.comm.selection import Selector
 from dltrain_ext.comm.transports import TRANSPORTS
 from dltrain_ext.comm.tuning import Tuning
 from dltrain_ext.comm.work import Work
@@ -122,12 +122,12 @@ class Communicator:
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
         ranks = dist.get_process_group_ranks(group)
-        self._chooser = Chooser(tuning, len(ranks))
+        self._selector = Selector(tuning, len(ranks))
         self._ranks, self._rank, self._world_size = ranks, ranks.index(dist.get_rank()), len(ranks)
         number = next(self._made.setdefault(group, itertools.count()))
         store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
         members = _ops.Ranks(group.group_name, group.group_desc, ranks, self._rank)
-        measures = self._chooser.may_measure
+        measures = self._selector.may_measure
         self._connections = Connections(store, members, timeout, transport, ranks_per_host, answer_timeout, measures)
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._numbers = itertools.count(1)  # of the calls
@@ -135,7 +135,7 @@ class Communicator:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._close = weakref.finalize(self, _close, self._by_device, self._connections)
-        if len(set(self._connections.meetings.share(self._chooser.digest))) > 1:
+        if len(set(self._connections.rendezvous.exchange(self._selector.digest))) > 1:
             raise ValueError(
                 "tuning, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks"
             )
@@ -181,7 +181,7 @@ class Communicator:
         """:func:`dltrain_ext.comm.all_reduce` on this communicator."""
         check_tensors(tensor=tensor, residual=residual)
         check_options(algorithm, codec, seed, step, segments)
-        place = place_of(tensor)
+        device = checked_device(tensor)
         if codec == "auto" and residual is not None:
             raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
         nbytes, fits, chosen = 4 * tensor.numel(), tensor.dtype in IN_PLANS, None
@@ -191,7 +191,7 @@ class Communicator:
             algorithm, chosen = self.plan_for(codec, nbytes)
         return self._start(
             tensor,
-            place,
+            device,
             op=op,
             algorithm=algorithm,
             codec=codec,
@@ -213,10 +213,10 @@ class Communicator:
         """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
         check_tensors(output=output)
         if not isinstance(input, list | tuple):
-            return self._run("reduce_scatter", "input", input, options, op=op, share=output)
+            return self._run("reduce_scatter", "input", input, options, op=op, shard=output)
         check_list(input, "input")
         whole = torch.cat([part.flatten() for part in input])
-        return self._run("reduce_scatter", "input", whole, options, op=op, share=output, sizes=_sizes(input))
+        return self._run("reduce_scatter", "input", whole, options, op=op, shard=output, sizes=_sizes(input))
 
     def all_gather(
         self, output: torch.Tensor | Tensors, input: torch.Tensor, **options: "Unpack[CallOptions]"
@@ -224,9 +224,9 @@ class Communicator:
         """:func:`dltrain_ext.comm.all_gather` on this communicator, which must not be in two levels."""
         check_tensors(input=input)
         if not isinstance(output, list | tuple):
-            return self._run("all_gather", "output", output, options, share=input)
+            return self._run("all_gather", "output", output, options, shard=input)
         check_list(output, "output")
-        check_places(output, "output")
+        check_devices(output, "output")
         parts, sizes = output, _sizes(output)
         whole = parts[0].new_empty(sum(sizes))
 
@@ -235,9 +235,9 @@ class Communicator:
                 if part.is_cuda:
                     part.record_stream(torch.cuda.current_stream(part.device))
                 part.detach().copy_(found.view(part.shape))
-            return parts
+            return list(parts)
 
-        work = self._run("all_gather", "output", whole, options, share=input, sizes=sizes)
+        work = self._run("all_gather", "output", whole, options, shard=input, sizes=sizes)
         if work is None:
             share_out()
             return None
@@ -246,15 +246,15 @@ class Communicator:
 
     def broadcast(self, tensor: torch.Tensor, src: int, **options: "Unpack[CallOptions]") -> Work | None:
         """:func:`dltrain_ext.comm.broadcast` on this communicator, which must not be in two levels."""
-        return self._run("broadcast", "tensor", tensor, options, root=self._place_of_rank(src, "src"))
+        return self._run("broadcast", "tensor", tensor, options, root=self._group_rank(src, "src"))
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: "str | dist.ReduceOp" = "sum", **options: "Unpack[CallOptions]"
     ) -> Work | None:
         """:func:`dltrain_ext.comm.reduce` on this communicator, which must not be in two levels."""
-        return self._run("reduce", "tensor", tensor, options, op=op, root=self._place_of_rank(dst, "dst"))
+        return self._run("reduce", "tensor", tensor, options, op=op, root=self._group_rank(dst, "dst"))
 
-    def _place_of_rank(self, rank: int, name: str) -> int:
+    def _group_rank(self, rank: int, name: str) -> int:
         if type(rank) is not int or rank not in self._ranks:
             raise ValueError(f"{name}: expected a rank of the group, one of {self._ranks}, got {rank!r}")
         return self._ranks.index(rank)
@@ -266,7 +266,7 @@ class Communicator:
             raise TypeError(f"{collective}: expected the options {', '.join(_CALL_OPTIONS)}, got {', '.join(unknown)}")
         check_tensors(**{name: tensor}, residual=get("residual"))
         check_options(get("algorithm", "auto"), get("codec", "raw"), get("seed", 0), get("step"), get("segments"))
-        return self._start(tensor, place_of(tensor, name), collective=collective, **own, **options)
+        return self._start(tensor, checked_device(tensor, name), collective=collective, **own, **options)
 
     def _start(
         self,
@@ -288,9 +288,9 @@ class Communicator:
         communicator.run(tensor, **options)
         return None
 
-    def reduce_bucket(self, tensor: torch.Tensor, bucket: _ops.Bucket, **options: Any) -> Work:
+    def reduce_bucket(self, tensor: torch.Tensor, bucket: _ops.BucketState, **options: Any) -> Work:
         """What the hooks call: hands the tensor to the worker, or enqueues."""
-        return self._submit(self._on(place_of(tensor)), tensor, bucket=bucket, **options)
+        return self._submit(self._on(checked_device(tensor)), tensor, bucket=bucket, **options)
 
     def _submit(self, by: "_ops.Communicator", tensor: torch.Tensor, **options: Any) -> Work:
         return Work(by.submit(tensor, **options), by.wait, self)
@@ -321,15 +321,15 @@ class Communicator:
             raise ValueError(f"seconds: expected a number of at least 0, got {seconds!r}")
         per_host = self._connections.ranks_per_host
         start = Network(latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-10, ranks_per_host=per_host)
-        with self._measured() as group, self._connections.meetings.at_work():
-            self._chooser.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
-        return self._chooser.tuning
+        with self._measured() as group, self._connections.rendezvous.at_work():
+            self._selector.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
+        return self._selector.tuning
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[timing.Group]:
         """What is sent meanwhile does not count."""
         before = self._counted()
-        yield timing.Group(self._rank, self._world_size, self._device, self._try, self._connections.meetings.share)
+        yield timing.Group(self._rank, self._world_size, self._device, self._try, self._connections.rendezvous.exchange)
         self._measuring.update(self._counted() - before)
 
     def connect(self, numel: int, dtype: torch.dtype, *, codec: str, algorithm: str, segments: int | None) -> None:
@@ -349,7 +349,7 @@ class Communicator:
     @property
     def tuning(self) -> Tuning | None:
         """What ``"auto"`` goes by; None before there is one."""
-        return self._chooser.tuning
+        return self._selector.tuning
 
     @property
     def usual_plan(self) -> str:
@@ -365,7 +365,7 @@ class Communicator:
         segments where that is decided; ``"auto"`` before tuning."""
         check_names("auto", codec)
         check_number(nbytes, "nbytes", 2**65)
-        return self._chooser.plan_for(codec, nbytes)
+        return self._selector.plan_for(codec, nbytes)
 
     def codec_for(self, nbytes: int, algorithm: str = "auto", dtype: torch.dtype = torch.float32) -> tuple[str, str]:
         """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32 that are in that dtype, behind the
@@ -376,7 +376,7 @@ class Communicator:
         check_number(nbytes, "nbytes", 2**65)
         if not isinstance(dtype, torch.dtype) or dtype not in IN_PLANS:
             raise ValueError(f"dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
-        return self._chooser.codec_for(nbytes, algorithm, dtype, self._measured, tells=self._rank == 0)
+        return self._selector.codec_for(nbytes, algorithm, dtype, self._measured, tells=self._rank == 0)
 
     def stats(self) -> dict[str, int]:
         """``calls`` completed (on CUDA: enqueued) and ``wire_bytes`` sent by this rank, in two levels across the hosts;

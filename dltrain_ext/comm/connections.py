@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dltrain_ext import _ops
 from dltrain_ext.comm.hosts import host_id, layout
-from dltrain_ext.comm.meeting import Meetings, Part, Work
+from dltrain_ext.comm.rendezvous import JointWork, Rendezvous, SubWork
 from dltrain_ext.comm.transports import Site, Transport, candidates
 
 # Across the hosts, and inside one; how many hosts there are, and shares of each.
@@ -45,8 +45,8 @@ class Connections:
         self._ranks, self._rank = members.ranks, members.rank
         self._answer_timeout, self._measures = answer_timeout, measures
         self._site = Site(store, timeout)
-        self.meetings = Meetings(dist.PrefixStore("meetings", store), members.ranks, members.rank, timeout)
-        said = [each.split(" ", 1) for each in self.meetings.share(f"{_trip_to(store)} {host_id()}")]
+        self.rendezvous = Rendezvous(dist.PrefixStore("meetings", store), members.ranks, members.rank, timeout)
+        said = [each.split(" ", 1) for each in self.rendezvous.exchange(f"{_trip_to(store)} {host_id()}")]
         self._round_trip = max(float(trip) for trip, _ in said)
         hosts = [host for _, host in said]
         self._layout = layout(hosts, self._rank, ranks_per_host)
@@ -59,7 +59,7 @@ class Connections:
     def connect(self, device: torch.device) -> "_ops.Communicator":
         """For tensors on a device, whose number may differ between the ranks."""
         communicator, said = None, "connected"
-        with self.meetings.at_work() as work:
+        with self.rendezvous.at_work() as work:
             some = candidates(device.type, self._transport)
             tried = (self._levels_if_all_can(work, device, over) for over in some if over.version is not None)
             levels = next((found for found in tried if found is not None), None)
@@ -85,7 +85,7 @@ class Connections:
         """Makes no more; what was made belongs to the communicators."""
         self._site.close()
 
-    def _levels(self, work: Work, device: torch.device, over: Transport) -> Levels:
+    def _levels(self, work: JointWork, device: torch.device, over: Transport) -> Levels:
         """Of all ranks, and none, where there is one level."""
         if self._layout is None:
             return over.make(self._site, work.part(f"{over.name}/all"), device), None, (1, 1)
@@ -94,7 +94,7 @@ class Connections:
         across = over.make(self._site, work.part(f"{over.name}/across/{counterparts[0]}", counterparts), device)
         return across, inside, (hosts, shares)
 
-    def _levels_if_all_can(self, work: Work, device: torch.device, over: Transport) -> Levels | None:
+    def _levels_if_all_can(self, work: JointWork, device: torch.device, over: Transport) -> Levels | None:
         if not self._all_have(work, over):
             return None
         levels, answer = None, "connected"
@@ -105,7 +105,7 @@ class Connections:
         can = self._all_say("connected", work.part(f"connected over {over.name}"), answer, over)
         return levels if can else None
 
-    def _all_have(self, work: Work, over: Transport) -> bool:
+    def _all_have(self, work: JointWork, over: Transport) -> bool:
         assert over.version is not None
         try:
             answer = f"version {over.version()}"
@@ -113,7 +113,7 @@ class Connections:
             answer = str(error)
         return self._all_say("version ", work.part(over.name), answer, over)
 
-    def _all_say(self, yes: str, part: Part, answer: str, over: Transport) -> bool:
+    def _all_say(self, yes: str, part: SubWork, answer: str, over: Transport) -> bool:
         """Whether the answers of all ranks begin so; where not, whoever does not say so is why another is taken."""
         answers = zip(part.ranks, part.agree(answer), strict=True)
         no = [f"rank {rank}: {said}" for rank, said in answers if not said.startswith(yes)]

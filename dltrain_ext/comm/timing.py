@@ -57,7 +57,7 @@ def timer(group: Group, nbytes: int, dtype: torch.dtype = torch.float32) -> Call
     return once
 
 
-class Race:
+class TrialRunner:
     """Trials in turns within a number of seconds, after which all ranks know the same times.
 
     They tell each other by all-reduces, so what is decided by these is the same on all.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
-from dltrain_ext.comm.meeting import Part, comes
+from dltrain_ext.comm.rendezvous import SubWork, wait_for_key
 
 _CONNECTING = timedelta(minutes=5)  # is enough for NCCL
 
@@ -42,7 +42,7 @@ class Site:
     def patience(self) -> timedelta:
         return min(self.timeout, _CONNECTING)
 
-    def gloo(self, part: Part, threads: int) -> Any:
+    def gloo(self, part: SubWork, threads: int) -> Any:
         """A backend. Its all-reduces, but not its messages, need a thread."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -54,8 +54,8 @@ class Site:
 
         return _in_time(make, 2 * self.timeout)
 
-    def nccl_of_torch(self, part: Part) -> Any:
-        """A backend, whose watchdog ends the process, so that comes last."""
+    def nccl_of_torch(self, part: SubWork) -> Any:
+        """A backend, whose watchdog ends the process, so it is tried last."""
         timeout: Any = self.timeout + timedelta(minutes=5)
         store = dist.PrefixStore(f"{part.name} {next(self._number)}", self.store)  # which it uses in its calls, too
         backend: Any = dist.ProcessGroupNCCL(store, part.rank, len(part.ranks), timeout)
@@ -65,18 +65,18 @@ class Site:
         self._gloo_devices = []
 
 
-def _over_gloo(site: Site, part: Part, device: torch.device) -> _ops.Level:
+def _over_gloo(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     return _ops.Level.over_backend(site.gloo(part, threads=1), device, part.ranks)
 
 
-def _over_torch(site: Site, part: Part, device: torch.device) -> _ops.Level:
+def _over_torch(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     return _ops.Level.over_backend(site.nccl_of_torch(part), device, part.ranks)
 
 
-def _over_nccl(site: Site, part: Part, device: torch.device) -> _ops.Level:
+def _over_nccl(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     if part.rank == 0:
         part.store.set("id", _ops.nccl_unique_id().hex())
-    if not comes(part.store, "id", site.patience, time.monotonic()):
+    if not wait_for_key(part.store, "id", site.patience, time.monotonic()):
         raise RuntimeError(f"rank {part.ranks[0]} has given no id of a communicator in {site.patience}")
     unique_id = bytes.fromhex(part.store.get("id").decode())
     return _ops.Level.over_nccl(unique_id, part.rank, device, part.ranks, site.patience.total_seconds())
@@ -96,7 +96,7 @@ class Transport(NamedTuple):
 
     name: str
     device: str
-    make: Callable[[Site, Part, torch.device], _ops.Level]
+    make: Callable[[Site, SubWork, torch.device], _ops.Level]
     version: Callable[[], str] | None = None
     without: str = ""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dltrain_ext import codecs
-from dltrain_ext.comm.model import Network, Speed, simulate
+from dltrain_ext.comm.cost_model import Network, Speed, simulate
 from dltrain_ext.comm.plans import algorithms_for
 from dltrain_ext.comm.timing import Group, Trial, synchronize, timer
 from dltrain_ext.comm.tuning import Choice, Tuning

@@ -12,7 +12,7 @@ import torch
 
 from dltrain_ext.codecs import error_bound
 from dltrain_ext.comm.arguments import check_names
-from dltrain_ext.comm.model import Network
+from dltrain_ext.comm.cost_model import Network
 
 VERSION = 1
 LIKE_THE_FASTEST = 1.1  # as long as that times the fastest is as good

@@ -1,6 +1,7 @@
 """A call under way."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ class Work:
     def __init__(
         self,
         future: torch.futures.Future[Any],
-        wait: Callable[[torch.futures.Future[Any]], None],
+        wait: Callable[[torch.futures.Future[Any], float | None], None],
         communicator: "Communicator",
         before: "Work | None" = None,
     ):
@@ -23,13 +24,33 @@ class Work:
         self._communicator = communicator  # which fails its work when it is dropped
         self._before = before  # whose error torch would wrap
 
-    def wait(self) -> bool:
-        """Returns True when the result is there; raises ``DistBackendError`` when it cannot come. On Ctrl-C, which the
-        future's own wait would not hear, the communicator is closed."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until the collective is complete; on CUDA until it is enqueued, and the current stream waits for it.
+
+        Ctrl-C closes the communicator, and so ends the wait.
+
+        Args:
+            timeout: how long to wait. None: until the communicator's own timeout fails the collective.
+
+        Returns:
+            True.
+
+        Raises:
+            TypeError, ValueError: ``timeout`` is not a positive timedelta.
+            torch.distributed.DistBackendError: the collective has failed, or it is not complete after ``timeout``. In
+                the latter case it continues, and a later ``wait`` may succeed.
+        """
         self._communicator.check_process()
+        seconds = None
+        if timeout is not None:
+            if not isinstance(timeout, timedelta):
+                raise TypeError(f"timeout: expected a timedelta or None, got {timeout!r}")
+            if not timedelta() < timeout <= timedelta(days=365):
+                raise ValueError(f"timeout: expected more than 0 and at most a year, got {timeout!r}")
+            seconds = timeout.total_seconds()
         if self._before is not None:
-            self._before.wait()
-        self._wait(self._future)
+            self._before.wait(timeout)
+        self._wait(self._future, seconds)
         self._future.wait()
         return True
 
@@ -37,7 +58,7 @@ class Work:
         return self._future.done()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is what has been written: the tensor, or the list of tensors."""
+        """Returns a future whose value is the list of the tensors that the collective writes on this rank."""
         return self._future
 
     def then(self, act: Callable[[], Any]) -> "Work":

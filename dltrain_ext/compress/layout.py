@@ -71,7 +71,7 @@ class Layout(Generic[Part]):
         lost = {}
         if feedback is not None:
             lost = feedback.lay({region.part: (region.first, region.numel) for region in regions}, buffer)
-        self.handle = _ops.Bucket(
+        self.handle = _ops.BucketState(
             [(region.first, region.numel, region.codec, region.number) for region in regions],
             by_parameter=by_parameter,
             squares=self.squares,

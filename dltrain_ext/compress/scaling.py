@@ -39,7 +39,7 @@ class _Counting(Protocol):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepOutcome:
     """Says whether the step is taken that a reduction was for, when asked before the next one. No host waits for it.
 
     By whom it is said depends on what a rank sees of the gradients.
@@ -48,7 +48,7 @@ class Verdict:
     ask: Callable[[], Tensor]
 
     @classmethod
-    def of_sum(cls, sum_squares: Callable[[], Tensor]) -> "Verdict":
+    def of_sum(cls, sum_squares: Callable[[], Tensor]) -> "StepOutcome":
         """Where each rank has the averages of all gradients: they are finite exactly if the sum of their squares is.
 
         That is known at once, and of each backward pass. A scaler could not say it where there are several passes
@@ -58,7 +58,7 @@ class Verdict:
         return cls(lambda: torch.isfinite(sum_squares()))
 
     @classmethod
-    def of_scaler(cls, scaler: GradScaler) -> "Verdict":
+    def of_scaler(cls, scaler: GradScaler) -> "StepOutcome":
         """Where each rank has a shard, which may be finite where others are not: the scaler, which has heard of all.
 
         It knows when it has been updated, so there must be one reduction a step, and one update between two.

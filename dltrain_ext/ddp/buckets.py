@@ -10,7 +10,7 @@ from dltrain_ext.amp import GradStats
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, regions_of
 from dltrain_ext.compress.parameters import Parameters
-from dltrain_ext.compress.scaling import Verdict
+from dltrain_ext.compress.scaling import StepOutcome
 from dltrain_ext.ddp.parameters import check_parameters
 
 
@@ -79,7 +79,7 @@ class Buckets:
         """When the bucket that was found last is reduced, and whether that writes feedback."""
         self._last = future
         if feeds and self.feedback is not None:
-            self.feedback.expect(Verdict.of_sum(self.sum_squares))
+            self.feedback.expect(StepOutcome.of_sum(self.sum_squares))
 
     def settle(self) -> None:
         """Decides whether what the latest pass has lost counts; between passes. No host waits for it."""

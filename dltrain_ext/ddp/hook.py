@@ -23,7 +23,7 @@ from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
 from dltrain_ext.ddp.buckets import Buckets
-from dltrain_ext.ddp.choice import Reduction, choose, usual_codec
+from dltrain_ext.ddp.selection import Reduction, choose, usual_codec
 from dltrain_ext.ddp.statistics import stats_of
 
 
@@ -156,7 +156,7 @@ class AllReduceState:
     def _forget(self) -> None:
         """Begins anew, with nothing lost."""
         dtype = self._feedback_dtype
-        self._feedback = None if dtype is None else Feedback[Tensor](dtype, twofold=self._is_scaled)
+        self._feedback = None if dtype is None else Feedback[Tensor](dtype, double_buffered=self._is_scaled)
         self._buckets = Buckets(
             self._parameters,
             self._feedback,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, Region
-from dltrain_ext.compress.scaling import Verdict
+from dltrain_ext.compress.scaling import StepOutcome
 
 
 class Gradient:
@@ -28,7 +28,9 @@ class Gradient:
         scaler: torch.amp.GradScaler | None,
     ):
         self.name, self.numel, self.seed, self.steps = name, numel, seed, steps
-        self.feedback = None if feedback_dtype is None else Feedback[str](feedback_dtype, twofold=scaler is not None)
+        self.feedback = (
+            None if feedback_dtype is None else Feedback[str](feedback_dtype, double_buffered=scaler is not None)
+        )
         self.message_bytes = 0  # of the latest
         self._layouts: dict[int, Layout[str]] = {}  # by its elements: without feedback some parameters may be unused
         self._scaler = scaler
@@ -49,7 +51,7 @@ class Gradient:
         if self.feedback is not None:
             self.feedback.settle()
             if self._scaler is not None:
-                self.feedback.expect(Verdict.of_scaler(self._scaler))
+                self.feedback.expect(StepOutcome.of_scaler(self._scaler))
         self.steps += 1
         return layout
 

@@ -100,7 +100,7 @@ def register(
     if kind in _registered.setdefault(model, set()):
         raise RuntimeError(f"model: expected one whose {kind} has not been registered, since it can be so once only")
     state = ShardedState(
-        {name: _numel(parameters, is_share=group is not None) for name, (_, parameters) in groups.items()},
+        {name: _numel(parameters, is_shard=group is not None) for name, (_, parameters) in groups.items()},
         group,
         codec=codec,
         algorithm=algorithm,
@@ -173,7 +173,7 @@ def _replicas(
     return replicas
 
 
-def _numel(parameters: list[DTensor], is_share: bool) -> int:
+def _numel(parameters: list[DTensor], is_shard: bool) -> int:
     """Elements of one reduction: of its share or, where it is scattered, of all."""
     total = 0
     for parameter in parameters:
@@ -185,5 +185,5 @@ def _numel(parameters: list[DTensor], is_share: bool) -> int:
             if not placement.is_replicate():
                 dim = placement.dim  # type: ignore[attr-defined]
                 sizes[dim] = -(-sizes[dim] // ranks)  # FSDP pads
-        total += math.prod(sizes) * (1 if is_share else parameter.device_mesh.size(sharded))
+        total += math.prod(sizes) * (1 if is_shard else parameter.device_mesh.size(sharded))
     return total

@@ -64,11 +64,11 @@ class ShardedState:
             algorithm, segments = communicator.plan_for(self.codec, 4 * tensor.numel())
         self._reduce(name, communicator, tensor, average=True, algorithm=algorithm, segments=segments or 0)
 
-    def reduce_scatter(self, name: str, share: Tensor, tensor: Tensor, group: dist.ProcessGroup, average: bool) -> None:
+    def reduce_scatter(self, name: str, shard: Tensor, tensor: Tensor, group: dist.ProcessGroup, average: bool) -> None:
         if group not in self._communicators:
             self._communicators[group] = Communicator(group, timeout=self._timeout, ranks_per_host=1)
         self._reduce(
-            name, self._communicators[group], tensor, collective="reduce_scatter", share=share, average=average
+            name, self._communicators[group], tensor, collective="reduce_scatter", shard=shard, average=average
         )
 
     def _reduce(self, name: str, communicator: Communicator, tensor: Tensor, **options: Any) -> None:

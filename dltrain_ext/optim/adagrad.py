@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext._arguments import check_numbers
-from dltrain_ext.optim.fused import FusedStep, number_of
+from dltrain_ext.optim.fused import FusedStep, as_float
 from dltrain_ext.optim.rule import RULES
 
 
@@ -68,4 +68,4 @@ class Adagrad(FusedStep, torch.optim.Adagrad):
                 entry["sum"] = entry["sum"].float()
 
     def _initial(self, group: dict[str, Any]) -> Mapping[str, float]:
-        return {"sum": number_of(group, "initial_accumulator_value")}
+        return {"sum": as_float(group, "initial_accumulator_value")}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext._arguments import as_number, check_numbers
-from dltrain_ext.optim.fused import FusedStep, number_of
+from dltrain_ext.optim.fused import FusedStep, as_float
 from dltrain_ext.optim.rule import RULES
 
 
@@ -80,8 +80,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
         return {
             "beta1": beta1,
             "beta2": beta2,
-            "eps": number_of(group, "eps"),
-            "weight_decay": number_of(group, "weight_decay"),
+            "eps": as_float(group, "eps"),
+            "weight_decay": as_float(group, "weight_decay"),
         }
 
 

@@ -16,12 +16,12 @@ ALIGNMENT = 16  # elements: a cache line
 EVERY, NONE = 0, 2**62  # dimensions, from which on a rule's flag stands
 MASTER = "master_param"
 
-Judge = Callable[[Sequence[_ops.FusedGroup]], tuple[Tensor | None, Tensor | None]]
+Unscaler = Callable[[Sequence[_ops.FusedGroup]], tuple[Tensor | None, Tensor | None]]
 """What the gathered groups' gradients are divided by, and whether the step is to be skipped (not zero): a number each,
 on any device, or None."""
 
 
-def number_of(group: dict[str, Any], name: str) -> float:
+def as_float(group: dict[str, Any], name: str) -> float:
     """Of a hyper-parameter; raises TypeError naming one that is no number."""
     return as_number(group.get(name), name)
 
@@ -57,7 +57,7 @@ class FusedStep(torch.optim.Optimizer):
     parameter as its copy; not so where the group's ``master_weights`` is False.
     """
 
-    judge: Judge | None = None
+    unscaler: Unscaler | None = None
     """Who judges the next step's gradients; else a GradScaler's ``grad_scale`` and ``found_inf`` attributes do."""
     _shards: Shards | None = None  # during a step of DTensors
     _rule: Rule
@@ -97,7 +97,7 @@ class FusedStep(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             for group in self.param_groups:
                 self._check_group(group)
-                _check_finite({"lr": number_of(group, "lr"), **self._hyper(group)})
+                _check_finite({"lr": as_float(group, "lr"), **self._hyper(group)})
             for p, entry in self.state.items():
                 self._check_entry(p, entry)
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -162,7 +162,7 @@ class FusedStep(torch.optim.Optimizer):
             raise ValueError("params: expected each parameter once, got one that is twice in the group")
         self._hyper(group)
         if not _is_on_cuda(group["lr"]):
-            number_of(group, "lr")
+            as_float(group, "lr")
 
     @staticmethod
     def _has_masters(group: dict[str, Any]) -> bool:
@@ -218,7 +218,7 @@ class FusedStep(torch.optim.Optimizer):
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the step beside ``lr`` and ``maximize``; raises TypeError naming one that is none."""
         return {
-            name: bool(group[name]) if isinstance(default, bool) else number_of(group, name)
+            name: bool(group[name]) if isinstance(default, bool) else as_float(group, name)
             for name, default in self._rule.hyper.items()
         }
 
@@ -259,9 +259,9 @@ class FusedStep(torch.optim.Optimizer):
             # All groups are read before anything is changed, so that an error leaves everything as it was.
             incomplete = [self._gather(fused, group) for fused, group in groups]
             hypers = [self._hyper(group) for _, group in groups]
-            judged = (self.judge or self._judged_by_torch)([fused for fused, _ in groups])
-            arguments = [self._arguments(group, *judged) for _, group in groups]
-            _, found_inf = judged
+            scaling = (self.unscaler or self._scale_of_torch)([fused for fused, _ in groups])
+            arguments = [self._arguments(group, *scaling) for _, group in groups]
+            _, found_inf = scaling
             if found_inf is not None and (found_inf.is_cpu or any(incomplete)) and found_inf.item() != 0:
                 return
             for (fused, group), params in zip(groups, incomplete, strict=True):
@@ -302,7 +302,7 @@ class FusedStep(torch.optim.Optimizer):
         """Of all gradients of the step under way, which the groups have read: float64 numbers to be added up."""
         return _ops.sum_squares_of(groups) if self._shards is None else self._shards.sum_squares(groups)
 
-    def _judged_by_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
+    def _scale_of_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
         found_inf = getattr(self, "found_inf", None)
         # GradScaler's sum over no gradients is the number 0.
         return grad_scale_of(self), found_inf if isinstance(found_inf, Tensor) else None
@@ -313,7 +313,7 @@ class FusedStep(torch.optim.Optimizer):
         lr = group["lr"]
         on_device = _is_on_cuda(lr)
         return _ops.StepArguments(
-            lr=0.0 if on_device else number_of(group, "lr"),
+            lr=0.0 if on_device else as_float(group, "lr"),
             tensor_lr=lr if on_device else None,
             maximize=bool(group["maximize"]),
             grad_scale=grad_scale,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dltrain_ext._arguments import check_numbers
-from dltrain_ext.optim.fused import EVERY, NONE, FusedStep, number_of
+from dltrain_ext.optim.fused import EVERY, NONE, FusedStep, as_float
 from dltrain_ext.optim.rule import RULES
 from dltrain_ext.optim.shards import any_sharded
 
@@ -122,7 +122,7 @@ class LARS(FusedStep):
             raise ValueError("nesterov: expected False without momentum, got True")
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:
-        return ["momentum_buffer"] * (number_of(group, "momentum") != 0)
+        return ["momentum_buffer"] * (as_float(group, "momentum") != 0)
 
     def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
         _check_form(group)
@@ -131,13 +131,13 @@ class LARS(FusedStep):
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         preset = PRESETS[group["preset"]]
         given: dict[str, Any] = {
-            name: number_of(group, name) for name in ("trust_coefficient", "eps") if group[name] is not None
+            name: as_float(group, name) for name in ("trust_coefficient", "eps") if group[name] is not None
         }
         if not group["adapt"]:
             given["lr_inside"] = False
         return {
-            "momentum": number_of(group, "momentum"),
-            "weight_decay": number_of(group, "weight_decay"),
+            "momentum": as_float(group, "momentum"),
+            "weight_decay": as_float(group, "weight_decay"),
             "nesterov": bool(group["nesterov"]),
             **preset._replace(**given)._asdict(),
         }

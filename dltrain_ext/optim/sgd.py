@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext._arguments import check_numbers
-from dltrain_ext.optim.fused import NONE, FusedStep, number_of
+from dltrain_ext.optim.fused import NONE, FusedStep, as_float
 from dltrain_ext.optim.rule import RULES
 
 
@@ -60,7 +60,7 @@ class SGD(FusedStep, torch.optim.SGD):
         )
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:
-        return ["momentum_buffer"] * (number_of(group, "momentum") != 0)
+        return ["momentum_buffer"] * (as_float(group, "momentum") != 0)
 
     def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
         return starting, NONE

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dltrain_ext import comm
-from dltrain_ext.comm import meeting
+from dltrain_ext.comm import rendezvous
 
 PATIENCE = timedelta(minutes=5)  # of ranks for each other between two checks
 TIMEOUT = timedelta(seconds=60)  # of what they do together in one
@@ -61,7 +61,9 @@ def meet(about: str, value: Any) -> list[Any]:
     assert group is not None
     members = dist.get_process_group_ranks(group)
     text = json.dumps(value)
-    answers = meeting.meet(group.get_group_store(), f"selftest {about}", members, dist.get_rank(), text, PATIENCE)
+    answers = rendezvous.exchange_texts(
+        group.get_group_store(), f"selftest {about}", members, dist.get_rank(), text, PATIENCE
+    )
     return [json.loads(answer) for answer in answers]
 
 

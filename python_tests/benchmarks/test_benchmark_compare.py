@@ -10,7 +10,7 @@ import pytest
 from ranks import ROOT
 from rich.console import Console
 
-from benchmarks import compare, kept
+from benchmarks import compare, saved_results
 from benchmarks.harness import Failure, Row, Spread, Table
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
@@ -24,16 +24,16 @@ def table_of(**sides: list[float]) -> Table:
     return Table("title", [Row("w", side, True, True, "0", samples) for side, samples in sides.items()])
 
 
-def run_of(tables: dict[str, Table], origin: dict[str, str] = ORIGIN, interrupted: bool = False) -> kept.Run:
-    return kept.Run(origin, tables, interrupted)
+def run_of(tables: dict[str, Table], origin: dict[str, str] = ORIGIN, interrupted: bool = False) -> saved_results.Run:
+    return saved_results.Run(origin, tables, interrupted)
 
 
-def reread(tmp_path: Path, run: kept.Run) -> kept.Run:
-    kept.write(tmp_path / "old.json", run)
-    return kept.load(tmp_path / "old.json", "--compare")
+def reread(tmp_path: Path, run: saved_results.Run) -> saved_results.Run:
+    saved_results.write(tmp_path / "old.json", run)
+    return saved_results.load(tmp_path / "old.json", "--compare")
 
 
-def shown(old: kept.Run, **tables: Table) -> str:
+def shown(old: saved_results.Run, **tables: Table) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
     compare.show(console, Path("old.json"), old, run_of(tables))
     return console.export_text()
@@ -96,7 +96,7 @@ def test_another_machine_or_run_is_said(tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(content)
     with pytest.raises(Failure, match="old.json: expected what --json writes"):
-        kept.load(tmp_path / "old.json", "--compare")
+        saved_results.load(tmp_path / "old.json", "--compare")
 
 
 def test_refused_before_the_run(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_refused_before_the_run(tmp_path: Path) -> None:
 def test_what_is_kept_can_be_compared_with(path: Path) -> None:
     if "provenance" not in json.loads(path.read_text()):
         pytest.skip("of no benchmark")
-    kept.load(path, "--compare")
+    saved_results.load(path, "--compare")
 
 
 def test_two_runs_alike_are_comparable(tmp_path: Path) -> None:

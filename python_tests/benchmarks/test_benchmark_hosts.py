@@ -16,7 +16,7 @@ import commands
 import pytest
 
 from benchmarks.machine import processes
-from benchmarks.machine.hosts import started
+from benchmarks.machine.namespaces import started
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.needs("matplotlib", "rich")]
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks import harness
 from benchmarks.cases import optim
 from benchmarks.machine import memory
-from benchmarks.optim_peers import Stranger
+from benchmarks.optim_peers import ThirdParty
 from dltrain_ext import optim as ours
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
@@ -74,20 +74,20 @@ def import_nothing(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("stranger", "left_out", "correct", "check"),
+    ("third_party", "left_out", "correct", "check"),
     [
-        (Stranger(torch.optim.AdamW), False, True, "0.0e+00"),
-        (Stranger(partial(torch.optim.AdamW, weight_decay=0.0)), False, False, "e-0"),
-        (Stranger(Rounded), False, False, "e-05"),
-        (Stranger(Rounded, lost=0.01), False, True, "0.5 %"),
-        (Stranger(Rounded, lost=0.001), False, False, "0.5 %"),
-        (Stranger(Rounded, formula=Rounded), False, True, "0.0e+00"),
-        (Stranger(fail), True, True, "cannot run here: no kernel"),
-        (Stranger(import_nothing), True, True, "not installed: pip install package"),
+        (ThirdParty(torch.optim.AdamW), False, True, "0.0e+00"),
+        (ThirdParty(partial(torch.optim.AdamW, weight_decay=0.0)), False, False, "e-0"),
+        (ThirdParty(Rounded), False, False, "e-05"),
+        (ThirdParty(Rounded, lost=0.01), False, True, "0.5 %"),
+        (ThirdParty(Rounded, lost=0.001), False, False, "0.5 %"),
+        (ThirdParty(Rounded, formula=Rounded), False, True, "0.0e+00"),
+        (ThirdParty(fail), True, True, "cannot run here: no kernel"),
+        (ThirdParty(import_nothing), True, True, "not installed: pip install package"),
     ],
 )
-def test_a_package_is_checked_or_left_out(stranger: Stranger, left_out: bool, correct: bool, check: str) -> None:
-    kind = replace(optim.OPTIMIZERS["adamw"], strangers={"other": stranger})
+def test_a_package_is_checked_or_left_out(third_party: ThirdParty, left_out: bool, correct: bool, check: str) -> None:
+    kind = replace(optim.OPTIMIZERS["adamw"], third_parties={"other": third_party})
     values = optim.make_values([(50, 40), (7,)], "cpu")
     _, row = optim.meet("other", kind, values, optim.stepped(kind.sides[kind.reference], values), "")
     assert (row.left_out, row.correct) == (left_out, correct)

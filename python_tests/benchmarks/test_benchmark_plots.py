@@ -6,7 +6,7 @@ from pathlib import Path
 import commands
 import pytest
 
-from benchmarks import kept, plots
+from benchmarks import plots, saved_results
 from benchmarks.allreduce_ranks import Result, Side
 from benchmarks.cases.allreduce import make_row
 from benchmarks.harness import Failure, Row, Table
@@ -150,9 +150,9 @@ def touch(figure: object, path: Path) -> list[Path]:
 
 def test_what_is_kept_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, drawn = tmp_path / "kept.json", tmp_path / "plots"
-    run = kept.Run({"commit": "0"}, {name: table for name, (table, _) in CASES.items()})
-    kept.write(file, run)
-    assert kept.load(file, "FILE") == run
+    run = saved_results.Run({"commit": "0"}, {name: table for name, (table, _) in CASES.items()})
+    saved_results.write(file, run)
+    assert saved_results.load(file, "FILE") == run
 
     monkeypatch.setattr(plots, "save", touch)
     done = commands.benchmarks("plot", file, drawn)
@@ -165,4 +165,4 @@ def test_what_is_kept_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_is_no_such_file_is_answered(text: str, tmp_path: Path) -> None:
     (tmp_path / "kept.json").write_text(text)
     with pytest.raises(Failure, match="kept.json: expected what --json writes"):
-        kept.load(tmp_path / "kept.json", "FILE")
+        saved_results.load(tmp_path / "kept.json", "FILE")

@@ -15,7 +15,7 @@ from ranks import ROOT
 from test_benchmark_hosts import assert_gone
 
 from benchmarks.__main__ import main
-from benchmarks.crossings import at, crossings, faster_in, in_words
+from benchmarks.break_even import at, crossings, faster_in, in_words
 from benchmarks.ddp_ranks import PEERS
 from benchmarks.machine import processes
 from benchmarks.sweep import gbits, rates

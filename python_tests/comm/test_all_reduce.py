@@ -118,16 +118,38 @@ def check_async(rank, world_size):
     assert all(work.is_completed() for work in works)
     for work, tensor in zip(works, tensors, strict=False):
         assert work.wait() is True
-        assert work.get_future().value() is tensor
+        assert isinstance(value := work.get_future().value(), list) and len(value) == 1 and value[0] is tensor
     for i, tensor in enumerate(tensors):
         assert torch.equal(tensor, total(world_size, 1000 + i))
 
-    chained = comm.all_reduce(given(rank, 10), async_op=True).get_future().then(lambda future: future.value() * 2)
+    chained = comm.all_reduce(given(rank, 10), async_op=True).get_future().then(lambda future: future.value()[0] * 2)
     assert torch.equal(chained.wait(), total(world_size, 10) * 2)
 
 
 def test_async_works_keep_their_order():
     run_ranks(3, check_async)
+
+
+def check_wait_with_a_timeout(rank, world_size):
+    communicator = comm.Communicator(timeout=timedelta(seconds=60))
+    tensor = given(rank, 1000)
+    if rank == 0:
+        work = communicator.all_reduce(tensor, async_op=True)
+        with pytest.raises(dist.DistBackendError, match=r"wait: the work was not complete after 0\.1 s; it goes on"):
+            work.wait(timedelta(seconds=0.1))
+        assert not work.is_completed()
+    dist.barrier()
+    if rank > 0:
+        work = communicator.all_reduce(tensor, async_op=True)
+    assert work.wait(timedelta(seconds=30)) and work.wait(timedelta(milliseconds=1))
+    assert torch.equal(tensor, total(world_size, 1000))
+    for wrong, error in ((1.0, TypeError), (timedelta(0), ValueError), (timedelta.max, ValueError)):
+        with pytest.raises(error, match="timeout: expected"):
+            work.wait(wrong)
+
+
+def test_a_wait_that_times_out_leaves_the_work_going():
+    run_ranks(2, check_wait_with_a_timeout)
 
 
 def check_groups_and_threads(rank, world_size):

@@ -110,9 +110,9 @@ def check_streams(rank, world_size, transport):
         assert torch.equal(result, total)
     works = [communicator.all_reduce(whole(rank, 1000 + i), async_op=True) for i in range(50)]  # memory comes and goes
     for i, work in enumerate(works):
-        assert torch.equal(work.get_future().wait(), sum(whole(r, 1000 + i) for r in range(world_size)))
+        assert torch.equal(work.get_future().wait()[0], sum(whole(r, 1000 + i) for r in range(world_size)))
     chained = (
-        communicator.all_reduce(whole(rank, 10), async_op=True).get_future().then(lambda future: future.value() * 2)
+        communicator.all_reduce(whole(rank, 10), async_op=True).get_future().then(lambda future: future.value()[0] * 2)
     )
     assert torch.equal(chained.wait(), 2 * sum(whole(r, 10) for r in range(world_size)))
 

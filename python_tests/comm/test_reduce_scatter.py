@@ -100,7 +100,7 @@ def check_shapes(rank, world_size):
     given = normal(rank, 6 * 4 * world_size).view(world_size * 6, 4)
     output = torch.zeros(4, 6).t()  # not contiguous
     work = comm.reduce_scatter(output, given, dist.ReduceOp.AVG, async_op=True)
-    assert work.wait() and work.get_future().value().data_ptr() == output.data_ptr()
+    assert work.wait() and work.get_future().value()[0].data_ptr() == output.data_ptr()
     want = sum(normal(r, 6 * 4 * world_size).view(world_size, 6, 4)[rank] / world_size for r in range(world_size))
     assert torch.allclose(output, want, atol=1e-6)
     strided = normal(rank, 8 * world_size).view(-1, 2)[:, 0]

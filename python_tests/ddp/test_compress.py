@@ -10,7 +10,7 @@ from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, regions_of
 from dltrain_ext.compress.parameters import Parameters
-from dltrain_ext.compress.scaling import Verdict, loss_scale_of
+from dltrain_ext.compress.scaling import StepOutcome, loss_scale_of
 
 
 def state_of(rank, saved_by, residuals, **changed):
@@ -34,7 +34,7 @@ def test_what_ranks_have_saved_is_taken_once(saved_by, world_size):
 
 def test_what_is_saved_is_merged_to_what_it_was():
     parameters = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
-    feedback = Feedback(torch.float32, twofold=False)
+    feedback = Feedback(torch.float32, double_buffered=False)
     feedback.lay({parameters["w"]: (0, 6)}, torch.zeros(6))["residual"].copy_(torch.arange(6.0))
     saved = checkpoint.save(feedback, parameters, steps=3, rank=1, world_size=2, saved_by=None)
     steps, residuals = merge([saved], 1, 2, parameters)
@@ -137,10 +137,10 @@ def test_a_layout_is_of_its_regions():
     assert Layout(buffer, regions, None).squares is None
 
 
-@pytest.mark.parametrize("twofold", [False, True])
-def test_what_is_lost_follows_its_tensor_to_other_layouts(twofold):
+@pytest.mark.parametrize("double_buffered", [False, True])
+def test_what_is_lost_follows_its_tensor_to_other_layouts(double_buffered):
     named, firsts = model_parameters()
-    parameters, feedback = Parameters(named), Feedback(torch.float32, twofold)
+    parameters, feedback = Parameters(named), Feedback(torch.float32, double_buffered)
     feedback.initial = {tensor: torch.full((tensor.numel(),), 1.0 + i) for i, tensor in enumerate(firsts)}
     for where in (firsts, {tensor: first + 3 for tensor, first in firsts.items()}):
         assert Layout(torch.zeros(400), regions_of(parameters, where, "int8", 7), feedback).has_feedback
@@ -156,15 +156,15 @@ def step_of_kernels(laid, value):
 
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_only_a_step_that_is_taken_leaves_a_trace(is_taken):
-    feedback = Feedback(torch.float32, twofold=True)
+    feedback = Feedback(torch.float32, double_buffered=True)
     reached, unreached = (feedback.lay({part: (0, 4)}, torch.zeros(4)) for part in ("reached", "unreached"))
     step_of_kernels(unreached, 7.0)
     step_of_kernels(reached, 1.0)
-    feedback.expect(Verdict.of_sum(lambda: torch.tensor(2.0)))
+    feedback.expect(StepOutcome.of_sum(lambda: torch.tensor(2.0)))
     assert not feedback.of("reached").any(), "not before it is settled"
     feedback.settle()
     step_of_kernels(reached, 2.0)
-    feedback.expect(Verdict.of_sum(lambda: torch.tensor(2.0 if is_taken else math.inf)))
+    feedback.expect(StepOutcome.of_sum(lambda: torch.tensor(2.0 if is_taken else math.inf)))
     for _ in range(2):  # the second time there is nothing to settle
         feedback.settle(unreached=["unreached"])
         assert feedback.of("reached").unique() == (2.0 if is_taken else 1.0)
@@ -172,9 +172,9 @@ def test_only_a_step_that_is_taken_leaves_a_trace(is_taken):
 
 
 def test_nobody_is_asked_where_no_step_can_be_skipped():
-    feedback = Feedback(torch.float32, twofold=False)
+    feedback = Feedback(torch.float32, double_buffered=False)
     feedback.lay({"part": (0, 4)}, torch.zeros(4))["residual"].fill_(1.0)
-    feedback.expect(Verdict.of_sum(lambda: pytest.fail("asked")))
+    feedback.expect(StepOutcome.of_sum(lambda: pytest.fail("asked")))
     feedback.settle()
     assert (feedback.of("part") == 1.0).all()
 
@@ -189,7 +189,7 @@ SCALERS = {
 def scaled_step(scaler, weight, optimizer, factor=1.0, new_scale=None):
     optimizer.zero_grad()
     scaler.scale(weight.sum() * factor).backward()
-    verdict = Verdict.of_scaler(scaler)
+    verdict = StepOutcome.of_scaler(scaler)
     scaler.step(optimizer)
     scaler.update(new_scale)
     return bool(verdict.ask())
@@ -210,7 +210,7 @@ def test_a_scaler_says_which_steps_it_has_taken(kind, growth_interval):
 def test_several_passes_before_a_step_have_each_a_sum_but_no_verdict_of_the_scaler():
     scaler, weight = amp.LossScaler("cpu"), torch.zeros(3, requires_grad=True)
     scaler.scale(weight.sum() * math.inf).backward()
-    of_sum, of_scaler = Verdict.of_sum(weight.grad.double().square().sum), Verdict.of_scaler(scaler)
+    of_sum, of_scaler = StepOutcome.of_sum(weight.grad.double().square().sum), StepOutcome.of_scaler(scaler)
     assert not of_sum.ask() and of_scaler.ask(), "when the next pass begins"
     scaler.step(torch.optim.SGD([weight], lr=1.0))
     assert not of_scaler.ask()
@@ -219,7 +219,7 @@ def test_several_passes_before_a_step_have_each_a_sum_but_no_verdict_of_the_scal
 @pytest.mark.parametrize("kind", [*SCALERS])
 def test_the_loss_scale_is_that_of_the_gradients_at_hand(kind):
     scaler, cpu = SCALERS[kind]("cpu", init_scale=64.0), torch.device("cpu")
-    for too_early in (lambda: loss_scale_of(scaler, cpu), lambda: Verdict.of_scaler(torch.amp.GradScaler("cpu"))):
+    for too_early in (lambda: loss_scale_of(scaler, cpu), lambda: StepOutcome.of_scaler(torch.amp.GradScaler("cpu"))):
         with pytest.raises(RuntimeError, match=r"scaler: expected one whose scale\(loss\) has been called before"):
             too_early()
     scaler.scale(torch.ones(()))

@@ -19,7 +19,7 @@ from commands import skip_without_hosts
 from contributions import LOSSY, fitting
 from ranks import DEADLINE, FAR, ROOT, SILENCE, SLACK, join_group, ready, run_ranks, store_of_first
 
-from benchmarks.machine import hosts
+from benchmarks.machine import namespaces
 from dltrain_ext import comm
 
 AT_ONCE = 4  # groups
@@ -239,18 +239,18 @@ def test_a_link_that_goes_down_and_up(tmp_path, seconds):
     code = f"import test_fault_sweep as test; test.endure_over_links({str(tmp_path)!r})"
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = []
-    with hosts.cluster(3, "none") as spaces:
+    with namespaces.cluster(3, "none") as spaces:
         switch = spaces[0].removesuffix("0") + "switch"
         for rank, space in enumerate(spaces):
-            environment = os.environ | hosts.variables(rank, len(spaces), 1) | path
+            environment = os.environ | namespaces.variables(rank, len(spaces), 1) | path
             ranks.append(subprocess.Popen(["ip", "netns", "exec", space, sys.executable, "-c", code], env=environment))
         until = time.monotonic() + 120
         while not all(Path(tmp_path, f"began {rank}").exists() for rank in range(3)):
             assert time.monotonic() < until, "the ranks do not begin"
             time.sleep(0.05)
-        hosts.call("ip", "-n", switch, "link", "set", "host1", "down")
+        namespaces.call("ip", "-n", switch, "link", "set", "host1", "down")
         time.sleep(seconds)
-        hosts.call("ip", "-n", switch, "link", "set", "host1", "up")
+        namespaces.call("ip", "-n", switch, "link", "set", "host1", "up")
         Path(tmp_path, "stop").touch()
         assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
     errors = [Path(tmp_path, f"error {rank}").read_text() for rank in range(3)]

@@ -11,7 +11,7 @@ from dltrain_ext import amp, codecs, comm, ddp, fsdp, optim, sim
 
 # What holds or returns what others are tested with; and what takes nothing.
 DATA = {
-    *("codecs.CODECS", "codecs.ErrorBound", "codecs.GradStats", "sim.Estimate", "sim.StepEstimate"),
+    *("codecs.CODECS", "codecs.ErrorBound", "codecs.DecodeStats", "sim.Estimate", "sim.StepEstimate"),
     *("sim.StepEstimate.efficiency", "sim.Speed.from_list", "sim.Speed.to_list", "comm.Plan.to_json"),
     *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.reduce_bucket"),
     *("comm.Communicator.connect", "comm.CallOptions", "comm.Work.then"),

@@ -328,7 +328,7 @@ def test_an_error_leaves_no_judge_behind(device):
     optimizer.state[params[0]]["momentum_buffer"] = torch.zeros(99, device=device)
     with pytest.raises(ValueError, match="momentum_buffers"):
         scaler.step(optimizer, 1.0)
-    assert optimizer.judge is None
+    assert optimizer.unscaler is None
     assert_same(params, two_groups(optim.SGD, device)[0])
 
 

@@ -140,9 +140,9 @@ def test_state_that_has_been_read_lives_until_the_step_is_done():
         for state in optimizer.state.values():
             state.clear()
         lives.extend(ref() is not None for ref in kept)
-        return optimizer._judged_by_torch(groups)
+        return optimizer._scale_of_torch(groups)
 
-    for optimizer.judge in (None, judge):
+    for optimizer.unscaler in (None, judge):
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()

@@ -54,15 +54,15 @@ Feedback FeedbackTensors::elements() const {
   return out;
 }
 
-void FeedbackTensors::keep_for(const Place& place) const {
+void FeedbackTensors::keep_for(const ExecutionContext& context) const {
   if constexpr (built_with_cuda) {
     for (const auto* tensor : {&residual, &spare, &swapped, &loss_scale}) {
-      if (*tensor) cuda_keep_for(place, **tensor);
+      if (*tensor) cuda_keep_for(context, **tensor);
     }
   }
 }
 
-Bucket::Bucket(comm::Layout layout, bool by_parameter, std::optional<at::Tensor> squares, FeedbackTensors feedback)
+BucketState::BucketState(comm::Layout layout, bool by_parameter, std::optional<at::Tensor> squares, FeedbackTensors feedback)
     : layout_(std::move(layout)), by_parameter_(by_parameter), squares_(std::move(squares)), feedback_(std::move(feedback)) {
   int64_t end = 0;
   for (const comm::Region& region : layout_) {
@@ -75,34 +75,34 @@ Bucket::Bucket(comm::Layout layout, bool by_parameter, std::optional<at::Tensor>
                     layout_.size(), " numbers of float64, got ", squares_->toString(), " of shape ", squares_->sizes());
 }
 
-void Bucket::check(const at::Tensor& tensor) const {
+void BucketState::check(const at::Tensor& tensor) const {
   const int64_t end = layout_.empty() ? 0 : layout_.back().span.first + layout_.back().span.count;
   TORCH_CHECK_VALUE(end <= tensor.numel() && tensor.is_contiguous(), "bucket: expected one flat tensor of ", end, " elements, got ",
                     tensor.numel());
   if (squares_) check_dense({*squares_, "squares", true}, tensor.device());
 }
 
-void Bucket::add_up(const Place& place, const at::Tensor& tensor) const {
+void BucketState::add_up(const ExecutionContext& context, const at::Tensor& tensor) const {
   if (!squares_) return;
-  const Elements values{tensor.data_ptr(), dtype_of(tensor)};
-  TensorList<1> gradients(Form<1>{{values.dtype}});
+  const TypedPointer values{tensor.data_ptr(), dtype_of(tensor)};
+  TensorList<1> gradients(Signature<1>{{values.dtype}});
   for (const comm::Region& region : layout_) gradients.add({values.from(region.span.first).data}, region.span.count);
-  sum_squares(place, gradients, squares_->mutable_data_ptr<double>());
+  sum_squares(context, gradients, squares_->mutable_data_ptr<double>());
 }
 
-void Bucket::keep_for(const Place& place) const {
-  feedback_.keep_for(place);
+void BucketState::keep_for(const ExecutionContext& context) const {
+  feedback_.keep_for(context);
   if constexpr (built_with_cuda) {
-    if (squares_) cuda_keep_for(place, *squares_);
+    if (squares_) cuda_keep_for(context, *squares_);
   }
 }
 
-void Bucket::started(Clock::time_point submitted) {
+void BucketState::started(Clock::time_point submitted) {
   start_ = Clock::now();
   queued_ += nanoseconds(start_ - submitted);
 }
 
-void Bucket::ended(Clock::time_point submitted, int64_t wire_bytes) {
+void BucketState::ended(Clock::time_point submitted, int64_t wire_bytes) {
   const auto end = Clock::now();
   busy_ += nanoseconds(end - start_);
   late_ += nanoseconds(end - submitted);
@@ -110,18 +110,18 @@ void Bucket::ended(Clock::time_point submitted, int64_t wire_bytes) {
   ++calls_;
 }
 
-void Bucket::begin(comm::Phase phase) {
+void BucketState::begin(comm::Phase phase) {
   current.range.emplace(at::RecordScope::USER_SCOPE);
   if (current.range->isActive()) current.range->before(range_name(phase));
   current.start = Clock::now();
 }
 
-void Bucket::end(comm::Phase phase) {
+void BucketState::end(comm::Phase phase) {
   phases_[static_cast<size_t>(phase)] += nanoseconds(Clock::now() - current.start);
   current.range.reset();
 }
 
-std::vector<std::pair<const char*, double>> Bucket::stats() const {
+std::vector<std::pair<const char*, double>> BucketState::stats() const {
   const auto seconds = [](const Duration& duration) { return static_cast<double>(duration) * 1e-9; };
   const auto phase = [&](comm::Phase which) { return seconds(phases_[static_cast<size_t>(which)]); };
   return {{"calls", static_cast<double>(calls_)},
@@ -135,18 +135,18 @@ std::vector<std::pair<const char*, double>> Bucket::stats() const {
 }
 
 void bind_buckets(py::module_& module) {
-  py::class_<Bucket, std::shared_ptr<Bucket>>(module, "Bucket")
+  py::class_<BucketState, std::shared_ptr<BucketState>>(module, "BucketState")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, std::string, int64_t>>& given, bool by_parameter,
                        std::optional<at::Tensor> squares, std::optional<at::Tensor> residual, std::optional<at::Tensor> spare,
                        std::optional<at::Tensor> swapped) {
              comm::Layout layout;
              for (const auto& [first, numel, codec, number] : given) layout.push_back({{first, numel}, &find_codec(codec), number});
              FeedbackTensors feedback{std::move(residual), std::move(spare), std::move(swapped), std::nullopt, true};
-             return std::make_shared<Bucket>(std::move(layout), by_parameter, std::move(squares), std::move(feedback));
+             return std::make_shared<BucketState>(std::move(layout), by_parameter, std::move(squares), std::move(feedback));
            }),
            py::arg("parameters"), py::kw_only(), py::arg("by_parameter"), py::arg("squares") = py::none(), py::arg("residual") = py::none(),
            py::arg("spare") = py::none(), py::arg("swapped") = py::none())
-      .def("stats", [](const Bucket& self) {
+      .def("stats", [](const BucketState& self) {
         py::dict out;
         for (const auto& [name, number] : self.stats()) out[name] = number;
         return out;

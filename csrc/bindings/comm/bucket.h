@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/place.h"
+#include "bindings/execution_context.h"
 #include "comm/program/layout.h"
 #include "comm/run/phase.h"
 #include "core/clock.h"
@@ -25,15 +25,15 @@ struct FeedbackTensors {
 
   void check(const at::Tensor& tensor) const;
   Feedback elements() const;
-  void keep_for(const Place& place) const;
+  void keep_for(const ExecutionContext& context) const;
 };
 
 // What stays of a DDP bucket from step to step: where its parameters' gradients lie and what each travels as, what has been lost of them,
 // and what each all-reduce finds out.
-class Bucket : public comm::Observer {
+class BucketState : public comm::Observer {
  public:
   // A region for each parameter. `by_parameter`: each is cut by itself. `squares`, where they are wanted: float64, a number for each.
-  Bucket(comm::Layout layout, bool by_parameter, std::optional<at::Tensor> squares, FeedbackTensors feedback);
+  BucketState(comm::Layout layout, bool by_parameter, std::optional<at::Tensor> squares, FeedbackTensors feedback);
 
   void check(const at::Tensor& tensor) const;
 
@@ -41,8 +41,8 @@ class Bucket : public comm::Observer {
   const FeedbackTensors& feedback() const { return feedback_; }
 
   // squares <- the sum of squares of each parameter's elements, where wanted.
-  void add_up(const Place& place, const at::Tensor& tensor) const;
-  void keep_for(const Place& place) const;
+  void add_up(const ExecutionContext& context, const at::Tensor& tensor) const;
+  void keep_for(const ExecutionContext& context) const;
 
   // One all-reduce after another.
   void started(Clock::time_point submitted);

@@ -7,7 +7,7 @@
 #include <thread>
 #include <utility>
 
-#include "bindings/place.h"
+#include "bindings/execution_context.h"
 #include "core/in_time.h"
 
 namespace dltrain::bindings {
@@ -55,29 +55,29 @@ class GlooRequest : public comm::Request {
 // Of a group on a CUDA device: waiting without a timeout is the stream's alone.
 class EnqueuedRequest : public comm::Request {
  public:
-  EnqueuedRequest(const Place& place, c10::intrusive_ptr<c10d::Work> work) : place_(place), work_(std::move(work)) {}
+  EnqueuedRequest(const ExecutionContext& context, c10::intrusive_ptr<c10d::Work> work) : context_(context), work_(std::move(work)) {}
 
   void wait(Deadline) override {
-    const OnStream current(place_);
+    const OnStream current(context_);
     guarded([&] { work_->wait(); });
   }
   void abort() override {}  // the transport's does it
 
  private:
-  const Place place_;
+  const ExecutionContext context_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-at::ScalarType type_of(comm::Number number) {
+at::ScalarType type_of(comm::ScalarType number) {
   switch (number) {
-    case comm::Number::int8: return at::kChar;
-    case comm::Number::uint8: return at::kByte;
-    case comm::Number::int32: return at::kInt;
-    case comm::Number::int64: return at::kLong;
-    case comm::Number::fp16: return at::kHalf;
-    case comm::Number::bf16: return at::kBFloat16;
-    case comm::Number::fp64: return at::kDouble;
-    case comm::Number::fp32: break;
+    case comm::ScalarType::int8: return at::kChar;
+    case comm::ScalarType::uint8: return at::kByte;
+    case comm::ScalarType::int32: return at::kInt;
+    case comm::ScalarType::int64: return at::kLong;
+    case comm::ScalarType::fp16: return at::kHalf;
+    case comm::ScalarType::bf16: return at::kBFloat16;
+    case comm::ScalarType::fp64: return at::kDouble;
+    case comm::ScalarType::fp32: break;
   }
   return at::kFloat;
 }
@@ -110,35 +110,35 @@ class Unobserved {
 };
 
 // As the backends want them: side by side, and as long as each other.
-bool are_equal(const std::vector<Span>& shares) {
-  return std::all_of(shares.begin(), shares.end(), [&](const Span& share) {
-    return share.count == shares[0].count && share.first == (&share - shares.data()) * share.count;
+bool are_equal(const std::vector<Span>& shards) {
+  return std::all_of(shards.begin(), shards.end(), [&](const Span& shard) {
+    return shard.count == shards[0].count && shard.first == (&shard - shards.data()) * shard.count;
   });
 }
 
 }  // namespace
 
-std::unique_ptr<comm::Request> C10dTransport::send(const Place& place, int peer, const void* data, int64_t bytes, int tag) {
-  if (device_.is_cuda()) return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
+std::unique_ptr<comm::Request> C10dTransport::send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int tag) {
+  if (device_.is_cuda()) return exchange(context, {{true, peer, const_cast<void*>(data), bytes}});
   auto tensors = bytes_at(data, bytes);
   const Unobserved unobserved;
   return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->send(tensors, peer, tag)); });
 }
 
-std::unique_ptr<comm::Request> C10dTransport::recv(const Place& place, int peer, void* data, int64_t bytes, int tag) {
-  if (device_.is_cuda()) return exchange(place, {{false, peer, data, bytes}});
+std::unique_ptr<comm::Request> C10dTransport::recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int tag) {
+  if (device_.is_cuda()) return exchange(context, {{false, peer, data, bytes}});
   auto tensors = bytes_at(data, bytes);
   const Unobserved unobserved;
   return guarded([&] { return std::make_unique<GlooRequest>(*waits_, peer, backend()->recv(tensors, peer, tag)); });
 }
 
-std::unique_ptr<comm::Request> C10dTransport::exchange(const Place& place, const std::vector<comm::Posting>& postings) {
-  const OnStream current(place);
+std::unique_ptr<comm::Request> C10dTransport::exchange(const ExecutionContext& context, const std::vector<comm::P2POp>& ops) {
+  const OnStream current(context);
   return guarded([&] {
     backend()->startCoalescing();
     std::exception_ptr error;  // a group that was begun has to be ended
     try {
-      for (const comm::Posting& each : postings) {
+      for (const comm::P2POp& each : ops) {
         auto tensors = bytes_at(each.data, each.bytes);
         each.sent ? backend()->send(tensors, each.peer, 0) : backend()->recv(tensors, each.peer, 0);
       }
@@ -147,12 +147,12 @@ std::unique_ptr<comm::Request> C10dTransport::exchange(const Place& place, const
     }
     auto work = backend()->endCoalescing();
     if (error) std::rethrow_exception(error);
-    return std::make_unique<EnqueuedRequest>(place, std::move(work));
+    return std::make_unique<EnqueuedRequest>(context, std::move(work));
   });
 }
 
-void C10dTransport::all_reduce(const Place& place, void* values, int64_t numel, comm::Number number, bool average) {
-  const OnStream current(place);
+void C10dTransport::all_reduce(const ExecutionContext& context, void* values, int64_t numel, comm::ScalarType number, bool average) {
+  const OnStream current(context);
   guarded([&] {
     std::vector<at::Tensor> tensors = {tensor_at(values, numel, type_of(number))};
     c10d::AllreduceOptions options;
@@ -161,19 +161,19 @@ void C10dTransport::all_reduce(const Place& place, void* values, int64_t numel, 
   });
 }
 
-void C10dTransport::reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) {
-  const OnStream current(place);
+void C10dTransport::reduce_scatter(const ExecutionContext& context, float* values, const std::vector<Span>& shards, bool average) {
+  const OnStream current(context);
   guarded([&] {
-    const auto tensor_of = [&](const Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
-    if (are_equal(shares)) {
-      auto all = tensor_at(values, shares.back().first + shares.back().count, at::kFloat), mine = tensor_of(shares[rank_]);
+    const auto tensor_of = [&](const Span& shard) { return tensor_at(values + shard.first, shard.count, at::kFloat); };
+    if (are_equal(shards)) {
+      auto all = tensor_at(values, shards.back().first + shards.back().count, at::kFloat), mine = tensor_of(shards[rank_]);
       c10d::ReduceScatterOptions options;
       options.reduceOp = op_of(average);
       backend()->_reduce_scatter_base(mine, all, options)->wait();
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
-      std::vector<at::Tensor> tensors = {tensor_of(shares[root])};
+      std::vector<at::Tensor> tensors = {tensor_of(shards[root])};
       if (tensors[0].numel() == 0) continue;
       c10d::ReduceOptions options;
       options.reduceOp = op_of(average);
@@ -183,17 +183,17 @@ void C10dTransport::reduce_scatter(const Place& place, float* values, const std:
   });
 }
 
-void C10dTransport::all_gather(const Place& place, float* values, const std::vector<Span>& shares) {
-  const OnStream current(place);
+void C10dTransport::all_gather(const ExecutionContext& context, float* values, const std::vector<Span>& shards) {
+  const OnStream current(context);
   guarded([&] {
-    const auto tensor_of = [&](const Span& share) { return tensor_at(values + share.first, share.count, at::kFloat); };
-    if (are_equal(shares)) {
-      auto all = tensor_at(values, shares.back().first + shares.back().count, at::kFloat), mine = tensor_of(shares[rank_]);
+    const auto tensor_of = [&](const Span& shard) { return tensor_at(values + shard.first, shard.count, at::kFloat); };
+    if (are_equal(shards)) {
+      auto all = tensor_at(values, shards.back().first + shards.back().count, at::kFloat), mine = tensor_of(shards[rank_]);
       backend()->_allgather_base(all, mine)->wait();
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
-      std::vector<at::Tensor> tensors = {tensor_of(shares[root])};
+      std::vector<at::Tensor> tensors = {tensor_of(shards[root])};
       if (tensors[0].numel() == 0) continue;
       c10d::BroadcastOptions options;
       options.rootRank = root;

@@ -25,16 +25,16 @@ class C10dTransport : public comm::Transport, public comm::Grouping, public comm
 
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
-  std::unique_ptr<comm::Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) override;
-  std::unique_ptr<comm::Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) override;
-  std::unique_ptr<comm::Request> exchange(const Place& place, const std::vector<comm::Posting>& postings) override;
+  std::unique_ptr<comm::Request> send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<comm::Request> recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<comm::Request> exchange(const ExecutionContext& context, const std::vector<comm::P2POp>& ops) override;
   comm::Grouping* grouping() override { return device_.is_cuda() ? this : nullptr; }
   comm::Health* health() override { return device_.is_cuda() ? this : nullptr; }
   comm::Collectives* collectives() override { return device_.is_cuda() ? this : nullptr; }
 
-  void all_reduce(const Place& place, void* values, int64_t numel, comm::Number number, bool average) override;
-  void reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) override;
-  void all_gather(const Place& place, float* values, const std::vector<Span>& shares) override;
+  void all_reduce(const ExecutionContext& context, void* values, int64_t numel, comm::ScalarType number, bool average) override;
+  void reduce_scatter(const ExecutionContext& context, float* values, const std::vector<Span>& shards, bool average) override;
+  void all_gather(const ExecutionContext& context, float* values, const std::vector<Span>& shards) override;
 
   std::string error() override;
   void abort() noexcept override;

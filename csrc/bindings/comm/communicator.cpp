@@ -4,36 +4,65 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/interrupt.h"
+#include "core/check.h"
 
 namespace dltrain::bindings {
 
 namespace {
 
-// The value of a Python hook's future must be a Python object. This one is made under the GIL when the work is submitted, so that the
-// worker completes the future without it.
-class TensorHolder final : public c10::ivalue::PyObjectHolder {
+// The value of a Python hook's future must be a Python object: a tensor, or a list of it. This one is made under the GIL when the work is
+// submitted, so that the worker completes the future without the GIL.
+class ResultHolder final : public c10::ivalue::PyObjectHolder {
  public:
-  explicit TensorHolder(py::object tensor) : tensor_(std::move(tensor)) {}
-  ~TensorHolder() override {
+  ResultHolder(py::object value, at::Tensor tensor) : value_(std::move(value)), tensor_(std::move(tensor)) {}
+  ~ResultHolder() override {
     py::gil_scoped_acquire gil;
-    tensor_ = py::object();
+    value_ = py::object();
   }
 
-  PyObject* getPyObject() override { return tensor_.ptr(); }
-  c10::InferredType tryToInferType() override { return c10::InferredType(c10::TensorType::get()); }
-  c10::IValue toIValue(const c10::TypePtr&, std::optional<int32_t>) override { return unpacked(); }
-  std::string toStr() override { return "tensor"; }
-  std::vector<at::Tensor> extractTensors() override { return {unpacked()}; }
+  PyObject* getPyObject() override { return value_.ptr(); }
+  c10::InferredType tryToInferType() override {
+    return is_list() ? c10::InferredType(c10::ListType::ofTensors()) : c10::InferredType(c10::TensorType::get());
+  }
+  c10::IValue toIValue(const c10::TypePtr&, std::optional<int32_t>) override {
+    return is_list() ? c10::IValue(extractTensors()) : c10::IValue(tensor_);
+  }
+  std::string toStr() override { return is_list() ? "list of a tensor" : "tensor"; }
+  std::vector<at::Tensor> extractTensors() override { return {tensor_}; }
 
  private:
-  at::Tensor unpacked() const { return THPVariable_Unpack(tensor_.ptr()); }
-  py::object tensor_;
+  bool is_list() const { return PyList_Check(value_.ptr()); }
+
+  py::object value_;
+  const at::Tensor tensor_;
 };
+
+// Returns whether the future completes in time.
+bool completes(const c10::intrusive_ptr<c10::ivalue::Future>& future, std::chrono::duration<double> timeout) {
+  struct Completion {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_reached = false;
+  };
+  const auto completion = std::make_shared<Completion>();  // the callback may come when this wait has ended
+  future->addCallback(
+      [completion](c10::ivalue::Future&) {
+        const std::lock_guard lock(completion->mutex);
+        completion->is_reached = true;
+        completion->changed.notify_all();
+      },
+      /*uses_future=*/false);
+  std::unique_lock lock(completion->mutex);
+  return completion->changed.wait_for(lock, timeout, [&] { return completion->is_reached; });
+}
 
 // The task as one of the calling thread's, for the profiler, say, also where the worker does it; mostly nobody looks.
 template <class Task>
@@ -49,9 +78,9 @@ auto as_caller(Task task) {
 
 }  // namespace
 
-Communicator::Communicator(std::shared_ptr<Work> work, const c10::Device& device) : device_(device), work_(std::move(work)) {
+Communicator::Communicator(std::shared_ptr<TensorCollectives> work, const c10::Device& device) : device_(device), work_(std::move(work)) {
   if constexpr (built_with_cuda) {
-    if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_place(device));
+    if (device.is_cuda()) stream_queue_ = std::make_shared<cuda::StreamQueue>(cuda_side_context(device));
   }
 }
 
@@ -83,10 +112,10 @@ void Communicator::check(const at::Tensor& tensor, const CollectiveOptions& opti
 }
 
 void Communicator::run_without_gil(const at::Tensor& tensor, const CollectiveOptions& options) {
-  const Place caller = caller_place(device_);
+  const ExecutionContext caller = caller_context(device_);
   if constexpr (built_with_cuda) {
     if (stream_queue_) {
-      return stream_queue_->run(caller, [&](const Place& side) {
+      return stream_queue_->run(caller, [&](const ExecutionContext& side) {
         const OnStream current(side);
         work_->run(side, tensor, options);
       });
@@ -101,8 +130,13 @@ void Communicator::run(const at::Tensor& tensor, const CollectiveOptions& option
   interruptibly([&] { run_without_gil(tensor, options); });
 }
 
-void Communicator::wait(const torch::jit::PythonFutureWrapper& future) {
-  interruptibly([&] { future.fut->wait(); });
+void Communicator::wait(const torch::jit::PythonFutureWrapper& future, std::optional<double> timeout) {
+  interruptibly([&] {
+    if (timeout && !completes(future.fut, std::chrono::duration<double>(*timeout))) {
+      C10_THROW_ERROR(DistBackendError, text("wait: the work was not complete after ", *timeout, " s; it goes on"));
+    }
+    future.fut->wait();
+  });
 }
 
 void Communicator::interruptibly(const std::function<void()>& wait) {
@@ -123,14 +157,20 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
   options.changed(tensor);
   const std::vector<c10::Device> devices(device_.is_cuda() ? 1 : 0, device_);
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::PyObjectType::get(), devices);
-  c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
-      c10::make_intrusive<TensorHolder>(options.result(tensor).is_same(tensor) ? std::move(object) : py::cast(*options.share))));
-  const auto task =
-      as_caller([work = work_, tensor, options, future, value = std::move(value), submitted = Clock::now()](const Place& place) {
+  const at::Tensor& written = options.result(tensor);
+  py::object result = written.is_same(tensor) ? std::move(object) : py::cast(written);
+  if (!options.bucket) {
+    py::list list;
+    list.append(std::move(result));
+    result = std::move(list);
+  }
+  c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(c10::make_intrusive<ResultHolder>(std::move(result), written)));
+  const auto task = as_caller(
+      [work = work_, tensor, options, future, value = std::move(value), submitted = Clock::now()](const ExecutionContext& context) {
         try {
           const int64_t sent = work->group().wire_bytes();
           if (options.bucket) options.bucket->started(submitted);
-          work->run(place, tensor, options);
+          work->run(context, tensor, options);
           if (options.bucket) options.bucket->ended(submitted, work->group().wire_bytes() - sent);
         } catch (...) {
           future->setErrorIfNeeded(std::current_exception());
@@ -146,11 +186,11 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
   py::gil_scoped_release no_gil;
   if constexpr (built_with_cuda) {
     if (stream_queue_) {
-      stream_queue_->submit(caller_place(device_), [&](const Place& side) {
+      stream_queue_->submit(caller_context(device_), [&](const ExecutionContext& side) {
         const OnStream current(side);  // the future's events are recorded there
         task(side);
         cuda_keep_for(side, tensor);
-        if (options.share) cuda_keep_for(side, *options.share);
+        if (options.shard) cuda_keep_for(side, *options.shard);
         options.feedback.keep_for(side);
         if (options.bucket) options.bucket->keep_for(side);
       });
@@ -158,7 +198,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
     }
   }
   // Backward has the other cores busy: a team of threads would gain nothing here.
-  queue_->submit([task] { task(Place{serial_for}); });
+  queue_->submit([task] { task(ExecutionContext{serial_for}); });
   return out;
 }
 

@@ -7,8 +7,8 @@
 #include <memory>
 
 #include "bindings/comm/options.h"
-#include "bindings/comm/work.h"
-#include "bindings/place.h"
+#include "bindings/comm/tensor_collectives.h"
+#include "bindings/execution_context.h"
 #include "core/cuda/stream_queue.h"
 #include "core/queue.h"
 
@@ -18,17 +18,18 @@ namespace dltrain::bindings {
 // inside and across the hosts, in two.
 class Communicator {
  public:
-  Communicator(std::shared_ptr<Work> work, const c10::Device& device);
+  Communicator(std::shared_ptr<TensorCollectives> work, const c10::Device& device);
   ~Communicator();
 
   // On the CPU in the calling thread, when nothing is under way; on a CUDA device in the order of the current stream.
   void run(const at::Tensor& tensor, const CollectiveOptions& options);
 
-  // The same by the worker or, on a CUDA device, on a stream of its own. The future's value is what has been written.
+  // The same by the worker or, on a CUDA device, on a stream of its own. The future's value is the tensor that is written for a bucket,
+  // as a DDP hook returns it, and otherwise a list of that tensor, as in c10d.
   std::shared_ptr<torch::jit::PythonFutureWrapper> submit(py::object tensor, const CollectiveOptions& options);
 
-  // Returns when what was submitted is done, or has failed.
-  void wait(const torch::jit::PythonFutureWrapper& future);
+  // Returns when what was submitted is done, or has failed; throws DistBackendError after `timeout` seconds, and the work goes on.
+  void wait(const torch::jit::PythonFutureWrapper& future, std::optional<double> timeout);
 
   // Aborts what is under way and fails what waits. Does not block on any peer.
   void close();
@@ -53,7 +54,7 @@ class Communicator {
 
   const c10::Device device_;
   const pid_t process_ = getpid();
-  std::shared_ptr<Work> work_;  // shared with the tasks: one of them may drop the communicator
+  std::shared_ptr<TensorCollectives> work_;  // shared with the tasks: one of them may drop the communicator
   std::unique_ptr<Queue> queue_ = std::make_unique<Queue>();
   std::shared_ptr<cuda::StreamQueue> stream_queue_;  // in its place on a CUDA device
 };

@@ -18,8 +18,8 @@ template <class Method>
 auto with_options(Method method) {
   return [method](Communicator& self, py::object tensor, const std::string& collective, const std::string& algorithm,
                   const std::string& codec, bool average, int root, int segments, std::optional<at::Tensor> residual, bool stochastic,
-                  uint64_t seed, std::optional<uint32_t> step, std::shared_ptr<Bucket> bucket, bool feeds,
-                  std::optional<at::Tensor> loss_scale, std::optional<at::Tensor> share, std::vector<int64_t> sizes) {
+                  uint64_t seed, std::optional<uint32_t> step, std::shared_ptr<BucketState> bucket, bool feeds,
+                  std::optional<at::Tensor> loss_scale, std::optional<at::Tensor> shard, std::vector<int64_t> sizes) {
     CollectiveOptions options;
     options.call.collective = comm::find_collective(collective);
     options.call.root = root;
@@ -35,7 +35,7 @@ auto with_options(Method method) {
     if (bucket && feeds) options.feedback = bucket->feedback();
     options.feedback.loss_scale = std::move(loss_scale);
     options.bucket = std::move(bucket);
-    options.share = std::move(share);
+    options.shard = std::move(shard);
     return method(self, std::move(tensor), options);
   };
 }
@@ -46,7 +46,7 @@ void def_with_options(Class& communicator, const char* name, Function method) {
                    py::arg("algorithm") = "auto", py::arg("codec") = "raw", py::arg("average") = false, py::arg("root") = 0,
                    py::arg("segments") = 0, py::arg("residual") = py::none(), py::arg("stochastic") = false, py::arg("seed") = 0,
                    py::arg("step") = py::none(), py::arg("bucket") = py::none(), py::arg("feeds") = false,
-                   py::arg("loss_scale") = py::none(), py::arg("share") = py::none(), py::arg("sizes") = py::tuple());
+                   py::arg("loss_scale") = py::none(), py::arg("shard") = py::none(), py::arg("sizes") = py::tuple());
 }
 
 }  // namespace
@@ -71,17 +71,17 @@ void bind_communicator(py::module_& module) {
       .def(py::init([](std::shared_ptr<Level> across, std::shared_ptr<Level> inside, std::pair<int, int> hosts,
                        const std::optional<c10::intrusive_ptr<c10d::Backend>>& control, Ranks members, const c10::Device& device,
                        double timeout, double answer_timeout, double round_trip, bool measures) {
-             using Seconds = comm::Patience::Seconds;
+             using Seconds = comm::AdaptiveTimeout::Seconds;
              const comm::Hosts of_all{hosts.first, hosts.second, static_cast<int>(members.ranks.size())};
-             const comm::Patience patience{Seconds(answer_timeout), Seconds(round_trip)};
-             auto work = std::make_shared<Work>(std::move(across), std::move(inside), of_all,
-                                                control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(members),
-                                                std::chrono::floor<std::chrono::milliseconds>(Seconds(timeout)), patience, measures);
+             const comm::AdaptiveTimeout answers_within{Seconds(answer_timeout), Seconds(round_trip)};
+             auto work = std::make_shared<TensorCollectives>(
+                 std::move(across), std::move(inside), of_all, control.value_or(c10::intrusive_ptr<c10d::Backend>()), std::move(members),
+                 std::chrono::floor<std::chrono::milliseconds>(Seconds(timeout)), answers_within, measures);
              return std::make_unique<Communicator>(std::move(work), device);
            }),
            py::arg("across"), py::arg("inside"), py::arg("hosts"), py::arg("control"), py::arg("members"), py::arg("device"),
            py::arg("timeout"), py::arg("answer_timeout"), py::arg("round_trip"), py::arg("measures"))
-      .def("wait", &Communicator::wait, py::arg("future"))
+      .def("wait", &Communicator::wait, py::arg("future"), py::arg("timeout") = py::none())
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
       .def("stats", [](const Communicator& self) {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "bindings/module.h"
-#include "comm/transport/envelopes.h"
+#include "comm/transport/framed_transport.h"
 #include "comm/transport/nccl/transport.h"
 #include "core/check.h"
 
@@ -11,16 +11,16 @@ namespace dltrain::bindings {
 
 namespace {
 
-comm::Number number_of(at::ScalarType type) {
+comm::ScalarType number_of(at::ScalarType type) {
   switch (type) {
-    case at::kChar: return comm::Number::int8;
-    case at::kByte: return comm::Number::uint8;
-    case at::kInt: return comm::Number::int32;
-    case at::kLong: return comm::Number::int64;
-    case at::kHalf: return comm::Number::fp16;
-    case at::kBFloat16: return comm::Number::bf16;
-    case at::kDouble: return comm::Number::fp64;
-    default: return comm::Number::fp32;
+    case at::kChar: return comm::ScalarType::int8;
+    case at::kByte: return comm::ScalarType::uint8;
+    case at::kInt: return comm::ScalarType::int32;
+    case at::kLong: return comm::ScalarType::int64;
+    case at::kHalf: return comm::ScalarType::fp16;
+    case at::kBFloat16: return comm::ScalarType::bf16;
+    case at::kDouble: return comm::ScalarType::fp64;
+    default: return comm::ScalarType::fp32;
   }
 }
 
@@ -31,7 +31,7 @@ std::shared_ptr<Level> Level::over_backend(c10::intrusive_ptr<c10d::Backend> bac
   auto transport = std::make_unique<C10dTransport>(std::move(backend), device);
   if (device.is_cuda()) return std::shared_ptr<Level>(new Level(std::move(transport), std::move(global_ranks)));
   C10dTransport* const gloo = transport.get();
-  return std::shared_ptr<Level>(new Level(std::make_unique<comm::Envelopes>(std::move(transport)), std::move(global_ranks), gloo));
+  return std::shared_ptr<Level>(new Level(std::make_unique<comm::FramedTransport>(std::move(transport)), std::move(global_ranks), gloo));
 }
 
 std::shared_ptr<Level> Level::over_nccl(const std::string& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks,
@@ -45,9 +45,10 @@ std::shared_ptr<Level> Level::over_nccl(const std::string& unique_id, int rank, 
   return std::shared_ptr<Level>(new Level(std::move(transport), std::move(global_ranks)));
 }
 
-void Level::all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average, std::chrono::milliseconds timeout) {
+void Level::all_reduce_natively(const ExecutionContext& context, const at::Tensor& tensor, bool average,
+                                std::chrono::milliseconds timeout) {
   if (gloo_) return all_reduce_by_gloo(tensor, average, timeout);
-  executor_.all_reduce_natively(place, tensor.mutable_data_ptr(), tensor.numel(), number_of(tensor.scalar_type()), average, timeout);
+  executor_.all_reduce_natively(context, tensor.mutable_data_ptr(), tensor.numel(), number_of(tensor.scalar_type()), average, timeout);
 }
 
 // Gloo ends the process if ranks disagree, so that is found out first.
@@ -59,7 +60,7 @@ void Level::all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::mil
   const std::string type = c10::toString(tensor.scalar_type());
   type.copy(call.type.data(), call.type.size() - 1);
   const Deadline deadline = Clock::now() + timeout;
-  executor_.meet(call, timeout);
+  executor_.handshake(call, timeout);
   if (tensor.numel() == 0) return;
   if (average) tensor.div_(executor_.world_size());
   executor_.all_reduce_natively(timeout, [&] { gloo_->all_reduce(tensor, deadline, [this] { return !executor_.failure().empty(); }); });

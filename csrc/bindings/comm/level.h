@@ -25,7 +25,7 @@ class Level {
   comm::Executor& executor() { return executor_; }
 
   // By the backend itself, in place.
-  void all_reduce_natively(const Place& place, const at::Tensor& tensor, bool average, std::chrono::milliseconds timeout);
+  void all_reduce_natively(const ExecutionContext& context, const at::Tensor& tensor, bool average, std::chrono::milliseconds timeout);
 
  private:
   Level(std::unique_ptr<comm::Transport> transport, std::vector<int> global_ranks, C10dTransport* gloo = nullptr)

@@ -55,7 +55,7 @@ void check_feedback_of(const at::Tensor& tensor, const CollectiveOptions& option
     TORCH_CHECK_TYPE(fits_plans(tensor.scalar_type()), "bucket: expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
     options.bucket->check(tensor);
   }
-  options.feedback.check(options.call.collective == comm::Collective::all_gather ? *options.share : tensor);
+  options.feedback.check(options.call.collective == comm::Collective::all_gather ? *options.shard : tensor);
   if (options.feedback.residual) {
     TORCH_CHECK_VALUE(!options.is_native(tensor.scalar_type()), "residual: expected none for the algorithm native");
     check_feedback(find_codec(options.call.codec), options.call.stochastic);
@@ -69,8 +69,8 @@ bool CollectiveOptions::is_native(at::ScalarType type) const {
   return call.algorithm == "native" || (call.algorithm == "auto" && call.codec == "raw" && !fits_plans(type));
 }
 
-std::vector<Span> CollectiveOptions::shares(int64_t numel, int world_size) const {
-  if (sizes.empty()) return comm::equal_shares(numel, world_size);
+std::vector<Span> CollectiveOptions::shards(int64_t numel, int world_size) const {
+  if (sizes.empty()) return comm::equal_shards(numel, world_size);
   std::vector<Span> all;
   for (const int64_t size : sizes) all.push_back({all.empty() ? 0 : all.back().first + all.back().count, size});
   return all;
@@ -89,7 +89,7 @@ void CollectiveOptions::check(const at::Tensor& tensor, const c10::Device& devic
 
 void CollectiveOptions::check_shares(const at::Tensor& tensor, const c10::Device& device, int rank, int world_size) const {
   const bool scatters = call.collective == comm::Collective::reduce_scatter;
-  const Argument whole{tensor, scatters ? "input" : "output", true}, part{share.value(), scatters ? "output" : "input", true};
+  const Argument whole{tensor, scatters ? "input" : "output", true}, part{shard.value(), scatters ? "output" : "input", true};
   const auto& [read, written] = scatters ? std::tie(whole, part) : std::tie(part, whole);
   check_lies(written.tensor, written.name, device);
   check_lies(read.tensor, read.name, device);
@@ -108,7 +108,7 @@ void CollectiveOptions::check_shares(const at::Tensor& tensor, const c10::Device
   }
   check_written(written.tensor, written.name);
   const auto* const own =
-      static_cast<const char*>(tensor.const_data_ptr()) + shares(tensor.numel(), world_size)[rank].first * tensor.element_size();
+      static_cast<const char*>(tensor.const_data_ptr()) + shards(tensor.numel(), world_size)[rank].first * tensor.element_size();
   const bool lies_there = !scatters && tensor.is_contiguous() && part.tensor.is_contiguous() && part.tensor.const_data_ptr() == own;
   std::vector<Argument> apart = {whole};
   if (!lies_there) apart.push_back(part);

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "bindings/arguments.h"
+#include "bindings/execution_context.h"
 #include "bindings/optim/step.h"
-#include "bindings/place.h"
-#include "kernels/judge.h"
 #include "kernels/map_blocks.h"
 #include "kernels/statistics.h"
+#include "kernels/unscale_and_clip.h"
 
 namespace dltrain::bindings {
 
@@ -35,7 +35,7 @@ at::Tensor sum_squares_of_tensors(at::TensorList grads) {
     check_floats({grads[i], c10::str("grads[", i, "]")}, device);
     const at::Tensor& grad = without_gaps(grads[i], kept);
     const Dtype dtype = dtype_of(grad);
-    lists.try_emplace(dtype, Form<1>{{dtype}}).first->second.add({const_cast<void*>(grad.const_data_ptr())}, grad.numel());
+    lists.try_emplace(dtype, Signature<1>{{dtype}}).first->second.add({const_cast<void*>(grad.const_data_ptr())}, grad.numel());
   }
   std::vector<TensorList<1>> all;
   for (auto& [_, list] : lists) all.push_back(std::move(list));
@@ -56,9 +56,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> unscale_and_clip(const at::Tensor
   StepArguments arguments(/*lr=*/0.0, /*maximize=*/false, /*tensor_lr=*/std::nullopt, grad_scale, found_inf);
   const auto fresh = [&](at::ScalarType type) { return at::empty({}, at::TensorOptions(device).dtype(type)); };
   const at::Tensor divisor = fresh(at::kDouble), total_norm = fresh(at::kFloat), skip = fresh(at::kFloat);
-  map_blocks(caller_place(device), Judge::elements,
-             Judge{sum_squares.const_data_ptr<double>(), arguments.on(device).scalars, limit, divisor.mutable_data_ptr<double>(),
-                   total_norm.mutable_data_ptr<float>(), skip.mutable_data_ptr<float>()});
+  map_blocks(caller_context(device), UnscaleAndClip::elements,
+             UnscaleAndClip{sum_squares.const_data_ptr<double>(), arguments.on(device).scalars, limit, divisor.mutable_data_ptr<double>(),
+                            total_norm.mutable_data_ptr<float>(), skip.mutable_data_ptr<float>()});
   return {divisor, total_norm, skip};
 }
 
@@ -83,7 +83,7 @@ TORCH_LIBRARY_IMPL(dltrain_ext, CUDA, library) {
 at::Tensor sum_squares_on(const at::Device& device, const std::vector<TensorList<1>>& grads) {
   const auto guard = on_device(device);
   at::Tensor sum = at::empty({}, at::TensorOptions(device).dtype(at::kDouble));
-  sum_squares(caller_place(device), grads, {sum.mutable_data_ptr<double>(), nullptr});
+  sum_squares(caller_context(device), grads, {sum.mutable_data_ptr<double>(), nullptr});
   return sum;
 }
 

@@ -7,7 +7,7 @@
 
 #include "bindings/module.h"
 #include "bindings/optim/members.h"
-#include "bindings/optim/trail.h"
+#include "bindings/optim/prefetcher.h"
 #include "bindings/optim/updates.h"
 
 namespace dltrain::bindings {
@@ -40,7 +40,7 @@ class GroupOf : public FusedGroup {
   void collect(Gradients& into) const override {
     ranges_.front().updates.collect(into);
     for (const at::Tensor& grad : starting_grads_) {
-      TensorList<1> list(Form<1>{{dtype_of(grad)}});
+      TensorList<1> list(Signature<1>{{dtype_of(grad)}});
       list.add({const_cast<void*>(grad.const_data_ptr())}, grad.numel());
       into.on(grad.device()).push_back(std::move(list));
     }
@@ -72,7 +72,7 @@ class GroupOf : public FusedGroup {
     const size_t ranges = (members_.size() + per_range - 1) / per_range;
     if (ranges_.size() < ranges) ranges_.resize(ranges);
     // Only reads: this thread holds the GIL, so a worker that asked for it would wait for ever.
-    caller_place(at::kCPU).parallel_for(static_cast<int64_t>(ranges), 1, [&](int64_t begin, int64_t end) {
+    caller_context(at::kCPU).parallel_for(static_cast<int64_t>(ranges), 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const size_t first = r * per_range, last = std::min(first + per_range, members_.size());
         for (size_t index = first; index < last; ++index) {
@@ -112,7 +112,7 @@ class GroupOf : public FusedGroup {
     if (!is_tensor(members_[index].param)) return false;
     const Reading<Updates::keys> reading = read(index, keys, masters);
     if (!reading.grad->defined()) return true;
-    if (!reading.complete || reading.asks_python() || !take(range.updates, index, reading, Manner::as_it_lies)) return false;
+    if (!reading.complete || reading.asks_python() || !take(range.updates, index, reading, Layouts::as_it_lies)) return false;
     trail_.note(index, reading);
     range.grads.push_back(*reading.grad);
     return true;
@@ -125,7 +125,7 @@ class GroupOf : public FusedGroup {
     const Reading<Updates::keys> reading = read(index, keys, masters);
     const at::Tensor &param = *reading.param, &grad = *reading.grad;
     if (reading.complete && is_counted(reading)) {
-      take(ranges_.front().updates, index, reading, Manner::any);
+      take(ranges_.front().updates, index, reading, Layouts::any);
       ranges_.front().grads.push_back(grad);
       return true;
     }
@@ -160,7 +160,7 @@ class GroupOf : public FusedGroup {
 
   const std::array<const char*, Updates::keys> keys_;
   Members<Updates::keys> members_;
-  Trail<Updates::keys> trail_;
+  Prefetcher<Updates::keys> trail_;
   std::vector<Range> ranges_ = std::vector<Range>(1);  // the first one has it all in the end
   std::vector<at::Tensor> starting_grads_;
 };

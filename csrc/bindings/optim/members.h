@@ -61,13 +61,13 @@ class Members {
     const size_t size = params.size();
     release();
     members_.assign(size, {});
-    places_.resize(size, {});
+    addresses_.resize(size, {});
     // The list may become shorter where a hash is Python code.
     for (size_t index = 0; index < size && index < params.size(); ++index) {
       if (index + ahead < size) {
-        const Place& place = places_[index + ahead];
-        __builtin_prefetch(place.entry);
-        private_cpython::fetch_table(place.table);
+        const Address& address = addresses_[index + ahead];
+        __builtin_prefetch(address.entry);
+        private_cpython::fetch_table(address.table);
       }
       Member<keys>& member = members_[index];
       member.param = PyList_GET_ITEM(params.ptr(), index);
@@ -76,7 +76,7 @@ class Members {
         keep(member.param);
       });
       if (!entry) continue;
-      places_[index] = {entry, private_cpython::table_of(entry)};
+      addresses_[index] = {entry, private_cpython::table_of(entry)};
       PyObject *key, *value;
       for (Py_ssize_t at = 0; PyDict_Next(entry, &at, &key, &value);) {
         for (size_t k = 0; k < keys; ++k) {
@@ -124,11 +124,11 @@ class Members {
   std::vector<py::object> held_;
   size_t held_members_ = 0;
   // Where the entries lay at the last step: fetched ahead, their cache misses overlap.
-  struct Place {
+  struct Address {
     PyObject* entry;
     const void* table;
   };
-  std::vector<Place> places_;
+  std::vector<Address> addresses_;
 };
 
 }  // namespace dltrain::bindings

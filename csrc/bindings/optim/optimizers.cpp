@@ -68,9 +68,9 @@ class RuleGroup : public GroupOf<RuleUpdates<Rule>> {
     std::unordered_set<const c10::TensorImpl*> some;
     for (const py::handle param : flagged) some.insert(THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl());
     const unsigned states = states_of<Rule>(optional);
-    const auto take = [&](auto& updates, int64_t index, const Reading<keys_count<Rule>>& reading, Manner manner) {
+    const auto take = [&](auto& updates, int64_t index, const Reading<keys_count<Rule>>& reading, Layouts layouts) {
       const bool flag = reading.param->dim() >= flagged_from || (!some.empty() && some.count(reading.param->unsafeGetTensorImpl()) > 0);
-      return updates.add(states, flag, reading, index, manner);
+      return updates.add(states, flag, reading, index, layouts);
     };
     constexpr unsigned counters = (1u << RuleUpdates<Rule>::counters) - 1;
     return Base::read_all(state, params, counters | states << RuleUpdates<Rule>::counters, masters, take);
@@ -177,7 +177,7 @@ void op(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
       const size_t value = (k + RuleUpdates<Rule>::counters) % names.size();  // counters come first there
       reading.values[value] = lists[k].empty() ? nullptr : &lists[k][i];
     }
-    updates.add(states, flag, reading, static_cast<int64_t>(i), Manner::any);
+    updates.add(states, flag, reading, static_cast<int64_t>(i), Layouts::any);
   }
   StepArguments step(lr, maximize, tensor_lr, grad_scale, found_inf);
   updates.run(rule, step);

@@ -37,10 +37,10 @@ class RuleUpdates {
   void append(const RuleUpdates& others) { append(others, std::make_index_sequence<choices.size()>()); }
 
   // states: the bits of those that are read. Returns whether the manner allowed it; else nothing is done.
-  bool add(unsigned states, bool flag, const Reading<keys>& reading, int64_t index, Manner manner) {
+  bool add(unsigned states, bool flag, const Reading<keys>& reading, int64_t index, Layouts layouts) {
     bool added = false;
     each([&](auto& updates) {
-      if (updates.states == states) added = updates.add(reading, flag, index, manner);
+      if (updates.states == states) added = updates.add(reading, flag, index, layouts);
     });
     return added;
   }

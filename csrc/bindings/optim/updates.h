@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/execution_context.h"
 #include "bindings/optim/checks.h"
 #include "bindings/optim/step.h"
-#include "bindings/place.h"
 #include "core/memory.h"
 #include "core/tensor_list.h"
 #include "kernels/for_each.h"
@@ -23,7 +23,7 @@ namespace dltrain::bindings {
 
 // as_it_lies: only where that takes no more than reading the tensors, without the GIL, without any copy; any: else too, with errors for
 // what does not fit.
-enum class Manner { as_it_lies, any };
+enum class Layouts { as_it_lies, any };
 
 // A parameter, its gradient, which may be undefined, and what the optimizer's state has of it.
 template <size_t keys>
@@ -63,7 +63,7 @@ class Updates {
   static constexpr unsigned states = bits;
 
   void clear() {
-    for (Part& part : parts_) {
+    for (DeviceList& part : parts_) {
       part.list.clear();
       part.counts.clear();
     }
@@ -73,12 +73,12 @@ class Updates {
   }
 
   // flag: the rule's. Returns whether the manner allowed it; else nothing is done.
-  bool add(const Reading<keys_count<Rule>>& reading, bool flag, int64_t index, Manner manner) {
+  bool add(const Reading<keys_count<Rule>>& reading, bool flag, int64_t index, Layouts layouts) {
     Tensors tensors = {reading.param, reading.grad};
     for (int k = 2; k < K; ++k) tensors[k] = reading.values[counters + Operation::state_of[k]];
     const at::Tensor& param = *reading.param;
     const at::Tensor* const master = reading.master;
-    if (manner == Manner::as_it_lies) {
+    if (layouts == Layouts::as_it_lies) {
       if (!fit(tensors, reading) || !one_layout(tensors, master)) return false;
     } else {
       if (detail::is_lazy(*tensors[1])) tensors[1] = &dense_grads_.emplace_back(detail::resolved(*tensors[1]));
@@ -87,7 +87,7 @@ class Updates {
       for (int i = 0; i < counters; ++i) check_counter(*reading.values[i], lists_of<Rule>()[Rule::states.size() + i], index, param);
     }
 
-    const bool in_place = manner == Manner::as_it_lies || one_layout(tensors, master);
+    const bool in_place = layouts == Layouts::as_it_lies || one_layout(tensors, master);
     if (!in_place) {  // what is written by a copy must have a place for each element
       for (int k = 0; k < K; ++k) {
         if (k != 1) check_written(*tensors[k], c10::str(name(k), "[", index, "]"));
@@ -95,7 +95,7 @@ class Updates {
       if (master) check_written(*master, c10::str("masters[", index, "]"));
     }
     const auto written = [&](const at::Tensor& tensor) { return (in_place ? tensor : copy(tensor)).mutable_data_ptr(); };
-    Form<K> form;
+    Signature<K> form;
     std::array<void*, K> data{};
     for (int k = 0; k < K; ++k) {
       const at::Tensor& tensor = master && k == 0 ? *master : *tensors[k];
@@ -109,7 +109,7 @@ class Updates {
     }
     form.copies = master;
     if (master) form.copy = dtype_of(param);
-    Part& part = of(param.device(), form, flag);
+    DeviceList& part = of(param.device(), form, flag);
     typename Operation::Numbers numbers;
     if constexpr (counters > 0) {
       std::array<void*, counters> counts{};
@@ -126,9 +126,9 @@ class Updates {
 
   // Of others that have been added as they lie.
   void append(const Updates& others) {
-    for (const Part& part : others.parts_) {
+    for (const DeviceList& part : others.parts_) {
       if (part.list.size() == 0) continue;
-      Part& ours = of(part.device, part.list.form(), part.flag);
+      DeviceList& ours = of(part.device, part.list.form(), part.flag);
       ours.list.append(part.list);
       ours.counts.append(part.counts);
     }
@@ -136,21 +136,21 @@ class Updates {
   }
 
   void collect(Gradients& into) const {
-    for (const Part& part : parts_) {
+    for (const DeviceList& part : parts_) {
       if (part.list.size() > 0) into.on(part.device).push_back(part.list.stream(1));
     }
   }
 
   // Makes what it writes known.
   void run(const Rule& rule, StepArguments& arguments) {
-    for (Part& part : parts_) {
+    for (DeviceList& part : parts_) {
       if (part.list.size() == 0) continue;
       const auto guard = on_device(part.device);
-      const Place place = caller_place(part.device);
+      const ExecutionContext context = caller_context(part.device);
       const Step step = arguments.on(part.device);
-      if constexpr (counters > 0) for_each(place, part.counts, Advance<Rule>{rule, step.scalars});
-      const Memory norms = take_norms(place, rule, part);
-      for_each(place, part.list, Operation{rule, step, part.flag});
+      if constexpr (counters > 0) for_each(context, part.counts, Advance<Rule>{rule, step.scalars});
+      const Memory norms = take_norms(context, rule, part);
+      for_each(context, part.list, Operation{rule, step, part.flag});
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (const auto& [original, copy] : copies_) original.copy_(copy);
@@ -166,18 +166,18 @@ class Updates {
   static constexpr int counters = static_cast<int>(math::counters_of<Rule>().size());
   using Tensors = std::array<const at::Tensor*, K>;
 
-  struct Part {
+  struct DeviceList {
     at::Device device;
     bool flag;
     ListOf<Operation> list;
     TensorList<std::max(counters, 1)> counts;
   };
 
-  Part& of(const at::Device& device, const Form<K>& form, bool flag) {
-    for (Part& part : parts_) {
+  DeviceList& of(const at::Device& device, const Signature<K>& form, bool flag) {
+    for (DeviceList& part : parts_) {
       if (part.device == device && part.flag == flag && part.list.form() == form) return part;
     }
-    return parts_.emplace_back(Part{device, flag, ListOf<Operation>(form), TensorList<std::max(counters, 1)>()});
+    return parts_.emplace_back(DeviceList{device, flag, ListOf<Operation>(form), TensorList<std::max(counters, 1)>()});
   }
 
   static const char* name(int k) { return k == 0 ? "params" : k == 1 ? "grads" : lists_of<Rule>()[Operation::state_of[k]].c_str(); }
@@ -185,15 +185,15 @@ class Updates {
   static bool may_be_half(int k) { return k < 2; }
 
   // What the rule asks for, where the flag stands, into memory that the rows then point to.
-  static Memory take_norms(const Place& place, const Rule& rule, Part& part) {
+  static Memory take_norms(const ExecutionContext& context, const Rule& rule, DeviceList& part) {
     constexpr int sums = math::norms_of<Rule>();
     Memory memory;
     if constexpr (sums > 0) {
       if (!part.flag) return memory;
       const int64_t rows = part.list.size();
-      memory = Memory(place, sums * rows * static_cast<int64_t>(sizeof(double)));
+      memory = Memory(context, sums * rows * static_cast<int64_t>(sizeof(double)));
       auto* const results = static_cast<double*>(memory.data());
-      reduce(place, part.list, Norms<Rule, bits>{rule}, results);
+      reduce(context, part.list, Norms<Rule, bits>{rule}, results);
       for (int64_t row = 0; row < rows; ++row) {
         for (int i = 0; i < sums; ++i) part.list.row(row).numbers.sums().values[i] = results + row * sums + i;
       }
@@ -241,7 +241,7 @@ class Updates {
     return copies_.emplace_back(tensor, tensor.clone(at::MemoryFormat::Contiguous)).second;
   }
 
-  std::vector<Part> parts_;
+  std::vector<DeviceList> parts_;
   std::vector<c10::TensorImpl*> params_;
   std::deque<at::Tensor> dense_grads_;
   std::deque<std::pair<at::Tensor, at::Tensor>> copies_;  // written back after the step

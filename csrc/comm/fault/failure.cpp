@@ -5,7 +5,7 @@
 
 #include "core/tensor_list.h"
 #include "kernels/for_each.h"
-#include "kernels/spoil.h"
+#include "kernels/poison.h"
 
 namespace dltrain::comm {
 
@@ -40,13 +40,13 @@ int* Failure::flag_on(int device) {
   return static_cast<int*>(flag_->data());
 }
 
-void Failure::spoil(const Place& place, const Elements& values, int64_t numel) {
-  const Memory flag(place, sizeof(int));  // on the device, where thousands of threads read it
-  copy(place, flag.data(), flag_on(place.device), sizeof(int));
-  read_ = Event::record(place);
-  TensorList<Spoil::streams> list(Form<Spoil::streams>{{values.dtype}});
+void Failure::poison(const ExecutionContext& context, const TypedPointer& values, int64_t numel) {
+  const Memory flag(context, sizeof(int));  // on the device, where thousands of threads read it
+  copy(context, flag.data(), flag_on(context.device), sizeof(int));
+  read_ = Event::record(context);
+  TensorList<Poison::streams> list(Signature<Poison::streams>{{values.dtype}});
   list.add({values.data}, numel);
-  for_each(place, list, Spoil{static_cast<const int*>(flag.data())});
+  for_each(context, list, Poison{static_cast<const int*>(flag.data())});
 }
 
 // Nobody is told when a graph goes. So what it reads stays.

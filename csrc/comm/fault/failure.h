@@ -6,8 +6,8 @@
 
 #include "core/dtype.h"
 #include "core/event.h"
+#include "core/execution_context.h"
 #include "core/memory.h"
-#include "core/place.h"
 
 namespace dltrain::comm {
 
@@ -21,7 +21,7 @@ class Failure {
   bool is_set() const;         // to the whole one
 
   // Enqueues: if there is a reason when the device comes to it, the values become NaN, so that nobody takes them for a result.
-  void spoil(const Place& place, const Elements& values, int64_t numel);
+  void poison(const ExecutionContext& context, const TypedPointer& values, int64_t numel);
   void captured();  // what was enqueued last is part of a graph, which runs when it likes, for as long as it likes
 
   // Returns when the device has read what it was told to.

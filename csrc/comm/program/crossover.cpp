@@ -49,8 +49,8 @@ class Race {
   std::vector<double> take_turn(const std::vector<std::string>& plans) {
     std::vector<float> told;
     for (const std::string& plan : plans) {
-      float meeting = 0;
-      sum_("direct", &meeting, 1);
+      float handshake_program = 0;
+      sum_("direct", &handshake_program, 1);
       const Seconds start = now_();
       sum_(plan, values_.data(), static_cast<int64_t>(values_.size()));
       told.push_back(mean_part(now_() - start));

@@ -41,9 +41,9 @@ int64_t digest(const Layout& layout) {
   return static_cast<int64_t>(all | 1);
 }
 
-int64_t digest(const std::vector<Span>& shares) {
+int64_t digest(const std::vector<Span>& shards) {
   uint64_t all = 0;
-  for (const auto& [first, count] : shares) all = dltrain::digest({first, count}, all);
+  for (const auto& [first, count] : shards) all = dltrain::digest({first, count}, all);
   return static_cast<int64_t>(all | 1);
 }
 
@@ -70,19 +70,19 @@ std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, in
   return out;
 }
 
-std::vector<std::vector<Piece>> cut_in_shares(const std::vector<Span>& shares, const Codec& codec, int segments) {
+std::vector<std::vector<Piece>> cut_in_shards(const std::vector<Span>& shards, const Codec& codec, int segments) {
   std::vector<std::vector<Piece>> out;
   int64_t number = 0;
-  for (size_t owner = 0; owner < shares.size(); ++owner) {
-    const auto cut = cut_evenly(shares[owner].count, codec, segments);
+  for (size_t owner = 0; owner < shards.size(); ++owner) {
+    const auto cut = cut_evenly(shards[owner].count, codec, segments);
     out.resize(std::max(out.size(), cut.size()));
     for (size_t segment = 0; segment < cut.size(); ++segment) {
       Piece& piece = out[segment].emplace_back(cut[segment].front());
-      piece.span.first += shares[owner].first;
+      piece.span.first += shards[owner].first;
       piece.number += number;
       piece.owner = static_cast<int64_t>(owner);
     }
-    number += (shares[owner].count + 3) / 4 * 4;
+    number += (shards[owner].count + 3) / 4 * 4;
   }
   return out;
 }
@@ -108,20 +108,20 @@ std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments
   return out;
 }
 
-std::vector<Span> shares_of(int64_t numel, int owners, int ranks) {
-  std::vector<Span> shares;
-  for (int rank = 0; rank < ranks; ++rank) shares.push_back(share(numel, owners, rank));
-  return shares;
+std::vector<Span> shards_of(int64_t numel, int owners, int ranks) {
+  std::vector<Span> shards;
+  for (int rank = 0; rank < ranks; ++rank) shards.push_back(shard(numel, owners, rank));
+  return shards;
 }
 
-Span share(int64_t numel, int owners, int rank) {
+Span shard(int64_t numel, int owners, int rank) {
   return rank < owners ? even_piece({0, numel}, find_codec("raw")).part(owners, rank).span : Span{numel, 0};
 }
 
-std::vector<Span> equal_shares(int64_t numel, int ranks) {
-  std::vector<Span> shares;
-  for (int rank = 0; rank < ranks; ++rank) shares.push_back({numel / ranks * rank, numel / ranks});
-  return shares;
+std::vector<Span> equal_shards(int64_t numel, int ranks) {
+  std::vector<Span> shards;
+  for (int rank = 0; rank < ranks; ++rank) shards.push_back({numel / ranks * rank, numel / ranks});
+  return shards;
 }
 
 }  // namespace dltrain::comm

@@ -36,7 +36,7 @@ int64_t message_bytes(const Layout& layout);
 
 // Differs, as good as always, where layouts do, or shares; never 0.
 int64_t digest(const Layout& layout);
-int64_t digest(const std::vector<Span>& shares);
+int64_t digest(const std::vector<Span>& shards);
 
 // A region, or a part of one, that is cut into a segment's chunks.
 struct Piece : Region {
@@ -50,12 +50,12 @@ struct Piece : Region {
 // By segment.
 std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, int segments);
 std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments);
-std::vector<std::vector<Piece>> cut_in_shares(const std::vector<Span>& shares, const Codec& codec, int segments);
+std::vector<std::vector<Piece>> cut_in_shards(const std::vector<Span>& shards, const Codec& codec, int segments);
 
 // Shares of numel elements for so many ranks, of which the first `owners` get some: as the chunks of a tensor of raw fp32 in one segment.
-std::vector<Span> shares_of(int64_t numel, int owners, int ranks);
-Span share(int64_t numel, int owners, int rank);
+std::vector<Span> shards_of(int64_t numel, int owners, int ranks);
+Span shard(int64_t numel, int owners, int rank);
 // As many for each; numel is a multiple of the ranks.
-std::vector<Span> equal_shares(int64_t numel, int ranks);
+std::vector<Span> equal_shards(int64_t numel, int ranks);
 
 }  // namespace dltrain::comm

@@ -18,25 +18,25 @@ int64_t aligned(int64_t bytes, int64_t border = cache_line) { return (bytes + bo
 
 // Places of equal size, each for one message until all its chunks have been used. One given back is the next one taken, since it is still
 // in the cache.
-class Inbox {
+class ReceiveBuffer {
  public:
-  int64_t place_size = 0;
+  int64_t slot_size = 0;
 
   int64_t take(int chunks) {
     if (free_.empty()) {
-      free_.push_back(place_size * static_cast<int64_t>(unused_chunks_.size()));
+      free_.push_back(slot_size * static_cast<int64_t>(unused_chunks_.size()));
       unused_chunks_.push_back(0);
     }
     const int64_t place = free_.back();
     free_.pop_back();
-    unused_chunks_[place / place_size] = chunks;
+    unused_chunks_[place / slot_size] = chunks;
     return place;
   }
   void use_chunk(int64_t offset) {
-    const int64_t index = offset / place_size;
-    if (--unused_chunks_[index] == 0) free_.push_back(index * place_size);
+    const int64_t index = offset / slot_size;
+    if (--unused_chunks_[index] == 0) free_.push_back(index * slot_size);
   }
-  int64_t size() const { return place_size * static_cast<int64_t>(unused_chunks_.size()); }
+  int64_t size() const { return slot_size * static_cast<int64_t>(unused_chunks_.size()); }
 
  private:
   std::vector<int> unused_chunks_;  // of the message in each place
@@ -78,7 +78,7 @@ std::vector<std::vector<Slot>> slots_of(int chunks, const std::vector<std::vecto
 
 struct Chunk : Slot {
   std::vector<Location> received;  // not yet added up
-  int own_place = 0;
+  int own_position = 0;
   int encoded_in = -1;  // the round; from then on my own contribution is part of the message in the slot
   bool final = false;
 };
@@ -117,7 +117,8 @@ class Lowering {
       for (Slot& slot : slots) segment.chunks.emplace_back().Slot::operator=(std::move(slot));
       for (const Round& round : plan.rounds) {
         for (const Step& step : round) {
-          if (step.op == Op::recv_reduce) inbox_.place_size = std::max(inbox_.place_size, aligned(segment.bytes_of(step.chunks)));
+          if (step.op == Op::recv_reduce)
+            receive_buffer_.slot_size = std::max(receive_buffer_.slot_size, aligned(segment.bytes_of(step.chunks)));
         }
       }
     }
@@ -133,7 +134,7 @@ class Lowering {
         for (const Transfer& send : program_.ticks[tick].back().sends) program_.sent += send.bytes;
       }
     }
-    program_.inbox = inbox_.size();
+    program_.receive_buffer = receive_buffer_.size();
     if (in_place_) program_.slots = 0;
     return std::move(program_);
   }
@@ -150,7 +151,7 @@ class Lowering {
       if (step.op == Op::recv_final) {
         segment.final_arriving.push_back(step.chunks);
       } else {
-        location = {Room::inbox, inbox_.take(segment.filled(step.chunks))};
+        location = {Room::receive_buffer, receive_buffer_.take(segment.filled(step.chunks))};
         segment.arriving.push_back({step.peer, step.chunks, location.offset});
       }
       out.push_back({step.peer, round, index, location, bytes});
@@ -158,9 +159,9 @@ class Lowering {
     return out;
   }
 
-  Part lower_part(int index, int round) {
+  SegmentWork lower_part(int index, int round) {
     Segment& segment = segments_[index];
-    Part part{index, {}, {}, {}, {}};
+    SegmentWork part{index, {}, {}, {}, {}};
     take_arrived(segment, part);
     if (round == rounds_) {
       for (Chunk& chunk : segment.chunks) {
@@ -191,13 +192,13 @@ class Lowering {
     return part;
   }
 
-  void take_arrived(Segment& segment, Part& part) {
+  void take_arrived(Segment& segment, SegmentWork& part) {
     std::map<int, std::map<int, Location>> partials;  // chunk -> peer -> where it came
     for (const Partial& partial : segment.arrived) {
       const int64_t first = segment.chunks[partial.chunks.begin].slot;
       for (int c = partial.chunks.begin; c < partial.chunks.end; ++c) {
         const Chunk& chunk = segment.chunks[c];
-        if (chunk.bytes > 0) partials[c][partial.peer] = {Room::inbox, partial.place + chunk.slot - first};
+        if (chunk.bytes > 0) partials[c][partial.peer] = {Room::receive_buffer, partial.place + chunk.slot - first};
       }
     }
     segment.arrived = std::exchange(segment.arriving, {});
@@ -206,7 +207,7 @@ class Lowering {
       Chunk& chunk = segment.chunks[c];
       std::vector<Location> lower, upper;
       for (const auto& [peer, location] : by_peer) (peer < plan_.rank ? lower : upper).push_back(location);
-      chunk.own_place += static_cast<int>(lower.size());
+      chunk.own_position += static_cast<int>(lower.size());
       chunk.received.insert(chunk.received.begin(), lower.begin(), lower.end());
       chunk.received.insert(chunk.received.end(), upper.begin(), upper.end());
     }
@@ -222,18 +223,18 @@ class Lowering {
   }
 
   // What is in the chunk's slot becomes an operand in place of my own contribution, which it holds.
-  void sum(Chunk& chunk, bool encodes, bool decodes, Part& part) {
+  void sum(Chunk& chunk, bool encodes, bool decodes, SegmentWork& part) {
     const bool own = chunk.encoded_in < 0;
-    const int own_place = std::exchange(chunk.own_place, 0);
+    const int own_position = std::exchange(chunk.own_position, 0);
     std::vector<Location> received = std::exchange(chunk.received, {});
     if (chunk.bytes == 0) return;
-    for (const Location& location : received) inbox_.use_chunk(location.offset);
-    if (!own) received.insert(received.begin() + own_place, {Room::slots, chunk.slot});
+    for (const Location& location : received) receive_buffer_.use_chunk(location.offset);
+    if (!own) received.insert(received.begin() + own_position, {Room::slots, chunk.slot});
     for (size_t i = 0; i < chunk.regions.size(); ++i) {
       const int64_t offset = chunk.offsets[i], slot = encodes ? chunk.slot + offset : -1;
       std::vector<Location> messages = received;
       for (Location& message : messages) message.offset += offset;
-      part.sums.push_back({chunk.regions[i], std::move(messages), own, own_place, slot, decodes && !(encodes && in_place_)});
+      part.sums.push_back({chunk.regions[i], std::move(messages), own, own_position, slot, decodes && !(encodes && in_place_)});
     }
   }
 
@@ -242,7 +243,7 @@ class Lowering {
   const bool in_place_;
   Program program_;
   std::vector<Segment> segments_;
-  Inbox inbox_;
+  ReceiveBuffer receive_buffer_;
 };
 
 }  // namespace
@@ -261,14 +262,14 @@ Encoded encoded(int chunks, const std::vector<std::vector<Piece>>& segments) {
   return out;
 }
 
-Program meeting(int rank, int world_size) {
+Program handshake_program(int rank, int world_size) {
   Program program;
   if (world_size == 1) return program;
   program.rounds = program.segments = 1;
-  const Transfer to{(rank + 1) % world_size, 0, 0, {Room::inbox, 0}, 0},
-      from{(rank + world_size - 1) % world_size, 0, 0, {Room::inbox, 0}, 0};
+  const Transfer to{(rank + 1) % world_size, 0, 0, {Room::receive_buffer, 0}, 0},
+      from{(rank + world_size - 1) % world_size, 0, 0, {Room::receive_buffer, 0}, 0};
   program.first = {from};
-  program.ticks = {{Part{0, {}, {to}, {}, {}}}, {Part{0, {}, {}, {}, {}}}};
+  program.ticks = {{SegmentWork{0, {}, {to}, {}, {}}}, {SegmentWork{0, {}, {}, {}, {}}}};
   return program;
 }
 

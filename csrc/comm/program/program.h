@@ -22,7 +22,7 @@
 namespace dltrain::comm {
 
 struct Location {  // of a message
-  enum class Room { slots, inbox } room;
+  enum class Room { slots, receive_buffer } room;
   int64_t offset;  // bytes
 };
 
@@ -31,9 +31,9 @@ struct SumStep {
   Region region;
   std::vector<Location> received;
   bool own;
-  int own_place;  // so many of the messages come before it
-  int64_t slot;   // where the sum's message goes; -1: nowhere
-  bool decodes;   // the tensor becomes what the message stands for or, where there is none, the sum
+  int own_position;  // so many of the messages come before it
+  int64_t slot;      // where the sum's message goes; -1: nowhere
+  bool decodes;      // the tensor becomes what the message stands for or, where there is none, the sum
 };
 
 struct DecodeStep {
@@ -50,7 +50,7 @@ struct Transfer {
 };
 
 // One segment's share of a tick. It begins when the segment's round before is complete, whatever the other segments wait for.
-struct Part {
+struct SegmentWork {
   int segment;
   std::vector<SumStep> sums;
   std::vector<Transfer> sends;
@@ -67,10 +67,10 @@ struct Program {
   Result result = Result::values;
   int rounds = 0;
   int segments = 0;
-  int64_t slots = 0, inbox = 0;  // bytes
-  int64_t sent = 0;              // bytes
-  std::vector<Transfer> first;   // the receives of tick 0
-  std::vector<std::vector<Part>> ticks;
+  int64_t slots = 0, receive_buffer = 0;  // bytes
+  int64_t sent = 0;                       // bytes
+  std::vector<Transfer> first;            // the receives of tick 0
+  std::vector<std::vector<SegmentWork>> ticks;
 };
 
 // Lowers a verified plan onto what is to be reduced, by segment. A message needs a plan that leaves_final_bytes.
@@ -84,6 +84,6 @@ struct Encoded {
 Encoded encoded(int chunks, const std::vector<std::vector<Piece>>& segments);
 
 // Where there is nothing to reduce: the ranks only say which call they are in, each to the next.
-Program meeting(int rank, int world_size);
+Program handshake_program(int rank, int world_size);
 
 }  // namespace dltrain::comm

@@ -4,8 +4,8 @@
 #include <bit>
 #include <utility>
 
-#include "comm/program/choice.h"
 #include "comm/program/program.h"
+#include "comm/program/selection.h"
 #include "core/check.h"
 
 namespace dltrain::comm {
@@ -33,9 +33,9 @@ struct Tick {
 using Costs = std::vector<Tick>;
 
 // Where things go one after another, but for a while of `ahead` that was saved up in a pause.
-class Line {
+class Resource {
  public:
-  explicit Line(double ahead = 0) : ahead_(ahead), free_(-ahead) {}
+  explicit Resource(double ahead = 0) : ahead_(ahead), free_(-ahead) {}
 
   struct Turn {
     double begins, ends;
@@ -68,13 +68,13 @@ class Cores {
 
 // Ranks whose plans are the same, but for a rotation of the ranks by whole hosts, do the same at the same time: one of them is walked for
 // all. Where there is no symmetry each rank is.
-class Walk {
+class Simulation {
  public:
-  Walk(int walkers, const Network& network, const std::vector<double>& late)
+  Simulation(int walkers, const Network& network, const std::vector<double>& late)
       : network_(network), clocks_(late), cores_(network.cores), inside_(walkers) {
     clocks_.resize(walkers);
     const int hosts = (walkers + network.ranks_per_host - 1) / network.ranks_per_host;
-    const Line link(network.burst / network.bandwidth);
+    const Resource link(network.burst / network.bandwidth);
     out_.resize(hosts, link);
     in_.resize(hosts, link);
   }
@@ -136,8 +136,8 @@ class Walk {
   void send(Sending& sending, int segment) {
     const Message& message = *sending.message;
     const double copying = static_cast<double>(message.bytes) * network_.copy, copied = cores_.serve(sending.time, copying);
-    Line& link = message.leaves_host ? out_[sending.walker / network_.ranks_per_host] : inside_[sending.walker];
-    const Line::Turn turn = link.serve(copied - copying, on_link(message));
+    Resource& link = message.leaves_host ? out_[sending.walker / network_.ranks_per_host] : inside_[sending.walker];
+    const Resource::Turn turn = link.serve(copied - copying, on_link(message));
     const double sent = std::max(turn.ends, copied), latency = message.leaves_host ? network_.latency : network_.inside_latency;
     done_[sending.walker][segment] = std::max(done_[sending.walker][segment], sent);
     sending.time = turn.begins + latency;
@@ -162,8 +162,8 @@ class Walk {
   std::vector<double> clocks_;             // by walker
   std::vector<std::vector<double>> done_;  // by walker and segment: when its round is over
   Cores cores_;
-  std::vector<Line> out_, in_;  // the hosts' links
-  std::vector<Line> inside_;    // by walker
+  std::vector<Resource> out_, in_;  // the hosts' links
+  std::vector<Resource> inside_;    // by walker
   std::vector<int> order_;
   std::vector<Sending> sendings_;
 };
@@ -180,7 +180,7 @@ Costs costs_of(const Program& program, int walkers, int rank, const Network& net
   for (const auto& parts : program.ticks) {
     Tick& tick = costs.emplace_back();
     tick.first = parts.empty() ? 0 : parts.front().segment;
-    for (const Part& part : parts) {
+    for (const SegmentWork& part : parts) {
       Share& share = tick.shares.emplace_back();
       for (const SumStep& step : part.sums) share.before += seconds_of(step, speed);
       for (const DecodeStep& step : part.decodes) share.after += static_cast<double>(step.region.span.count) * speed.decode;
@@ -243,7 +243,7 @@ void check_effort(const Plan& plan, int walkers, int segments) {
 Estimate simulate(Collective collective, const std::string& algorithm, int world_size, int64_t numel, const Codec& codec, int segments,
                   const Network& network, const Speed& speed, const std::vector<double>& late) {
   check_arguments(world_size, numel, segments, network, speed, late);
-  const auto [index, count] = choose(collective, algorithm, segments, world_size, numel, codec, codec.bytes(numel));
+  const auto [index, count] = select(collective, algorithm, segments, world_size, numel, codec, codec.bytes(numel));
   Estimate estimate{0, 0, 0, count, algorithm_of(index)};
   const int walkers = walkers_of(index, world_size, network, late.empty());
   std::vector<Costs> programs;
@@ -260,7 +260,7 @@ Estimate simulate(Collective collective, const std::string& algorithm, int world
     estimate.rounds = std::max(estimate.rounds, program.rounds);
     estimate.segments = program.segments;
   }
-  estimate.seconds = Walk(walkers, network, late).run(programs, estimate.segments);
+  estimate.seconds = Simulation(walkers, network, late).run(programs, estimate.segments);
   return estimate;
 }
 

@@ -7,28 +7,29 @@
 namespace dltrain::comm {
 
 Communicator::Communicator(std::shared_ptr<Executor> across, std::shared_ptr<Executor> inside, const Hosts& hosts,
-                           std::unique_ptr<Channel> control, const std::vector<int>& ranks, const Patience& patience)
+                           std::unique_ptr<ControlChannel> control, const std::vector<int>& ranks, const AdaptiveTimeout& answer_timeout)
     : across_(std::move(across)), inside_(std::move(inside)), hosts_(hosts) {
   if (inside_) two_levels_.emplace(*inside_, *across_, hosts);
   if (!control) return;
   const auto give_up = [this](const std::string& finding) { on_each_level([&](Executor& level) { level.give_up(finding); }); };
-  lookout_ = std::make_shared<Lookout>(std::move(control), ranks, Lookout::Calls{[this] { return waiting(); }, give_up}, patience);
-  on_each_level([&](Executor& level) { level.set_lookout(lookout_); });
+  failure_detector_ = std::make_shared<FailureDetector>(std::move(control), ranks,
+                                                        FailureDetector::Calls{[this] { return waiting(); }, give_up}, answer_timeout);
+  on_each_level([&](Executor& level) { level.set_failure_detector(failure_detector_); });
 }
 
 Communicator::~Communicator() {
-  if (lookout_) lookout_->close();
+  if (failure_detector_) failure_detector_->close();
 }
 
-void Communicator::run(const Place& place, const Elements& values, int64_t numel, const Options& options) {
-  if (!two_levels_) return across_->run(place, values, numel, options);
+void Communicator::run(const ExecutionContext& context, const TypedPointer& values, int64_t numel, const CallOptions& options) {
+  if (!two_levels_) return across_->run(context, values, numel, options);
   check(options.collective == Collective::all_reduce && values.dtype == Dtype::fp32,
         "values: expected an all-reduce of fp32 in two levels");
-  two_levels_->all_reduce(place, static_cast<float*>(values.data), numel, options);
+  two_levels_->all_reduce(context, static_cast<float*>(values.data), numel, options);
 }
 
 void Communicator::attempt(const std::function<void()>& work) {
-  if (lookout_) lookout_->begin();
+  if (failure_detector_) failure_detector_->begin();
   try {
     work();
   } catch (const CollectiveError& error) {
@@ -47,7 +48,7 @@ std::string Communicator::failure() const {
 // Before a call fails: nobody is told that this rank is well, and a call that asks for the culprit need not wait for an answer.
 void Communicator::end(const std::string& reason) {
   on_each_level([&](Executor& level) { level.refuse(reason); });
-  if (lookout_) lookout_->close();
+  if (failure_detector_) failure_detector_->close();
   on_each_level([&](Executor& level) { level.end(reason); });
 }
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/fault/channel.h"
-#include "comm/fault/lookout.h"
-#include "comm/fault/patience.h"
+#include "comm/fault/adaptive_timeout.h"
+#include "comm/fault/control_channel.h"
+#include "comm/fault/failure_detector.h"
 #include "comm/run/executor.h"
 #include "comm/run/two_levels.h"
 
@@ -20,8 +20,8 @@ namespace dltrain::comm {
 class Communicator {
  public:
   // inside: null where there is one level. control: of all ranks, whose names in errors are `ranks`; null where there is one rank.
-  Communicator(std::shared_ptr<Executor> across, std::shared_ptr<Executor> inside, const Hosts& hosts, std::unique_ptr<Channel> control,
-               const std::vector<int>& ranks, const Patience& patience);
+  Communicator(std::shared_ptr<Executor> across, std::shared_ptr<Executor> inside, const Hosts& hosts,
+               std::unique_ptr<ControlChannel> control, const std::vector<int>& ranks, const AdaptiveTimeout& answer_timeout);
   ~Communicator();
 
   bool is_in_two_levels() const { return inside_ != nullptr; }
@@ -30,7 +30,7 @@ class Communicator {
   const Hosts& hosts() const { return hosts_; }
 
   // As Executor::run has it. In two levels: an all-reduce of fp32.
-  void run(const Place& place, const Elements& values, int64_t numel, const Options& options);
+  void run(const ExecutionContext& context, const TypedPointer& values, int64_t numel, const CallOptions& options);
 
   // Does the work of a call, which begins with it. Whatever fails in it is the end of both levels.
   void attempt(const std::function<void()>& work);
@@ -60,7 +60,7 @@ class Communicator {
   const Hosts hosts_;
   std::optional<TwoLevels> two_levels_;
   std::atomic<int64_t> calls_ = 0;
-  std::shared_ptr<Lookout> lookout_;  // null where there is one rank
+  std::shared_ptr<FailureDetector> failure_detector_;  // null where there is one rank
 };
 
 }  // namespace dltrain::comm

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "comm/program/choice.h"
+#include "comm/program/selection.h"
 #include "core/check.h"
 #include "core/cuda/runtime.h"
 #include "kernels/codec.h"
@@ -15,50 +15,50 @@ constexpr std::chrono::milliseconds measuring_time(50);
 
 double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
-bool is_captured(const Place& place) {
-  if constexpr (built_with_cuda) return cuda::is_capturing(place);
+bool is_captured(const ExecutionContext& context) {
+  if constexpr (built_with_cuda) return cuda::is_capturing(context);
   return false;
 }
 
-class UnderWay {
+class BusyFlag {
  public:
-  explicit UnderWay(std::atomic<bool>& flag) : flag_(flag) { flag_ = true; }
-  ~UnderWay() { flag_ = false; }
-  UnderWay(const UnderWay&) = delete;
-  UnderWay& operator=(const UnderWay&) = delete;
+  explicit BusyFlag(std::atomic<bool>& flag) : flag_(flag) { flag_ = true; }
+  ~BusyFlag() { flag_ = false; }
+  BusyFlag(const BusyFlag&) = delete;
+  BusyFlag& operator=(const BusyFlag&) = delete;
 
  private:
   std::atomic<bool>& flag_;
 };
 
 // "reduce_scatter with direct": what errors begin with.
-std::string called(const Work& work) {
+std::string called(const Invocation& work) {
   return text(work.call.is_half ? "all_reduce in two levels, " : "", name(work.call.collective), " with ", work.algorithm);
 }
 
 // For what may be messages as well as values: two of its NaNs make one of fp32, in a value or a scale.
-Elements as_bytes(void* data) { return {data, Dtype::bf16}; }
+TypedPointer as_bytes(void* data) { return {data, Dtype::bf16}; }
 
 int codec_index(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
 
 const std::string native = "native";
 
-Choice choice(const Options& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr) {
+Selection choice(const CallOptions& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr) {
   const int64_t wire_bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
-  return choose(call.collective, call.algorithm, call.segments, world_size, numel, codec, wire_bytes, crossover);
+  return select(call.collective, call.algorithm, call.segments, world_size, numel, codec, wire_bytes, crossover);
 }
 
-std::vector<std::vector<Piece>> cut(const Options& call, const Codec& codec, int64_t numel, int segments) {
+std::vector<std::vector<Piece>> cut(const CallOptions& call, const Codec& codec, int64_t numel, int segments) {
   if (call.layout) return cut_by_region(*call.layout, segments);
-  return has_owners(call.collective) ? cut_in_shares(call.shares, codec, segments) : cut_evenly(numel, codec, segments);
+  return has_owners(call.collective) ? cut_in_shards(call.shards, codec, segments) : cut_evenly(numel, codec, segments);
 }
 
 // What the ranks have to agree on beside what all calls have.
-int64_t digest_of(const Options& call) {
+int64_t digest_of(const CallOptions& call) {
   if (call.layout) return digest(*call.layout);
   if (call.agreement) return call.agreement;
-  const auto differs = [&](const Span& share) { return share.count != call.shares.front().count; };
-  return std::any_of(call.shares.begin(), call.shares.end(), differs) ? digest(call.shares) : 0;
+  const auto differs = [&](const Span& shard) { return shard.count != call.shards.front().count; };
+  return std::any_of(call.shards.begin(), call.shards.end(), differs) ? digest(call.shards) : 0;
 }
 
 }  // namespace
@@ -76,7 +76,7 @@ void check_names(Collective collective, const std::string& algorithm, const std:
   if (std::find(names.begin(), names.end(), algorithm) == names.end()) unknown_name(argument.c_str(), names, algorithm);
 }
 
-Encoded encoded(const Options& call, int64_t numel, int world_size) {
+Encoded encoded(const CallOptions& call, int64_t numel, int world_size) {
   const Codec& codec = find_codec(call.codec);
   const auto [algorithm, segments] = choice(call, codec, numel, world_size);
   if (!leaves_final_bytes(algorithm)) return {};
@@ -86,9 +86,9 @@ Encoded encoded(const Options& call, int64_t numel, int world_size) {
 
 Executor::Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks)
     : transport_(std::move(transport)),
-      traffic_(enqueues() ? in_groups(*transport_) : one_by_one(*transport_)),
+      schedule_(enqueues() ? grouped_schedule(*transport_) : eager_schedule(*transport_)),
       global_ranks_(std::move(global_ranks)),
-      meeting_(meeting(rank(), world_size())) {}
+      handshake_(handshake_program(rank(), world_size())) {}
 
 Executor::~Executor() {
   if (!enqueues()) return;
@@ -96,13 +96,13 @@ Executor::~Executor() {
   failure_.drain();
 }
 
-void Executor::run(const Place& place, const Elements& values, int64_t numel, const Options& call) {
+void Executor::run(const ExecutionContext& context, const TypedPointer& values, int64_t numel, const CallOptions& call) {
   check(numel >= 0, "numel: expected at least 0, got ", numel);
-  if (has_owners(call.collective) && call.shares.empty()) {
+  if (has_owners(call.collective) && call.shards.empty()) {
     check(numel % world_size() == 0, "numel: expected a multiple of ", world_size(), ", got ", numel);
-    Options equal = call;
-    equal.shares = equal_shares(numel, world_size());
-    return run(place, values, numel, equal);
+    CallOptions equal = call;
+    equal.shards = equal_shards(numel, world_size());
+    return run(context, values, numel, equal);
   }
   check(call.segments >= 0, "segments: expected at least 0, got ", call.segments);
   check_open();
@@ -111,10 +111,10 @@ void Executor::run(const Place& place, const Elements& values, int64_t numel, co
     return;
   }
   const bool has_times = call.collective == Collective::all_reduce && call.algorithm == "auto";
-  const bool measures = call.measures && has_times && world_size() > 1 && !place.on_cuda();
-  if (measures && !crossover_) look_for_crossover(place, call.timeout);
+  const bool measures = call.measures && has_times && world_size() > 1 && !context.on_cuda();
+  if (measures && !crossover_) look_for_crossover(context, call.timeout);
   const Codec& codec = find_codec(call.codec);
-  const bool is_its_message = !call.layout && !call.share.data && call.codec == "raw" && values.dtype == Dtype::fp32;
+  const bool is_its_message = !call.layout && !call.shard.data && call.codec == "raw" && values.dtype == Dtype::fp32;
   const Result result = call.message ? Result::message : is_its_message ? Result::values_in_place : Result::values;
   const Program& program = this->program(call, codec, numel, result);
   const int64_t number = calls_ + 1;
@@ -128,137 +128,137 @@ void Executor::run(const Place& place, const Elements& values, int64_t numel, co
             digest_of(call)};
   call.type.copy(said.type.data(), said.type.size() - 1);
   begin(said);
-  Work work = work_of(numel > 0 ? program : meeting_, algorithm_of(program.algorithm), call, place, values, numel);
+  Invocation work = invocation_of(numel > 0 ? program : handshake_, algorithm_of(program.algorithm), call, context, values, numel);
   work.slots = slots(work);
-  work.inbox = static_cast<char*>(inbox_.reserve(place, program.inbox));
+  work.receive_buffer = static_cast<char*>(receive_buffer_.reserve(context, program.receive_buffer));
   work.step = call.step.value_or(static_cast<uint32_t>(number));
-  attend(work, [&](Deadline deadline) { return traffic_->run(work, deadline); });
-  if (place.on_cuda()) {  // a captured graph has memory of its own
+  attend(work, [&](Deadline deadline) { return schedule_->run(work, deadline); });
+  if (context.on_cuda()) {  // a captured graph has memory of its own
     slots_ = {};
-    inbox_ = {};
+    receive_buffer_ = {};
   }
   calls_ = number;
   wire_bytes_ += program.sent;
 }
 
-char* Executor::slots(const Work& work) {
+char* Executor::slots(const Invocation& work) {
   switch (work.program.result) {
     case Result::values_in_place: return static_cast<char*>(work.values.data);
     case Result::message: return work.call.message;
     case Result::values: break;
   }
-  return static_cast<char*>(slots_.reserve(work.place, work.program.slots));
+  return static_cast<char*>(slots_.reserve(work.context, work.program.slots));
 }
 
-void Executor::look_for_crossover(const Place& place, std::chrono::milliseconds timeout) {
+void Executor::look_for_crossover(const ExecutionContext& context, std::chrono::milliseconds timeout) {
   const int64_t sent = wire_bytes_;
   const auto sum = [&](const std::string& algorithm, float* values, int64_t numel) {
-    Options call;
+    CallOptions call;
     call.algorithm = algorithm;
     call.segments = 1;
     call.timeout = timeout;
-    run(place, {values}, numel, call);
+    run(context, {values}, numel, call);
   };
   crossover_ = comm::look_for_crossover(world_size(), measuring_time, sum, [] { return Seconds(Clock::now().time_since_epoch()); });
   wire_bytes_ = sent;
 }
 
-void Executor::meet(Call call, std::chrono::milliseconds timeout) {
+void Executor::handshake(Call call, std::chrono::milliseconds timeout) {
   check_open();
   call.number = calls_ + 1;
   begin(call);
-  Options waits;
+  CallOptions waits;
   waits.timeout = timeout;
-  const Work work = work_of(meeting_, native, waits, {}, {}, 0);
-  attend(work, [&](Deadline deadline) { return traffic_->run(work, deadline); });
+  const Invocation work = invocation_of(handshake_, native, waits, {}, {}, 0);
+  attend(work, [&](Deadline deadline) { return schedule_->run(work, deadline); });
   calls_ = call.number;
 }
 
-void Executor::reduce_scatter(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares, bool average,
+void Executor::reduce_scatter(const ExecutionContext& context, float* values, int64_t numel, const std::vector<Span>& shards, bool average,
                               std::chrono::milliseconds timeout) {
   if (Collectives* const backend = transport_->collectives()) {
-    return enqueue(Collective::reduce_scatter, place, {values}, numel, timeout,
-                   [&] { backend->reduce_scatter(place, values, shares, average); });
+    return enqueue(Collective::reduce_scatter, context, {values}, numel, timeout,
+                   [&] { backend->reduce_scatter(context, values, shards, average); });
   }
-  Options call;
+  CallOptions call;
   call.collective = Collective::reduce_scatter;
   call.is_half = true;
-  call.shares = shares;
+  call.shards = shards;
   call.average = average;
   call.segments = 1;
   call.timeout = timeout;
-  run(place, {values}, numel, call);
+  run(context, {values}, numel, call);
 }
 
-void Executor::all_gather(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares,
+void Executor::all_gather(const ExecutionContext& context, float* values, int64_t numel, const std::vector<Span>& shards,
                           std::chrono::milliseconds timeout) {
   if (Collectives* const backend = transport_->collectives()) {
-    return enqueue(Collective::all_gather, place, as_bytes(values), 2 * numel, timeout,
-                   [&] { backend->all_gather(place, values, shares); });
+    return enqueue(Collective::all_gather, context, as_bytes(values), 2 * numel, timeout,
+                   [&] { backend->all_gather(context, values, shards); });
   }
-  Options call;
+  CallOptions call;
   call.collective = Collective::all_gather;
   call.is_half = true;
-  call.shares = shares;
+  call.shards = shards;
   call.segments = 1;
   call.timeout = timeout;
-  run(place, {values}, numel, call);
+  run(context, {values}, numel, call);
 }
 
-void Executor::all_reduce_natively(const Place& place, void* values, int64_t numel, Number number, bool average,
+void Executor::all_reduce_natively(const ExecutionContext& context, void* values, int64_t numel, ScalarType number, bool average,
                                    std::chrono::milliseconds timeout) {
-  Elements spoilt{nullptr};
-  if (number == Number::fp32) spoilt = {values};
-  if (number == Number::fp16) spoilt = {values, Dtype::fp16};
-  if (number == Number::bf16) spoilt = {values, Dtype::bf16};
-  enqueue(Collective::all_reduce, place, spoilt, numel, timeout,
-          [&] { transport_->collectives()->all_reduce(place, values, numel, number, average); });
+  TypedPointer poisoned{nullptr};
+  if (number == ScalarType::fp32) poisoned = {values};
+  if (number == ScalarType::fp16) poisoned = {values, Dtype::fp16};
+  if (number == ScalarType::bf16) poisoned = {values, Dtype::bf16};
+  enqueue(Collective::all_reduce, context, poisoned, numel, timeout,
+          [&] { transport_->collectives()->all_reduce(context, values, numel, number, average); });
 }
 
 void Executor::all_reduce_natively(std::chrono::milliseconds timeout, const std::function<void()>& collective) {
   enqueue(Collective::all_reduce, {}, {nullptr}, 1, timeout, collective);
 }
 
-void Executor::enqueue(Collective collective, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
-                       const std::function<void()>& enqueue_it) {
+void Executor::enqueue(Collective collective, const ExecutionContext& context, const TypedPointer& values, int64_t numel,
+                       std::chrono::milliseconds timeout, const std::function<void()>& enqueue_it) {
   check_open();
   if (numel > 0) {
-    Options call;
+    CallOptions call;
     call.collective = collective;
     call.is_half = collective != Collective::all_reduce;
     call.timeout = timeout;
-    const Work work = work_of(meeting_, native, call, place, values, numel);
+    const Invocation work = invocation_of(handshake_, native, call, context, values, numel);
     Waiting waiting;
     for (int rank = 0; rank < world_size(); ++rank) {
       if (rank != this->rank()) waiting.peers.push_back(rank);
     }
-    traffic_->wait_for(waiting);
+    schedule_->wait_for(waiting);
     attend(work, [&](Deadline) {
       enqueue_it();
       std::vector<Stage> stages;
-      if (place.on_cuda()) stages.push_back({Event::record(place), waiting});
+      if (context.on_cuda()) stages.push_back({Event::record(context), waiting});
       return stages;
     });
   }
   ++calls_;
 }
 
-const Program& Executor::program(const Options& call, const Codec& codec, int64_t numel, Result result) {
+const Program& Executor::program(const CallOptions& call, const Codec& codec, int64_t numel, Result result) {
   constexpr size_t most = 256;
   const auto [algorithm, segments] = choice(call, codec, numel, world_size(), call.measures && crossover_ ? &*crossover_ : nullptr);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
   const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, result, call.root);
-  if (const auto found = programs_.find(std::tie(key, layout, call.shares)); found != programs_.end()) return found->second;
+  if (const auto found = programs_.find(std::tie(key, layout, call.shards)); found != programs_.end()) return found->second;
   const Plan plan = make_plan(call.collective, algorithm_of(algorithm), rank(), world_size(), call.root);
   if (programs_.size() == most) programs_.clear();
-  return programs_[{key, layout, call.shares}] = lower(plan, cut(call, codec, numel, segments), result);
+  return programs_[{key, layout, call.shards}] = lower(plan, cut(call, codec, numel, segments), result);
 }
 
-Work Executor::work_of(const Program& program, const std::string& algorithm, const Options& call, const Place& place,
-                       const Elements& values, int64_t numel) {
-  Work work{program, algorithm, call, rank(), world_size(), place, values, numel};
-  work.lists = &lists_;
+Invocation Executor::invocation_of(const Program& program, const std::string& algorithm, const CallOptions& call,
+                                   const ExecutionContext& context, const TypedPointer& values, int64_t numel) {
+  Invocation work{program, algorithm, call, rank(), world_size(), context, values, numel};
+  work.scratch = &scratch_;
   return work;
 }
 
@@ -268,44 +268,44 @@ void Executor::check_open() const {
 
 // enqueue: returns when all is done or, on a device, the stages. There it may have to wait for peers, so the watch looks after it, too.
 template <class Enqueue>
-void Executor::attend(const Work& work, Enqueue enqueue) {
+void Executor::attend(const Invocation& work, Enqueue enqueue) {
   const auto start = Clock::now();
   const Deadline deadline = start + work.call.timeout;
   latest_ = work.call.is_half ? Collective::all_reduce : work.call.collective;
-  const UnderWay under_way(under_way_);
+  const BusyFlag under_way(under_way_);
   std::optional<int64_t> watched;
   try {
-    if (work.place.on_cuda()) watched = watch_.begin({work.place.device, deadline, giving_up(work, start)});
+    if (work.context.on_cuda()) watched = watchdog_.begin({work.context.device, deadline, giving_up(work, start)});
     std::vector<Stage> stages = enqueue(deadline);
-    if (!stages.empty()) spoil(work);
-    if (!stages.empty() && is_captured(work.place)) {  // its events never pass
+    if (!stages.empty()) poison(work);
+    if (!stages.empty() && is_captured(work.context)) {  // its events never pass
       failure_.captured();
       stages.clear();
     }
-    if (watched) watch_.enqueued(*watched, std::move(stages));
+    if (watched) watchdog_.enqueued(*watched, std::move(stages));
   } catch (const std::exception& error) {
-    if (watched) watch_.enqueued(*watched, {});
-    fail(work, traffic_->waiting(), error, Clock::now() - start);
+    if (watched) watchdog_.enqueued(*watched, {});
+    fail(work, schedule_->waiting(), error, Clock::now() - start);
   }
 }
 
 // What is not to be taken for a result, if this fails.
-void Executor::spoil(const Work& work) {
+void Executor::poison(const Invocation& work) {
   if (work.call.message) {
-    failure_.spoil(work.place, as_bytes(work.call.message), work.program.slots / 2);
-  } else if (work.call.share.data) {
-    failure_.spoil(work.place, work.call.share, work.call.shares[rank()].count);
+    failure_.poison(work.context, as_bytes(work.call.message), work.program.slots / 2);
+  } else if (work.call.shard.data) {
+    failure_.poison(work.context, work.call.shard, work.call.shards[rank()].count);
   } else if (!adds_up(work.call.collective) && work.values.dtype == Dtype::fp32) {
-    failure_.spoil(work.place, as_bytes(work.values.data), 2 * work.numel);
+    failure_.poison(work.context, as_bytes(work.values.data), 2 * work.numel);
   } else if (work.values.data) {
-    failure_.spoil(work.place, work.values, work.numel);
+    failure_.poison(work.context, work.values, work.numel);
   }
 }
 
-std::function<void(const Waiting*, const std::string&)> Executor::giving_up(const Work& work, Clock::time_point start) {
+std::function<void(const Waiting*, const std::string&)> Executor::giving_up(const Invocation& work, Clock::time_point start) {
   return [this, start, called = called(work), timeout = work.call.timeout, rounds = work.program.rounds](const Waiting* enqueued,
                                                                                                          const std::string& why) {
-    const Waiting waiting = enqueued ? *enqueued : traffic_->waiting();
+    const Waiting waiting = enqueued ? *enqueued : schedule_->waiting();
     const auto after = Clock::now() - start;
     const std::string finding = find_culprit(waiting);
     abort(describe(called, waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
@@ -313,15 +313,15 @@ std::function<void(const Waiting*, const std::string&)> Executor::giving_up(cons
 }
 
 std::string Executor::find_culprit(const Waiting& waiting, const std::exception* error) {
-  if (!lookout_ || failure_.is_set()) return {};
+  if (!failure_detector_ || failure_.is_set()) return {};
   const Waiting by_name = in_the_world(waiting);
-  if (dynamic_cast<const Disagreement*>(error)) return lookout_->declare(Verdict::Manner::disagreement, by_name);
-  if (error && !dynamic_cast<const TransportError*>(error)) return lookout_->declare(Verdict::Manner::failure, by_name);
-  return lookout_->explain(by_name);
+  if (dynamic_cast<const Disagreement*>(error)) return failure_detector_->declare(Diagnosis::Cause::disagreement, by_name);
+  if (error && !dynamic_cast<const TransportError*>(error)) return failure_detector_->declare(Diagnosis::Cause::failure, by_name);
+  return failure_detector_->explain(by_name);
 }
 
 // Whatever it was, messages are out of step from now on.
-void Executor::fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after) {
+void Executor::fail(const Invocation& work, const Waiting& waiting, const std::exception& error, Clock::duration after) {
   broken_ = true;
   const std::string finding = find_culprit(waiting, &error);  // before this rank closes: the others shall not take it for the culprit
   {
@@ -330,14 +330,14 @@ void Executor::fail(const Work& work, const Waiting& waiting, const std::excepti
   }
   abort_connections();
   close();  // while sends are under way still: they are ahead of what it tells
-  traffic_->forget();
+  schedule_->forget();
   throw CollectiveError(failure());
 }
 
-std::string Executor::describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
+std::string Executor::describe_failure(const Invocation& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
                                        const std::string& finding) const {
   std::string what = error.what();
-  const bool named = dynamic_cast<const Disagreement*>(&error) || dynamic_cast<const Farewell*>(&error);  // what the peer does is said
+  const bool named = dynamic_cast<const Disagreement*>(&error) || dynamic_cast<const PeerClosed*>(&error);  // what the peer does is said
   for (int peer = 0; peer < world_size() && !named; ++peer) {
     const std::string words = peer == rank() || !transport_->framing() ? "" : transport_->framing()->last_words(peer);
     if (!words.empty()) what += text("; rank ", global(peer), ": ", words);
@@ -358,7 +358,7 @@ std::string Executor::describe(const std::string& called, const Waiting& waiting
 void Executor::abort(const std::string& reason) {
   broken_ = true;
   failure_.set(reason);
-  traffic_->abort();
+  schedule_->abort();
   abort_connections();
 }
 
@@ -377,7 +377,7 @@ void Executor::abort_connections() {
 
 void Executor::end(const std::string& reason) {
   constexpr auto moment = std::chrono::milliseconds(50);  // in which it is seen that what is done is done
-  if (!enqueues() || broken_ || !watch_.is_over(moment)) return abort(reason);
+  if (!enqueues() || broken_ || !watchdog_.is_over(moment)) return abort(reason);
   failure_.set(reason);
   close();
 }
@@ -385,11 +385,11 @@ void Executor::end(const std::string& reason) {
 void Executor::give_up(const std::string& finding) {
   broken_ = true;
   failure_.set_for_now(text(name(latest_), " on rank ", global(rank()), " in a group of ", world_size(), ": ", finding));
-  traffic_->abort();
+  schedule_->abort();
   abort_connections();
 }
 
-Waiting Executor::waiting() { return in_the_world(under_way_ ? traffic_->waiting() : watch_.waiting()); }
+Waiting Executor::waiting() { return in_the_world(under_way_ ? schedule_->waiting() : watchdog_.waiting()); }
 
 Waiting Executor::in_the_world(Waiting waiting) const {
   for (int& peer : waiting.peers) peer = global(peer);

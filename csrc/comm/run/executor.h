@@ -12,14 +12,14 @@
 #include <vector>
 
 #include "comm/fault/failure.h"
-#include "comm/fault/lookout.h"
-#include "comm/fault/watch.h"
+#include "comm/fault/failure_detector.h"
+#include "comm/fault/watchdog.h"
 #include "comm/program/crossover.h"
-#include "comm/run/traffic.h"
-#include "comm/run/work.h"
+#include "comm/run/invocation.h"
+#include "comm/run/message_schedule.h"
 #include "comm/transport/collectives.h"
+#include "core/execution_context.h"
 #include "core/memory.h"
-#include "core/place.h"
 
 namespace dltrain::comm {
 
@@ -33,7 +33,7 @@ class CollectiveError : public std::runtime_error {
 void check_names(Collective collective, const std::string& algorithm, const std::string& codec);
 
 // How the message of a call that leaves one is laid out; nothing where its plan leaves none. "auto" goes by size.
-Encoded encoded(const Options& call, int64_t numel, int world_size);
+Encoded encoded(const CallOptions& call, int64_t numel, int world_size);
 
 // Runs plans over a transport, one at a time: whoever calls brings the order (a Queue).
 class Executor {
@@ -46,20 +46,22 @@ class Executor {
   // result is undefined afterwards, but for the values of a reduce-scatter whose share goes elsewhere. After an error the messages of the
   // group are out of step, so every later call fails. On a device errors come after the call: its values are NaN then, and the next call
   // says why.
-  void run(const Place& place, const Elements& values, int64_t numel, const Options& options);
+  void run(const ExecutionContext& context, const TypedPointer& values, int64_t numel, const CallOptions& options);
 
   // The halves of an all-reduce in two levels: in fp32, in place; shares by rank. By the backend itself where the transport has that, else
   // by plans.
-  void reduce_scatter(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares, bool average,
+  void reduce_scatter(const ExecutionContext& context, float* values, int64_t numel, const std::vector<Span>& shards, bool average,
                       std::chrono::milliseconds timeout);
-  void all_gather(const Place& place, float* values, int64_t numel, const std::vector<Span>& shares, std::chrono::milliseconds timeout);
+  void all_gather(const ExecutionContext& context, float* values, int64_t numel, const std::vector<Span>& shards,
+                  std::chrono::milliseconds timeout);
 
   // The backend's own; for transports that have it. In the second form the caller does it, and throws TransportError.
-  void all_reduce_natively(const Place& place, void* values, int64_t numel, Number number, bool average, std::chrono::milliseconds timeout);
+  void all_reduce_natively(const ExecutionContext& context, void* values, int64_t numel, ScalarType number, bool average,
+                           std::chrono::milliseconds timeout);
   void all_reduce_natively(std::chrono::milliseconds timeout, const std::function<void()>& collective);
 
   // For a call that is none of the executor's: returns when the rank before this one is in the same.
-  void meet(Call call, std::chrono::milliseconds timeout);
+  void handshake(Call call, std::chrono::milliseconds timeout);
 
   // From any thread: what is under way and all that comes later fails with `reason`.
   void abort(const std::string& reason);
@@ -72,13 +74,13 @@ class Executor {
   void give_up(const std::string& finding);
 
   // Whom to ask why a wait has failed; before the first call. Without one the error says what this rank alone can know.
-  void set_lookout(std::shared_ptr<Lookout> lookout) { lookout_ = std::move(lookout); }
+  void set_failure_detector(std::shared_ptr<FailureDetector> failure_detector) { failure_detector_ = std::move(failure_detector); }
 
   // What the call under way waits for, by the global ranks; nothing where there is none. From any thread.
   Waiting waiting();
 
   // Returns when what has been enqueued is done, or has failed.
-  void drain() { watch_.drain(); }
+  void drain() { watchdog_.drain(); }
 
   // What comes from now on fails with `reason`; what is under way goes on.
   void refuse(const std::string& reason) { failure_.set(reason); }
@@ -96,44 +98,44 @@ class Executor {
   bool enqueues() const { return transport_->grouping() != nullptr; }  // messages, on a device; else each is waited for
   Waiting in_the_world(Waiting waiting) const;
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
-  const Program& program(const Options& call, const Codec& codec, int64_t numel, Result result);
-  char* slots(const Work& work);
-  Work work_of(const Program& program, const std::string& algorithm, const Options& call, const Place& place, const Elements& values,
-               int64_t numel);
-  void look_for_crossover(const Place& place, std::chrono::milliseconds timeout);
+  const Program& program(const CallOptions& call, const Codec& codec, int64_t numel, Result result);
+  char* slots(const Invocation& work);
+  Invocation invocation_of(const Program& program, const std::string& algorithm, const CallOptions& call, const ExecutionContext& context,
+                           const TypedPointer& values, int64_t numel);
+  void look_for_crossover(const ExecutionContext& context, std::chrono::milliseconds timeout);
   void check_open() const;
   void begin(const Call& call);
   std::string connection_error() const;  // empty while they are well
   void abort_connections();
   template <class Enqueue>
-  void attend(const Work& work, Enqueue enqueue);
-  void spoil(const Work& work);
-  void enqueue(Collective collective, const Place& place, const Elements& values, int64_t numel, std::chrono::milliseconds timeout,
-               const std::function<void()>& enqueue_it);
-  std::function<void(const Waiting*, const std::string&)> giving_up(const Work& work, Clock::time_point start);
-  [[noreturn]] void fail(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
+  void attend(const Invocation& work, Enqueue enqueue);
+  void poison(const Invocation& work);
+  void enqueue(Collective collective, const ExecutionContext& context, const TypedPointer& values, int64_t numel,
+               std::chrono::milliseconds timeout, const std::function<void()>& enqueue_it);
+  std::function<void(const Waiting*, const std::string&)> giving_up(const Invocation& work, Clock::time_point start);
+  [[noreturn]] void fail(const Invocation& work, const Waiting& waiting, const std::exception& error, Clock::duration after);
   std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
-  std::string describe_failure(const Work& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
+  std::string describe_failure(const Invocation& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
                                const std::string& finding) const;
   std::string describe(const std::string& called, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
                        const std::string& what) const;
 
   std::unique_ptr<Transport> transport_;
-  std::unique_ptr<Traffic> traffic_;
+  std::unique_ptr<MessageSchedule> schedule_;
   std::vector<int> global_ranks_;
-  Buffer slots_, inbox_;
-  Lists lists_;
-  const Program meeting_;
+  Buffer slots_, receive_buffer_;
+  Scratch scratch_;
+  const Program handshake_;
   using Key = std::tuple<std::tuple<int, int, int64_t, int, Result, int>, Layout, std::vector<Span>>;
   std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
   std::atomic<bool> under_way_ = false, broken_ = false;
   std::atomic<Collective> latest_ = Collective::all_reduce;  // of the calls
   std::optional<Crossover> crossover_;
-  std::shared_ptr<Lookout> lookout_;
+  std::shared_ptr<FailureDetector> failure_detector_;
   std::mutex closing_;
   Failure failure_;
-  Watch watch_{[this] { return connection_error(); }};  // the last: its thread uses the others
+  Watchdog watchdog_{[this] { return connection_error(); }};  // the last: its thread uses the others
 };
 
 }  // namespace dltrain::comm

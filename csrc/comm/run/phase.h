@@ -14,16 +14,16 @@ class Observer {
   virtual void end(Phase phase) = 0;
 };
 
-class During {
+class PhaseScope {
  public:
-  During(Observer* observer, Phase phase) : observer_(observer), phase_(phase) {
+  PhaseScope(Observer* observer, Phase phase) : observer_(observer), phase_(phase) {
     if (observer_) observer_->begin(phase_);
   }
-  ~During() {
+  ~PhaseScope() {
     if (observer_) observer_->end(phase_);
   }
-  During(const During&) = delete;
-  During& operator=(const During&) = delete;
+  PhaseScope(const PhaseScope&) = delete;
+  PhaseScope& operator=(const PhaseScope&) = delete;
 
  private:
   Observer* const observer_;

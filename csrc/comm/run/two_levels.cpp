@@ -12,34 +12,34 @@ int64_t pieces_of(int64_t numel) {
   return std::clamp<int64_t>(numel / size, 1, most);
 }
 
-void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, const Options& call) {
-  const std::vector<Piece>& pieces = this->pieces(numel, call);
+void TwoLevels::all_reduce(const ExecutionContext& context, float* values, int64_t numel, const CallOptions& call) {
+  const std::vector<Slice>& pieces = this->pieces(numel, call);
   const int rank = inside_.rank();
   std::vector<Wait> under_way;
   std::vector<char*> messages(pieces.size(), nullptr);
   messages_.resize(std::max(messages_.size(), pieces.size()));
   try {
     for (size_t i = 0; i < pieces.size(); ++i) {
-      const Piece& piece = pieces[i];
-      inside_.reduce_scatter(place, values + piece.span.first, piece.span.count, piece.inside, call.average, call.timeout);
-      Options part = call;
+      const Slice& piece = pieces[i];
+      inside_.reduce_scatter(context, values + piece.span.first, piece.span.count, piece.inside, call.average, call.timeout);
+      CallOptions part = call;
       part.weight = static_cast<float>(inside_.world_size()) / static_cast<float>(hosts_.ranks);  // of this host's average
-      part.first = piece.shares[rank].first;
+      part.first = piece.shards[rank].first;
       part.feedback = call.feedback.from(part.first);
       if (call.layout) {
         part.layout = &piece.layouts[rank];
         part.first = 0;
       }
       if (piece.message_bytes > 0) {
-        messages[i] = static_cast<char*>(messages_[i].reserve(place, piece.message_bytes * hosts_.shares));
-        if (rank < hosts_.shares) part.message = messages[i] + piece.message_bytes * rank;
+        messages[i] = static_cast<char*>(messages_[i].reserve(context, piece.message_bytes * hosts_.shards));
+        if (rank < hosts_.shards) part.message = messages[i] + piece.message_bytes * rank;
       }
-      under_way.push_back(start_across(place, values + piece.shares[rank].first, piece.shares[rank].count, part, pieces.size() == 1));
+      under_way.push_back(start_across(context, values + piece.shards[rank].first, piece.shards[rank].count, part, pieces.size() == 1));
     }
     for (size_t i = 0; i < pieces.size(); ++i) {
       std::exchange(under_way[i], {})();
-      share_out(place, values, pieces[i], messages[i], call.timeout);
-      if (place.on_cuda()) messages_[i] = {};  // a captured graph has memory of its own
+      share_out(context, values, pieces[i], messages[i], call.timeout);
+      if (context.on_cuda()) messages_[i] = {};  // a captured graph has memory of its own
     }
   } catch (const std::exception& error) {  // also of who finds no memory: what is under way writes to the values
     for (Executor* level : {&inside_, &across_}) level->abort(error.what());
@@ -54,65 +54,67 @@ void TwoLevels::all_reduce(const Place& place, float* values, int64_t numel, con
   }
 }
 
-const std::vector<TwoLevels::Piece>& TwoLevels::pieces(int64_t numel, const Options& call) {
+const std::vector<TwoLevels::Slice>& TwoLevels::pieces(int64_t numel, const CallOptions& call) {
   constexpr size_t most = 256;
   static const Layout whole;
   const auto key = std::make_tuple(numel, call.algorithm, call.codec, call.segments, call.measures);
   const Layout& layout = call.layout ? *call.layout : whole;
   if (const auto found = pieces_.find(std::tie(key, layout)); found != pieces_.end()) return found->second;
   if (pieces_.size() == most) pieces_.clear();
-  std::vector<Piece> out;
+  std::vector<Slice> out;
   const auto count = static_cast<int>(pieces_of(numel));
-  for (int i = 0; i < count; ++i) out.push_back(piece(share(numel, count, i), call));
+  for (int i = 0; i < count; ++i) out.push_back(piece(shard(numel, count, i), call));
   return pieces_[{key, layout}] = std::move(out);
 }
 
-TwoLevels::Piece TwoLevels::piece(const Span& span, const Options& call) const {
-  Piece piece;
+TwoLevels::Slice TwoLevels::piece(const Span& span, const CallOptions& call) const {
+  Slice piece;
   piece.span = span;
-  piece.inside = shares_of(span.count, hosts_.shares, inside_.world_size());
+  piece.inside = shards_of(span.count, hosts_.shards, inside_.world_size());
   for (int rank = 0; rank < inside_.world_size(); ++rank) {
-    piece.shares.push_back({span.first + piece.inside[rank].first, piece.inside[rank].count});
-    if (call.layout) piece.layouts.push_back(within(*call.layout, piece.shares.back()));
+    piece.shards.push_back({span.first + piece.inside[rank].first, piece.inside[rank].count});
+    if (call.layout) piece.layouts.push_back(within(*call.layout, piece.shards.back()));
   }
   if (call.measures && call.algorithm == "auto") return piece;  // times decide about the plan, and may find another for each share
   std::vector<Encoded> messages;
-  for (int rank = 0; rank < hosts_.shares; ++rank) {
-    Options part = call;
+  for (int rank = 0; rank < hosts_.shards; ++rank) {
+    CallOptions part = call;
     if (call.layout) part.layout = &piece.layouts[rank];
-    messages.push_back(encoded(part, piece.shares[rank].count, hosts_.count));
+    messages.push_back(encoded(part, piece.shards[rank].count, hosts_.count));
     if (messages.back().parts.empty()) return piece;
   }
   const int64_t bytes = std::ranges::max_element(messages, {}, &Encoded::bytes)->bytes;
-  if (span.count * static_cast<int64_t>(sizeof(float)) - bytes * hosts_.shares < saving_) return piece;
+  if (span.count * static_cast<int64_t>(sizeof(float)) - bytes * hosts_.shards < saving_) return piece;
   piece.message_bytes = bytes;
-  for (int rank = 0; rank < hosts_.shares; ++rank) {
+  for (int rank = 0; rank < hosts_.shards; ++rank) {
     for (auto& [region, slot] : messages[rank].parts) {
-      region.span.first += piece.shares[rank].first;
+      region.span.first += piece.shards[rank].first;
       piece.decodes.push_back({region, slot + bytes * rank});
     }
   }
   return piece;
 }
 
-void TwoLevels::share_out(const Place& place, float* values, const Piece& piece, char* messages, std::chrono::milliseconds timeout) {
-  if (!messages) return inside_.all_gather(place, values + piece.span.first, piece.span.count, piece.inside, timeout);
-  const int64_t words = piece.message_bytes * hosts_.shares / static_cast<int64_t>(sizeof(float));
-  inside_.all_gather(place, reinterpret_cast<float*>(messages), words, shares_of(words, hosts_.shares, inside_.world_size()), timeout);
-  decode(place, piece.decodes, messages, {values}, decodings_);
+void TwoLevels::share_out(const ExecutionContext& context, float* values, const Slice& piece, char* messages,
+                          std::chrono::milliseconds timeout) {
+  if (!messages) return inside_.all_gather(context, values + piece.span.first, piece.span.count, piece.inside, timeout);
+  const int64_t words = piece.message_bytes * hosts_.shards / static_cast<int64_t>(sizeof(float));
+  inside_.all_gather(context, reinterpret_cast<float*>(messages), words, shards_of(words, hosts_.shards, inside_.world_size()), timeout);
+  decode(context, piece.decodes, messages, {values}, decodings_);
 }
 
-TwoLevels::Wait TwoLevels::start_across(const Place& place, float* values, int64_t numel, const Options& call, bool alone) {
+TwoLevels::Wait TwoLevels::start_across(const ExecutionContext& context, float* values, int64_t numel, const CallOptions& call,
+                                        bool alone) {
   if constexpr (built_with_cuda) {
-    if (place.on_cuda()) {
-      if (!stream_) stream_ = std::make_shared<cuda::Stream>(place.device);
-      const Place side = stream_->place(place.allocator);
-      Event::record(place).wait(side);
+    if (context.on_cuda()) {
+      if (!stream_) stream_ = std::make_shared<cuda::Stream>(context.device);
+      const ExecutionContext side = stream_->context(context.allocator);
+      Event::record(context).wait(side);
       across_.run(side, {values}, numel, call);
-      return [done = Event::record(side), place] { done.wait(place); };
+      return [done = Event::record(side), context] { done.wait(context); };
     }
   }
-  const auto across = [=, this](const Place& where) {
+  const auto across = [=, this](const ExecutionContext& where) {
     try {
       across_.run(where, {values}, numel, call);
     } catch (const CollectiveError& error) {
@@ -121,7 +123,7 @@ TwoLevels::Wait TwoLevels::start_across(const Place& place, float* values, int64
     }
   };
   if (alone) {
-    across(place);
+    across(context);
     return [] {};
   }
   auto task = std::make_shared<std::packaged_task<void()>>([across] { across({}); });  // the other threads are busy inside

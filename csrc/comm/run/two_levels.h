@@ -19,7 +19,7 @@ int64_t pieces_of(int64_t numel);
 
 struct Hosts {
   int count;
-  int shares;  // of each
+  int shards;  // of each
   int ranks;   // of all
 };
 
@@ -44,29 +44,29 @@ class TwoLevels {
       : inside_(inside), across_(across), hosts_(hosts), saving_(saving) {}
 
   // In place. Throws CollectiveError; then both levels have failed.
-  void all_reduce(const Place& place, float* values, int64_t numel, const Options& call);
+  void all_reduce(const ExecutionContext& context, float* values, int64_t numel, const CallOptions& call);
 
  private:
-  struct Piece {
+  struct Slice {
     Span span;
     std::vector<Span> inside;         // by rank inside, what each has of it, counted from its first element
-    std::vector<Span> shares;         // the same, counted from the tensor's
+    std::vector<Span> shards;         // the same, counted from the tensor's
     std::vector<Layout> layouts;      // of these, where the call has one
     int64_t message_bytes = 0;        // of a share's message, the same for all; 0 where values are shared inside
     std::vector<DecodeStep> decodes;  // of all shares' messages, side by side
   };
   using Wait = std::function<void()>;  // until what was started is done, for the place
 
-  const std::vector<Piece>& pieces(int64_t numel, const Options& call);
-  Piece piece(const Span& span, const Options& call) const;
-  Wait start_across(const Place& place, float* values, int64_t numel, const Options& call, bool alone);
-  void share_out(const Place& place, float* values, const Piece& piece, char* messages, std::chrono::milliseconds timeout);
+  const std::vector<Slice>& pieces(int64_t numel, const CallOptions& call);
+  Slice piece(const Span& span, const CallOptions& call) const;
+  Wait start_across(const ExecutionContext& context, float* values, int64_t numel, const CallOptions& call, bool alone);
+  void share_out(const ExecutionContext& context, float* values, const Slice& piece, char* messages, std::chrono::milliseconds timeout);
 
   Executor &inside_, &across_;
   const Hosts hosts_;
   const int64_t saving_;
   using Key = std::tuple<std::tuple<int64_t, std::string, std::string, int, bool>, Layout>;
-  std::map<Key, std::vector<Piece>, std::less<>> pieces_;
+  std::map<Key, std::vector<Slice>, std::less<>> pieces_;
   std::vector<Buffer> messages_;  // by piece
   std::vector<Decoding> decodings_;
   std::shared_ptr<cuda::Stream> stream_;  // of what goes across, on a device; shared: a build without CUDA has no destructor of it

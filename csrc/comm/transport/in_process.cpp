@@ -41,8 +41,8 @@ class Sent : public Request {
 
 class Received : public Request {
  public:
-  Received(Pipe& pipe, const Place& place, void* data, int64_t bytes, int tag)
-      : pipe_(pipe), place_(place), data_(data), bytes_(bytes), tag_(tag) {
+  Received(Pipe& pipe, const ExecutionContext& context, void* data, int64_t bytes, int tag)
+      : pipe_(pipe), context_(context), data_(data), bytes_(bytes), tag_(tag) {
     std::lock_guard lock(pipe_.mutex);
     number_ = pipe_.expected[tag]++;
   }
@@ -60,10 +60,10 @@ class Received : public Request {
     Parcel parcel = std::move(*found);
     pipe_.parcels.erase(found);
     lock.unlock();
-    parcel.sent.wait(place_);
-    parcel.bytes.hand_to(place_);
+    parcel.sent.wait(context_);
+    parcel.bytes.hand_to(context_);
     if (parcel.bytes.bytes() > bytes_) throw TransportError(text("expected at most ", bytes_, " bytes, got ", parcel.bytes.bytes()));
-    copy(place_, data_, parcel.bytes.data(), parcel.bytes.bytes());
+    copy(context_, data_, parcel.bytes.data(), parcel.bytes.bytes());
   }
 
   void abort() override {
@@ -74,7 +74,7 @@ class Received : public Request {
 
  private:
   Pipe& pipe_;
-  Place place_;
+  ExecutionContext context_;
   void* data_;
   int64_t bytes_;
   int tag_;
@@ -91,10 +91,10 @@ class InProcess : public Transport {
   int rank() const override { return rank_; }
   int world_size() const override { return static_cast<int>(pipes_->size()); }
 
-  std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag) override {
-    Parcel parcel{Memory(place, bytes), {}, tag, 0};
-    copy(place, parcel.bytes.data(), data, bytes);
-    parcel.sent = Event::record(place);
+  std::unique_ptr<Request> send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int tag) override {
+    Parcel parcel{Memory(context, bytes), {}, tag, 0};
+    copy(context, parcel.bytes.data(), data, bytes);
+    parcel.sent = Event::record(context);
     Pipe& pipe = (*pipes_)[rank_][peer];
     std::lock_guard lock(pipe.mutex);
     parcel.number = pipe.sent[tag]++;
@@ -103,8 +103,8 @@ class InProcess : public Transport {
     return std::make_unique<Sent>();
   }
 
-  std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag) override {
-    return std::make_unique<Received>((*pipes_)[peer][rank_], place, data, bytes, tag);
+  std::unique_ptr<Request> recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int tag) override {
+    return std::make_unique<Received>((*pipes_)[peer][rank_], context, data, bytes, tag);
   }
 
   void close() noexcept override {

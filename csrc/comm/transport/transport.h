@@ -8,7 +8,7 @@
 
 #include "comm/transport/call.h"
 #include "core/clock.h"
-#include "core/place.h"
+#include "core/execution_context.h"
 
 namespace dltrain::comm {
 
@@ -25,7 +25,7 @@ class Disagreement : public TransportError {
 };
 
 // The peer has said that none will come any more.
-class Farewell : public TransportError {
+class PeerClosed : public TransportError {
  public:
   using TransportError::TransportError;
 };
@@ -45,15 +45,15 @@ class Grouping;
 class Health;
 
 // Carries bytes between the ranks of one group. Between two ranks messages of one tag arrive in the order in which they were posted. The
-// data lies at the place, and a message takes its turn in the order of the place's work.
+// data lies at the place, and a message takes its turn in the order of the context's work.
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  virtual std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) = 0;
+  virtual std::unique_ptr<Request> send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int tag = 0) = 0;
   // The message may be shorter than `bytes`, never longer.
-  virtual std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) = 0;
+  virtual std::unique_ptr<Request> recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int tag = 0) = 0;
   // Nothing is sent or received from now on. Tells the peers, where they can be told, and ends their waits for this rank.
   virtual void close() noexcept {}
 
@@ -74,7 +74,7 @@ class Framing {
 };
 
 // One of several that are posted together.
-struct Posting {
+struct P2POp {
   bool sent;  // else received
   int peer;
   void* data;
@@ -86,7 +86,7 @@ class Grouping {
  public:
   virtual ~Grouping() = default;
   // Posts all of them; the request is for all. They make progress together, so a rank's receives may be what others' sends wait for.
-  virtual std::unique_ptr<Request> exchange(const Place& place, const std::vector<Posting>& postings) = 0;
+  virtual std::unique_ptr<Request> exchange(const ExecutionContext& context, const std::vector<P2POp>& ops) = 0;
 };
 
 // Of a transport whose messages are only enqueued. Both from any thread.

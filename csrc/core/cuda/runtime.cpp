@@ -47,18 +47,18 @@ DeviceGuard::~DeviceGuard() {
   if (device_ != before_ && has_context(before_)) cudaSetDevice(before_);
 }
 
-void* allocate(const Place& place, int64_t bytes) {
-  if (place.allocator) return place.allocator->allocate(place.device, place.stream, bytes);
-  const DeviceGuard guard(place.device);
+void* allocate(const ExecutionContext& context, int64_t bytes) {
+  if (context.allocator) return context.allocator->allocate(context.device, context.stream, bytes);
+  const DeviceGuard guard(context.device);
   void* memory = nullptr;
-  check(cudaMallocAsync(&memory, static_cast<size_t>(bytes), place.stream), "allocating device memory");
+  check(cudaMallocAsync(&memory, static_cast<size_t>(bytes), context.stream), "allocating device memory");
   return memory;
 }
 
-void release(const Place& place, void* memory) noexcept {
-  if (place.allocator) return place.allocator->release(memory, place.device, place.stream);
-  const DeviceGuard guard(place.device, std::nothrow);
-  cudaFreeAsync(memory, place.stream);
+void release(const ExecutionContext& context, void* memory) noexcept {
+  if (context.allocator) return context.allocator->release(memory, context.device, context.stream);
+  const DeviceGuard guard(context.device, std::nothrow);
+  cudaFreeAsync(memory, context.stream);
 }
 
 void* allocate_pinned(int device, int64_t bytes) {
@@ -73,26 +73,26 @@ void release_pinned(int device, void* memory) noexcept {
   cudaFreeHost(memory);
 }
 
-void copy(const Place& place, void* to, const void* from, int64_t bytes) {
-  const DeviceGuard guard(place.device);
-  check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, place.stream), "copying");
+void copy(const ExecutionContext& context, void* to, const void* from, int64_t bytes) {
+  const DeviceGuard guard(context.device);
+  check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, context.stream), "copying");
 }
 
-std::shared_ptr<CUevent_st> record_event(const Place& place) {
-  const DeviceGuard guard(place.device);
+std::shared_ptr<CUevent_st> record_event(const ExecutionContext& context) {
+  const DeviceGuard guard(context.device);
   cudaEvent_t event = nullptr;
   check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
-  const std::shared_ptr<CUevent_st> owned(event, [device = place.device](cudaEvent_t e) {
+  const std::shared_ptr<CUevent_st> owned(event, [device = context.device](cudaEvent_t e) {
     const DeviceGuard own(device, std::nothrow);
     cudaEventDestroy(e);
   });
-  check(cudaEventRecord(event, place.stream), "recording an event");
+  check(cudaEventRecord(event, context.stream), "recording an event");
   return owned;
 }
 
-void wait_event(const Place& place, CUevent_st* event) {
-  const DeviceGuard guard(place.device);
-  check(cudaStreamWaitEvent(place.stream, event, 0), "waiting for an event");
+void wait_event(const ExecutionContext& context, CUevent_st* event) {
+  const DeviceGuard guard(context.device);
+  check(cudaStreamWaitEvent(context.stream, event, 0), "waiting for an event");
 }
 
 void synchronize_event(int device, CUevent_st* event) {
@@ -107,10 +107,10 @@ bool event_passed(int device, CUevent_st* event) {
   return answer == cudaSuccess;
 }
 
-bool is_capturing(const Place& place) {
-  const DeviceGuard guard(place.device);
+bool is_capturing(const ExecutionContext& context) {
+  const DeviceGuard guard(context.device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(place.stream, &status), "asking a stream whether it is captured");
+  check(cudaStreamIsCapturing(context.stream, &status), "asking a stream whether it is captured");
   return status != cudaStreamCaptureStatusNone;
 }
 

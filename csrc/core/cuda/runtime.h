@@ -6,25 +6,25 @@
 #include <memory>
 #include <new>
 
-#include "core/place.h"
+#include "core/execution_context.h"
 
 struct CUevent_st;
 
 namespace dltrain::cuda {
 
-void* allocate(const Place& place, int64_t bytes);
-void release(const Place& place, void* memory) noexcept;
+void* allocate(const ExecutionContext& context, int64_t bytes);
+void release(const ExecutionContext& context, void* memory) noexcept;
 void* allocate_pinned(int device, int64_t bytes);
 void release_pinned(int device, void* memory) noexcept;
-void copy(const Place& place, void* to, const void* from, int64_t bytes);
+void copy(const ExecutionContext& context, void* to, const void* from, int64_t bytes);
 
-std::shared_ptr<CUevent_st> record_event(const Place& place);
-void wait_event(const Place& place, CUevent_st* event);
+std::shared_ptr<CUevent_st> record_event(const ExecutionContext& context);
+void wait_event(const ExecutionContext& context, CUevent_st* event);
 void synchronize_event(int device, CUevent_st* event);
 bool event_passed(int device, CUevent_st* event);
 
 // Whether what the place is given now becomes part of a graph, to run when that is replayed.
-bool is_capturing(const Place& place);
+bool is_capturing(const ExecutionContext& context);
 
 // Lets the calling thread ask for events of the device while another one captures.
 void stay_out_of_captures(int device);
@@ -37,7 +37,7 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  Place place(const Allocator* allocator = nullptr) const { return Place::cuda(device_, stream_, allocator); }
+  ExecutionContext context(const Allocator* allocator = nullptr) const { return ExecutionContext::cuda(device_, stream_, allocator); }
 
  private:
   int device_;

@@ -2,16 +2,16 @@
 
 namespace dltrain::cuda {
 
-Event StreamQueue::submit(const Place& caller, const Task& task) {
+Event StreamQueue::submit(const ExecutionContext& caller, const Task& task) {
   const std::lock_guard lock(mutex_);
-  Event::record(caller).wait(place_);
+  Event::record(caller).wait(context_);
   try {
-    task(place_);
+    task(context_);
   } catch (...) {
-    Event::record(place_).wait(caller);  // what it enqueued before may still be under way
+    Event::record(context_).wait(caller);  // what it enqueued before may still be under way
     throw;
   }
-  return Event::record(place_);
+  return Event::record(context_);
 }
 
 }  // namespace dltrain::cuda

@@ -4,7 +4,7 @@
 #include <mutex>
 
 #include "core/event.h"
-#include "core/place.h"
+#include "core/execution_context.h"
 
 namespace dltrain::cuda {
 
@@ -12,20 +12,20 @@ namespace dltrain::cuda {
 // order it with the callers' streams, and no host thread waits.
 class StreamQueue {
  public:
-  explicit StreamQueue(const Place& place) : place_(place) {}
+  explicit StreamQueue(const ExecutionContext& context) : context_(context) {}
 
-  using Task = std::function<void(const Place& place)>;
+  using Task = std::function<void(const ExecutionContext& context)>;
 
   // The task's work comes after what the caller's stream has been given, and before what it is given next.
-  void run(const Place& caller, const Task& task) { submit(caller, task).wait(caller); }
+  void run(const ExecutionContext& caller, const Task& task) { submit(caller, task).wait(caller); }
 
   // The same, but the caller's stream goes on at once: who needs the result waits for the event.
-  Event submit(const Place& caller, const Task& task);
+  Event submit(const ExecutionContext& caller, const Task& task);
 
-  const Place& place() const { return place_; }
+  const ExecutionContext& context() const { return context_; }
 
  private:
-  const Place place_;
+  const ExecutionContext context_;
   std::mutex mutex_;
 };
 

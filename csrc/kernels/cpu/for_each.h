@@ -3,19 +3,19 @@
 #include <cstdint>
 
 #include "core/cache_line.h"
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/instruction_set.h"
 
 namespace dltrain::cpu {
 
 template <class Operation>
-void for_each(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
+void for_each(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   // So much takes a core longer than waking another one.
   constexpr int64_t grain = 1 << 18;
   if (operation.skip()) return;
   const auto loop = std::get<ElementLoop<Operation>>(loops().elements);
-  place.parallel_for(list.numel(), grain, [&](int64_t begin, int64_t end) {
+  context.parallel_for(list.numel(), grain, [&](int64_t begin, int64_t end) {
     typename Operation::Element element;
     const typename Operation::Numbers* known = nullptr;  // of the row that element was worked out for
     list.visit(begin, end, [&](int64_t index, const auto& row, int64_t first, int64_t last) {

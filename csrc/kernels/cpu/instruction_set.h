@@ -14,8 +14,8 @@ namespace dltrain::cpu {
 // instruction set throughout.
 template <class Operation>
 struct ElementLoop {
-  void (*run)(const typename Operation::Element& element, const Form<Operation::streams>& form, const typename ListOf<Operation>::Row& row,
-              int64_t begin, int64_t end);
+  void (*run)(const typename Operation::Element& element, const Signature<Operation::streams>& form,
+              const typename ListOf<Operation>::Row& row, int64_t begin, int64_t end);
 };
 template <class Operation>
 struct BlockLoop {
@@ -23,8 +23,8 @@ struct BlockLoop {
 };
 template <class Reduction>
 struct ReduceLoop {
-  void (*run)(const typename Reduction::Element& element, const Form<Reduction::streams>& form, const typename ListOf<Reduction>::Row& row,
-              int64_t begin, int64_t end, double* sums);
+  void (*run)(const typename Reduction::Element& element, const Signature<Reduction::streams>& form,
+              const typename ListOf<Reduction>::Row& row, int64_t begin, int64_t end, double* sums);
 };
 
 // All loops, compiled for one instruction set.

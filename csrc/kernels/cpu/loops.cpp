@@ -26,13 +26,13 @@ struct Stretch {
   int64_t numel;  // of the row
   int64_t at, count;
 
-  DLT_HD Elements elements() const { return Elements{data, format.dtype}.from(at); }
+  DLT_HD TypedPointer elements() const { return TypedPointer{data, format.dtype}.from(at); }
 };
 
 // Calls visit(tile) for each tile of a codec in the stretch; its elements begin at a multiple of the tile's.
 template <class C, class Visit>
 DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
-  constexpr int size = Message<C>::tile;
+  constexpr int size = MessageLayout<C>::tile;
   for (int64_t first = 0; first < stretch.count; first += size) {
     const int64_t index = (stretch.at + first) / size, rest = stretch.count - first;
     if (rest >= size) {
@@ -69,7 +69,7 @@ DLT_HD float* widened(const Stretch& from, float* room) {
     decode_to(room, from);
     return room;
   }
-  const Elements elements = from.elements();
+  const TypedPointer elements = from.elements();
   if (elements.dtype == Dtype::fp32) return static_cast<float*>(elements.data);
   with_type(elements, [&](const auto* values) DLT_HD_LAMBDA { widen_run(room, values, from.count); });
   return room;
@@ -81,8 +81,8 @@ template <class Operation, std::size_t... K>
 struct ElementRun<Operation, std::index_sequence<K...>> {
   using Element = typename Operation::Element;
 
-  static void run(const Element& given, const Form<Operation::streams>& form, const typename ListOf<Operation>::Row& row, int64_t begin,
-                  int64_t end) {
+  static void run(const Element& given, const Signature<Operation::streams>& form, const typename ListOf<Operation>::Row& row,
+                  int64_t begin, int64_t end) {
     // Copies, which no store into a stream can change.
     const Element element = given;
     if (form.is_plain()) {
@@ -96,7 +96,7 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
       float* const data[] = {widened(stretches[K], room[K])...};
       over(element, data, 0, count);
       (narrow_if<Operation::writes(K)>(data[K], stretches[K]), ...);
-      if (form.copies) narrow_to(data[0], count, Elements{row.copy, form.copy}.from(at));
+      if (form.copies) narrow_to(data[0], count, TypedPointer{row.copy, form.copy}.from(at));
     }
   }
 
@@ -108,7 +108,7 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
     for (int64_t i = begin; i < end; ++i) element(streams[K][i]...);
   }
 
-  DLT_HD static void narrow_to(const float* values, int64_t count, const Elements& to) {
+  DLT_HD static void narrow_to(const float* values, int64_t count, const TypedPointer& to) {
     with_type(to, [&](auto* out) DLT_HD_LAMBDA { narrow_run(out, values, count); });
   }
 
@@ -156,8 +156,8 @@ struct ReduceRun<Reduction, std::index_sequence<K...>> {
   static constexpr int lanes = 32;
   using Running = double[lanes];
 
-  static void run(const Element& given, const Form<Reduction::streams>& form, const typename ListOf<Reduction>::Row& row, int64_t begin,
-                  int64_t end, double* sums) {
+  static void run(const Element& given, const Signature<Reduction::streams>& form, const typename ListOf<Reduction>::Row& row,
+                  int64_t begin, int64_t end, double* sums) {
     const Element element = given;
     Running running[Reduction::sums];
     for (auto& each : running) {

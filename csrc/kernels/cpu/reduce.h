@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "core/tensor_list.h"
 #include "kernels/cpu/instruction_set.h"
 #include "math/sum_squares.h"
@@ -14,26 +14,26 @@ namespace dltrain::cpu {
 
 // Parts of fixed length, reduced in any order, then merged in theirs.
 template <class Reduction>
-void reduce(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
+void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
   constexpr int64_t length = 1 << 14, grain = 16;
-  struct Part {
+  struct Partial {
     int64_t row, first, last;
     std::array<double, Reduction::sums> sums;
   };
-  std::vector<Part> parts;
+  std::vector<Partial> parts;
   for (int64_t row = 0; row < list.size(); ++row) {
     const int64_t numel = list.row(row).numel;
     for (int64_t first = 0; first < numel; first += length) parts.push_back({row, first, std::min(first + length, numel), {}});
   }
   const auto loop = std::get<ReduceLoop<Reduction>>(loops().reductions);
-  place.parallel_for(static_cast<int64_t>(parts.size()), grain, [&](int64_t begin, int64_t end) {
+  context.parallel_for(static_cast<int64_t>(parts.size()), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       auto& [row, first, last, sums] = parts[i];
       loop.run(reduction.at(list.row(row).numbers), list.form(), list.row(row), first, last, sums.data());
     }
   });
   std::fill_n(results, list.size() * Reduction::sums, math::SumSquares::none());
-  for (const Part& part : parts) {
+  for (const Partial& part : parts) {
     double* const sums = results + part.row * Reduction::sums;
     for (int s = 0; s < Reduction::sums; ++s) sums[s] = math::SumSquares::merge(sums[s], part.sums[s]);
   }

@@ -81,41 +81,41 @@ class Tile {
   }
 
   template <class Codec, class F>
-  DLT_HD void encode(typename Codec::Unit* to, bool past_cache, F f) {
-    using Layout = Message<Codec>;
+  DLT_HD void encode(typename Codec::Word* to, bool non_temporal, F f) {
+    using Layout = MessageLayout<Codec>;
     const float* const value = value_;  // which no store of a byte can change
-    alignas(cache_line) Word<Codec> scratch[Layout::units];
-    Word<Codec>* words = scratch;
-    if constexpr (full && Layout::codes == 1) words = past_cache ? scratch : to;
+    alignas(cache_line) Wide<Codec> scratch[Layout::words];
+    Wide<Codec>* wide = scratch;
+    if constexpr (full && Layout::codes == 1) wide = non_temporal ? scratch : to;
 #pragma GCC ivdep
-    for (int j = 0; j < Layout::units; ++j) {
-      uint32_t word = 0;
+    for (int j = 0; j < Layout::words; ++j) {
+      uint32_t packed = 0;
       for (int k = 0; k < Layout::codes; ++k) {
-        const int i = j + k * Layout::units;
+        const int i = j + k * Layout::words;
         const uint32_t code = f(value[i], random_[i]);
-        word |= (full || i < count_ ? code : 0) << (k * Codec::bits);
+        packed |= (full || i < count_ ? code : 0) << (k * Codec::bits);
       }
-      words[j] = static_cast<Word<Codec>>(word);
+      wide[j] = static_cast<Wide<Codec>>(packed);
     }
     if constexpr (full && Layout::codes == 1) {
-      if (past_cache) cpu::stream(to, scratch, sizeof(scratch));
+      if (non_temporal) cpu::stream(to, scratch, sizeof(scratch));
     } else {
       const int n = present<Layout>();
 #pragma GCC ivdep
-      for (int j = 0; j < n; ++j) to[j] = static_cast<typename Codec::Unit>(words[j]);
+      for (int j = 0; j < n; ++j) to[j] = static_cast<typename Codec::Word>(wide[j]);
     }
   }
 
   template <class Codec, class F>
-  DLT_HD void decode(const typename Codec::Unit* from, F f) {
+  DLT_HD void decode(const typename Codec::Word* from, F f) {
     const float* const value = value_;
     each_code<Codec>(from, [&](int i, uint32_t code) DLT_HD_LAMBDA { held_[i] = f(value[i], code); });
     value_ = held_;
   }
 
   template <class Codec, class F>
-  DLT_HD void recall(const typename Codec::Unit* units, F f) {
-    each_code<Codec>(units, [&](int i, uint32_t code) DLT_HD_LAMBDA { decoded_[i] = f(code); });
+  DLT_HD void recall(const typename Codec::Word* words, F f) {
+    each_code<Codec>(words, [&](int i, uint32_t code) DLT_HD_LAMBDA { decoded_[i] = f(code); });
   }
 
   DLT_HD void randomize(const math::RandomStream& stream, int64_t first) {
@@ -166,20 +166,20 @@ class Tile {
 
   // Several codes are put together and taken apart in whole words: the compiler would else narrow or widen each by itself.
   template <class Codec>
-  using Word = std::conditional_t<Message<Codec>::codes == 1, typename Codec::Unit, uint32_t>;
+  using Wide = std::conditional_t<MessageLayout<Codec>::codes == 1, typename Codec::Word, uint32_t>;
 
   template <class Layout>
   DLT_HD int present() const {
-    return full || Layout::units < count_ ? Layout::units : count_;
+    return full || Layout::words < count_ ? Layout::words : count_;
   }
 
   template <class Codec, class F>
-  DLT_HD void each_code(const typename Codec::Unit* from, F f) const {
-    using Layout = Message<Codec>;
-    alignas(cache_line) Word<Codec> scratch[Layout::units];
-    const Word<Codec>* words = scratch;
+  DLT_HD void each_code(const typename Codec::Word* from, F f) const {
+    using Layout = MessageLayout<Codec>;
+    alignas(cache_line) Wide<Codec> scratch[Layout::words];
+    const Wide<Codec>* wide = scratch;
     if constexpr (full && Layout::codes == 1) {
-      words = from;
+      wide = from;
     } else {
       const int n = present<Layout>();
 #pragma GCC ivdep
@@ -188,9 +188,9 @@ class Tile {
     constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
 #pragma GCC unroll 8
     for (int k = 0; k < Layout::codes; ++k) {
-      const int rest = count() - k * Layout::units, n = rest < Layout::units ? rest : Layout::units;
+      const int rest = count() - k * Layout::words, n = rest < Layout::words ? rest : Layout::words;
 #pragma GCC ivdep
-      for (int j = 0; j < n; ++j) f(j + k * Layout::units, (words[j] >> (k * Codec::bits)) & mask);
+      for (int j = 0; j < n; ++j) f(j + k * Layout::words, (wide[j] >> (k * Codec::bits)) & mask);
     }
   }
 

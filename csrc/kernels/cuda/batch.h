@@ -13,8 +13,8 @@
 
 #include "core/cuda/check.h"
 #include "core/cuda/runtime.h"
+#include "core/execution_context.h"
 #include "core/host_device.h"
-#include "core/place.h"
 #include "core/tensor_list.h"
 
 namespace dltrain::cuda {
@@ -54,7 +54,7 @@ inline constexpr int most =
 template <class Operation, class List, int capacity = most<Operation, List>>
 struct Batch {
   Operation operation;
-  Form<List::streams> form;
+  Signature<List::streams> form;
   int64_t chunks;
   int size;
   BatchRow<List> rows[capacity];
@@ -91,13 +91,13 @@ void in_batches(const List& list, const Operation& operation, Launch&& launch) {
 // Every kernel takes one struct of parameters; all of its loops go on by the size of the grid, so that the grid may be cut. It is cut to a
 // few times what the device holds at once: what a block works out before its loop it then does seldom, and the last blocks still even out.
 template <class Parameters>
-void launch(const Place& place, void (*kernel)(Parameters), int64_t blocks, const Parameters& parameters, const char* what) {
+void launch(const ExecutionContext& context, void (*kernel)(Parameters), int64_t blocks, const Parameters& parameters, const char* what) {
   if (blocks == 0) return;
-  const DeviceGuard guard(place.device);
+  const DeviceGuard guard(context.device);
   void* arguments[] = {const_cast<Parameters*>(&parameters)};
   constexpr int waves = 4;
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{waves} * resident * multiprocessors(place.device)));
-  check(cudaLaunchKernel(kernel, dim3(grid), dim3(threads), arguments, 0, place.stream), what);
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{waves} * resident * multiprocessors(context.device)));
+  check(cudaLaunchKernel(kernel, dim3(grid), dim3(threads), arguments, 0, context.stream), what);
 }
 
 }  // namespace dltrain::cuda

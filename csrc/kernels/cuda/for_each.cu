@@ -33,7 +33,7 @@ union Raw {
 };
 
 template <bool all>
-__device__ Raw load(const Elements& from, const Quad<all>& quad) {
+__device__ Raw load(const TypedPointer& from, const Quad<all>& quad) {
   Raw raw;
   with_type(from.from(quad.i), [&]<class T>(const T* values) {
     if (quad.is_whole() && is_aligned(values)) {
@@ -46,13 +46,13 @@ __device__ Raw load(const Elements& from, const Quad<all>& quad) {
 }
 
 __device__ void widen_to(float (&to)[width], Raw& raw, Dtype dtype) {
-  with_type(Elements{nullptr, dtype}, [&](const auto* typed) {
+  with_type(TypedPointer{nullptr, dtype}, [&](const auto* typed) {
     for (int c = 0; c < width; ++c) to[c] = widen(raw.of(typed).values[c]);
   });
 }
 
 template <bool all>
-__device__ void store(const Elements& to, const Quad<all>& quad, const float (&values)[width]) {
+__device__ void store(const TypedPointer& to, const Quad<all>& quad, const float (&values)[width]) {
   with_type(to.from(quad.i), [&]<class T>(T* out) {
     Pack<T> pack;
     for (int c = 0; c < width; ++c) pack.values[c] = narrow<T>(values[c]);
@@ -66,7 +66,7 @@ __device__ void store(const Elements& to, const Quad<all>& quad, const float (&v
   });
 }
 
-__device__ void store(const Elements& to, float value) {
+__device__ void store(const TypedPointer& to, float value) {
   with_type(to, [&]<class T>(T* out) { *out = narrow<T>(value); });
 }
 
@@ -77,7 +77,7 @@ struct Stream {
   Format format;
   int64_t numel;  // of the row
 
-  __device__ Elements elements(int64_t first) const { return Elements{data, format.dtype}.from(first); }
+  __device__ TypedPointer elements(int64_t first) const { return TypedPointer{data, format.dtype}.from(first); }
 
   template <class Quad>
   __device__ Raw load(const Quad& quad) const {
@@ -108,7 +108,7 @@ struct Stream {
     Raw raw;
     auto held = tile(i);
     with_codec(format, [&]<class C>(std::type_identity<C>) {
-      static_assert(Message<C>::tile == block);
+      static_assert(MessageLayout<C>::tile == block);
       decode<C>(held, static_cast<const uint8_t*>(data), numel, [](float, float x) { return x; });
     });
     held.give(raw.fp32.values);
@@ -131,9 +131,9 @@ __device__ auto stream_of(const B& batch, const BatchRow<ListOf<Operation>>& row
   return Stream<is_coded<Operation, coded, k>>{row.data[k], batch.form.formats[k], row.numel};
 }
 
-template <bool written, class Stream, class Place, class Values>
-__device__ void store_if(const Stream& to, const Place& place, const Values& values) {
-  if constexpr (written) to.store(place, values);
+template <bool written, class Stream, class ExecutionContext, class Values>
+__device__ void store_if(const Stream& to, const ExecutionContext& context, const Values& values) {
+  if constexpr (written) to.store(context, values);
 }
 
 // The elements [first, last) of a row, by all threads of a block.
@@ -158,7 +158,7 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
       float values[] = {first_of(stream_of<Operation, coded, K>(batch, row).elements(i))...};
       element(values[K]...);
       (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), i, values[K]), ...);
-      if (batch.form.copies) store(Elements{row.copy, batch.form.copy}.from(i), values[0]);
+      if (batch.form.copies) store(TypedPointer{row.copy, batch.form.copy}.from(i), values[0]);
     }
   }
 }
@@ -194,20 +194,20 @@ __global__ void __launch_bounds__(threads, blocks_at_once<Operation, coded>)
 }
 
 template <int capacity, bool coded, class Operation>
-void enqueue_up_to(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
+void enqueue_up_to(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   in_batches<capacity>(list, operation, [&](const auto& batch, int64_t) {
-    launch(place, for_each_kernel<Operation, capacity, coded>, batch.chunks, batch, "starting for_each");
+    launch(context, for_each_kernel<Operation, capacity, coded>, batch.chunks, batch, "starting for_each");
   });
 }
 
 template <class Operation>
-void enqueue(const Place& place, const ListOf<Operation>& list, const Operation& operation) {
+void enqueue(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   constexpr int many = most<Operation, ListOf<Operation>>;
   if constexpr (takes_codes<Operation>) {
-    if (list.form().is_coded()) return enqueue_up_to<many, true>(place, list, operation);
+    if (list.form().is_coded()) return enqueue_up_to<many, true>(context, list, operation);
   }
-  if (list.size() <= few) return enqueue_up_to<few, false>(place, list, operation);
-  enqueue_up_to<many, false>(place, list, operation);
+  if (list.size() <= few) return enqueue_up_to<few, false>(context, list, operation);
+  enqueue_up_to<many, false>(context, list, operation);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "core/place.h"
+#include "core/execution_context.h"
 #include "core/tensor_list.h"
 #include "kernels/operations.h"
 
@@ -12,15 +12,15 @@ namespace dltrain::cuda {
 
 template <class Operation>
 struct ForEach {
-  void (*enqueue)(const Place& place, const ListOf<Operation>& list, const Operation& operation);
+  void (*enqueue)(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation);
 };
 template <class Operation>
 struct MapBlocks {
-  void (*enqueue)(const Place& place, std::span<const Job<Operation>> jobs);
+  void (*enqueue)(const ExecutionContext& context, std::span<const Job<Operation>> jobs);
 };
 template <class Reduction>
 struct Reduce {
-  void (*enqueue)(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results);
+  void (*enqueue)(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results);
 };
 
 extern const Table<ForEach, Elementwise> for_each_table;

@@ -55,12 +55,12 @@ __global__ void __launch_bounds__(threads, resident)
   constexpr int size = Operation::elements;
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / warp; index < blocks.tiles;
        index += gridDim.x * int64_t{warps}) {
-    const int place = blocks.job_of(index);
-    const auto& [numel, operation] = blocks.jobs[place];
-    const int64_t own = index - (capacity == 1 ? 0 : blocks.first_tile[place]), rest = numel - own * size;
+    const int context = blocks.job_of(index);
+    const auto& [numel, operation] = blocks.jobs[context];
+    const int64_t own = index - (capacity == 1 ? 0 : blocks.first_tile[context]), rest = numel - own * size;
     Tile<size> tile(own, rest < size ? static_cast<int>(rest) : size);
     if constexpr (Receives<Operation>) {
-      operation(tile, blocks.received + (capacity == 1 ? 0 : blocks.first_received[place]));
+      operation(tile, blocks.received + (capacity == 1 ? 0 : blocks.first_received[context]));
     } else {
       operation(tile);
     }
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(threads, resident)
 }
 
 template <int capacity, int messages, class Operation>
-void enqueue_up_to(const Place& place, std::span<const Job<Operation>> jobs) {
+void enqueue_up_to(const ExecutionContext& context, std::span<const Job<Operation>> jobs) {
   using B = Blocks<Operation, capacity, messages>;
   static_assert(sizeof(B) <= parameter_bytes);
   while (!jobs.empty()) {
@@ -81,7 +81,7 @@ void enqueue_up_to(const Place& place, std::span<const Job<Operation>> jobs) {
       const int count = jobs.empty() ? 0 : jobs.front().operation.count;
       dltrain::check(blocks.size > 0, "received: expected at most ", messages, " messages on CUDA, got ", count);
     }
-    launch(place, map_blocks_kernel<Operation, capacity, messages>, (blocks.tiles + warps - 1) / warps, blocks, "starting map_blocks");
+    launch(context, map_blocks_kernel<Operation, capacity, messages>, (blocks.tiles + warps - 1) / warps, blocks, "starting map_blocks");
   }
 }
 
@@ -95,15 +95,15 @@ bool fit(std::span<const Job<Operation>> jobs, size_t capacity, int messages) {
 
 // A launch takes the longer the more parameters it has, also where most of them say nothing.
 template <class Operation>
-void enqueue(const Place& place, std::span<const Job<Operation>> jobs) {
+void enqueue(const ExecutionContext& context, std::span<const Job<Operation>> jobs) {
   constexpr int few_messages = Receives<Operation> ? 128 : 1, messages = Receives<Operation> ? 1200 : 1;
   constexpr auto a_job = static_cast<int>(sizeof(Job<Operation>) + sizeof(int64_t) + sizeof(int));
   constexpr int few = InLists<Operation> ? 16 : 1;
   constexpr int most = (parameter_bytes - 64 - messages * static_cast<int>(sizeof(void*))) / a_job;
   if constexpr (InLists<Operation>) {
-    if (!fit(jobs, few, few_messages)) return enqueue_up_to<most, messages>(place, jobs);
+    if (!fit(jobs, few, few_messages)) return enqueue_up_to<most, messages>(context, jobs);
   }
-  enqueue_up_to<few, few_messages>(place, jobs);
+  enqueue_up_to<few, few_messages>(context, jobs);
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ __device__ void add_chunk(const BatchOf<Reduction>& batch, int64_t chunk, std::i
   double sums[Reduction::sums];
   for (double& sum : sums) sum = math::SumSquares::none();
   for (int64_t i = first + threadIdx.x; i < last; i += threads) {
-    const float values[] = {first_of(Elements{row.data[K], batch.form.formats[K].dtype}.from(i))...};
+    const float values[] = {first_of(TypedPointer{row.data[K], batch.form.formats[K].dtype}.from(i))...};
     ((sums[S] = math::SumSquares::add(sums[S], element(SumNumber<S>{}, values[K]...))), ...);
   }
   for (int s = 0; s < Reduction::sums; ++s) {
@@ -74,13 +74,13 @@ __global__ void __launch_bounds__(threads) rows_kernel(const __grid_constant__ B
 }
 
 template <class Reduction>
-void enqueue(const Place& place, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
+void enqueue(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
   constexpr int sums = Reduction::sums;
   in_batches<most<Parts<Reduction>, ListOf<Reduction>>>(list, Parts<Reduction>{reduction, {}, {}}, [&](auto& batch, int64_t first) {
-    const Memory parts(place, batch.chunks * sums * static_cast<int64_t>(sizeof(double)));
+    const Memory parts(context, batch.chunks * sums * static_cast<int64_t>(sizeof(double)));
     batch.operation = {reduction, static_cast<double*>(parts.data()), results + first * sums};
-    launch(place, chunks_kernel<Reduction>, batch.chunks, batch, "starting reduce");
-    launch(place, rows_kernel<Reduction>, batch.size, batch, "starting the second half of reduce");
+    launch(context, chunks_kernel<Reduction>, batch.chunks, batch, "starting reduce");
+    launch(context, rows_kernel<Reduction>, batch.size, batch, "starting the second half of reduce");
   });
 }
 

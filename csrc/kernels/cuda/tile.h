@@ -78,39 +78,39 @@ class Tile {
   }
 
   template <class Codec, class F>
-  __device__ void encode(typename Codec::Unit* to, bool, F f) {
-    using Layout = Message<Codec>;
-    uint32_t unit[held] = {};
+  __device__ void encode(typename Codec::Word* to, bool, F f) {
+    using Layout = MessageLayout<Codec>;
+    uint32_t word[held] = {};
     for (int i = 0; i < held; ++i) {
       code_[i] = is_present(i) ? f(value_[i], random_[i]) : 0;
-      unit[i % kept<Layout>] |= code_[i] << shift<Codec>(i);
+      word[i % kept<Layout>] |= code_[i] << shift<Codec>(i);
     }
     // Lanes whose codes share units put them together, and the first of them write.
-    for (unsigned apart = Layout::units / 4; apart < warp; apart *= 2) {
-      for (int c = 0; c < 4; ++c) unit[c] |= __shfl_xor_sync(all_lanes, unit[c], apart);
+    for (unsigned apart = Layout::words / 4; apart < warp; apart *= 2) {
+      for (int c = 0; c < 4; ++c) word[c] |= __shfl_xor_sync(all_lanes, word[c], apart);
     }
-    if (lane_ >= Layout::units / 4) return;
+    if (lane_ >= Layout::words / 4) return;
     for (int i = 0; i < kept<Layout>; i += 4) {
-      Pack<typename Codec::Unit> x;
-      for (int c = 0; c < 4; ++c) x.values[c] = static_cast<typename Codec::Unit>(unit[i + c]);
+      Pack<typename Codec::Word> x;
+      for (int c = 0; c < 4; ++c) x.values[c] = static_cast<typename Codec::Word>(word[i + c]);
       write(to, element(i), x);
     }
   }
 
   template <class Codec, class F>
-  __device__ void decode(const typename Codec::Unit* from, F f) {
-    using Layout = Message<Codec>;
+  __device__ void decode(const typename Codec::Word* from, F f) {
+    using Layout = MessageLayout<Codec>;
     constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
-    Pack<typename Codec::Unit> unit[kept<Layout> / 4];
-    for (int i = 0; i < kept<Layout>; i += 4) unit[i / 4] = read(from, static_cast<int>(element(i) % Layout::units));
+    Pack<typename Codec::Word> word[kept<Layout> / 4];
+    for (int i = 0; i < kept<Layout>; i += 4) word[i / 4] = read(from, static_cast<int>(element(i) % Layout::words));
     for (int i = 0; i < held; ++i) {
-      const uint32_t code = (unit[i % kept<Layout> / 4].values[i % 4] >> shift<Codec>(i)) & mask;
+      const uint32_t code = (word[i % kept<Layout> / 4].values[i % 4] >> shift<Codec>(i)) & mask;
       if (is_present(i)) value_[i] = f(value_[i], code);
     }
   }
 
   template <class Codec, class F>
-  __device__ void recall(const typename Codec::Unit*, F f) {
+  __device__ void recall(const typename Codec::Word*, F f) {
     for (int i = 0; i < held; ++i) decoded_[i] = f(code_[i]);
   }
 
@@ -149,7 +149,7 @@ class Tile {
  private:
   // What holds as many bytes in registers: four of four bytes, of two, or of one.
   template <class T>
-  using Word = std::conditional_t<sizeof(T) == 4, uint4, std::conditional_t<sizeof(T) == 2, uint2, unsigned>>;
+  using Vector = std::conditional_t<sizeof(T) == 4, uint4, std::conditional_t<sizeof(T) == 2, uint2, unsigned>>;
 
   static __device__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -159,10 +159,10 @@ class Tile {
 
   // So many units a lane works on. My i-th code is in the (i % kept)-th of them, so far from its lowest bit.
   template <class Layout>
-  static constexpr int kept = Layout::units < 128 ? 4 : Layout::units / 32;
+  static constexpr int kept = Layout::words < 128 ? 4 : Layout::words / 32;
   template <class Codec>
   __device__ int shift(int i) const {
-    return element(i) / Message<Codec>::units * Codec::bits;
+    return element(i) / MessageLayout<Codec>::words * Codec::bits;
   }
 
   // Four neighbours, of which only those below count() are there: at once where that can be. Of an assignment compilers make four, which
@@ -182,9 +182,9 @@ class Tile {
   __device__ void write(T* to, int first, const Pack<T>& x) const {
     __builtin_assume(__isGlobal(to));
     if (first + 4 <= count_ && is_aligned(to + first)) {
-      Word<T> word;
-      std::memcpy(&word, &x, sizeof x);
-      __stwb(reinterpret_cast<Word<T>*>(to + first), word);
+      Vector<T> vector;
+      std::memcpy(&vector, &x, sizeof x);
+      __stwb(reinterpret_cast<Vector<T>*>(to + first), vector);
       return;
     }
     for (int c = 0; c < 4; ++c) {

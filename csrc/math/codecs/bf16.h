@@ -12,7 +12,7 @@ struct BF16 {
   static constexpr const char* name = "bf16";
   static constexpr int block = 1;
   static constexpr Statistic statistic = Statistic::none;
-  using Unit = uint16_t;
+  using Word = uint16_t;
   static constexpr int bits = 16;
   static constexpr Bound nearest_error{0x1p-8, 0x1p-8}, stochastic_error{0x1p-7, 0x1p-8};
 

@@ -12,7 +12,7 @@ struct FP16 {
   static constexpr const char* name = "fp16";
   static constexpr int block = 1;
   static constexpr Statistic statistic = Statistic::none;
-  using Unit = uint16_t;
+  using Word = uint16_t;
   static constexpr int bits = 16;
   static constexpr Bound nearest_error{0x1p-11, 0x1p-11}, stochastic_error{0x1p-10, 0x1p-11};
 

@@ -14,7 +14,7 @@ struct FP8 {
   static constexpr int block = 128;
   static constexpr Statistic statistic = Statistic::absmax;
   static constexpr float largest = 448.0f;
-  using Unit = uint8_t;
+  using Word = uint8_t;
   static constexpr int bits = 8;
   static constexpr Bound nearest_error{1.0 / 28, 1.0 / 28}, stochastic_error{1.0 / 14, 1.0 / 28};
 

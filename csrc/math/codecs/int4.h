@@ -12,7 +12,7 @@ struct Int4 {
   static constexpr int block = 128;
   static constexpr Statistic statistic = Statistic::absmax;
   static constexpr float largest = 7.0f;
-  using Unit = uint8_t;
+  using Word = uint8_t;
   static constexpr int bits = 4;
   static constexpr Bound nearest_error{1.0 / 14, 1.0 / 14}, stochastic_error{1.0 / 7, 1.0 / 14};
 

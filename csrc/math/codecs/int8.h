@@ -11,7 +11,7 @@ struct Int8 {
   static constexpr int block = 256;
   static constexpr Statistic statistic = Statistic::absmax;
   static constexpr float largest = 127.0f;
-  using Unit = uint8_t;
+  using Word = uint8_t;
   static constexpr int bits = 8;
   static constexpr Bound nearest_error{1.0 / 254, 1.0 / 254}, stochastic_error{1.0 / 127, 1.0 / 254};
 

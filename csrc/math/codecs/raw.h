@@ -10,7 +10,7 @@ struct Raw {
   static constexpr const char* name = "raw";
   static constexpr int block = 1;
   static constexpr Statistic statistic = Statistic::none;
-  using Unit = uint32_t;
+  using Word = uint32_t;
   static constexpr int bits = 32;
   static constexpr Bound nearest_error{0.0, 0.0}, stochastic_error{0.0, 0.0};
 

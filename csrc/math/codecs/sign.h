@@ -14,7 +14,7 @@ struct Sign {
   static constexpr int block = 256;
   static constexpr Statistic statistic = Statistic::mean;
   static constexpr float largest = 1.0f;
-  using Unit = uint8_t;
+  using Word = uint8_t;
   static constexpr int bits = 1;
   static constexpr Bound nearest_error{1.0, 0.5}, stochastic_error{2.0, 1.0};
 

@@ -14,8 +14,8 @@
 
 #include "comm/transport/nccl/transport.h"
 #include "tests/comm/ranks.h"
+#include "tests/contexts.h"
 #include "tests/fake_nccl/fake_nccl.h"
-#include "tests/places.h"
 
 namespace dltrain::comm::nccl {
 
@@ -54,12 +54,12 @@ std::string error_of(Body body) {
   return "no error";
 }
 
-class OverNccl : public OnEveryPlace {
+class OverNccl : public OnEveryContext {
  protected:
   void SetUp() override {
-    OnEveryPlace::SetUp();
+    OnEveryContext::SetUp();
     if (IsSkipped()) return;
-    if (place().on_cuda() && !fake().takes_streams()) GTEST_SKIP() << "the fake NCCL works on no device but the emulated one";
+    if (context().on_cuda() && !fake().takes_streams()) GTEST_SKIP() << "the fake NCCL works on no device but the emulated one";
     fake().reset();
   }
   void TearDown() override { EXPECT_EQ(fake().open(), 0) << "communicators were left"; }
@@ -69,13 +69,13 @@ constexpr std::chrono::seconds generous{60};
 
 // Runs body(transport, the rank's place) on world_size ranks, each a thread.
 template <class Body>
-void on_transports(const Place& kind, int world_size, Body body, std::chrono::milliseconds timeout = generous) {
+void on_transports(const ExecutionContext& kind, int world_size, Body body, std::chrono::milliseconds timeout = generous) {
   const UniqueId id = make_unique_id(fake_library());
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank) {
     threads.emplace_back([&, rank] {
-      const OwnPlace own(kind);
-      body(std::make_unique<Transport>(fake_library(), id, rank, world_size, kind.device, timeout), own.place());
+      const OwnContext own(kind);
+      body(std::make_unique<Transport>(fake_library(), id, rank, world_size, kind.device, timeout), own.context());
     });
   }
   for (auto& thread : threads) thread.join();
@@ -83,11 +83,11 @@ void on_transports(const Place& kind, int world_size, Body body, std::chrono::mi
 
 // Runs body(executor, runner, the rank's place).
 template <class Body>
-void on_nccl_ranks(const Place& kind, int world_size, Body body) {
-  on_transports(kind, world_size, [&](std::unique_ptr<Transport> transport, const Place& place) {
-    Runner runner(place);  // outlives the executor, whose memory its stream gives back
+void on_nccl_ranks(const ExecutionContext& kind, int world_size, Body body) {
+  on_transports(kind, world_size, [&](std::unique_ptr<Transport> transport, const ExecutionContext& context) {
+    Runner runner(context);  // outlives the executor, whose memory its stream gives back
     Executor executor(std::move(transport));
-    body(executor, runner, place);
+    body(executor, runner, context);
   });
 }
 

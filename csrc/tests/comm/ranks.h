@@ -7,25 +7,25 @@
 #include <vector>
 
 #include "comm/run/executor.h"
-#include "comm/transport/envelopes.h"
+#include "comm/transport/framed_transport.h"
 #include "comm/transport/in_process.h"
 #include "core/cuda/runtime.h"
 #include "core/cuda/stream_queue.h"
-#include "core/place.h"
+#include "core/execution_context.h"
 
 namespace dltrain::comm {
 
 // On a device, a stream: ranks that shared one would wait for each other.
-class OwnPlace {
+class OwnContext {
  public:
-  explicit OwnPlace(const Place& kind) {
+  explicit OwnContext(const ExecutionContext& kind) {
     if constexpr (built_with_cuda) {
       if (kind.on_cuda()) stream_ = std::make_shared<cuda::Stream>(kind.device);
     }
   }
-  Place place() const {
+  ExecutionContext context() const {
     if constexpr (built_with_cuda) {
-      if (stream_) return stream_->place();
+      if (stream_) return stream_->context();
     }
     return {};
   }
@@ -37,36 +37,36 @@ class OwnPlace {
 // What runs a rank's calls: the rank itself at once or, on a CUDA device, a queue with a stream of its own.
 class Runner {
  public:
-  explicit Runner(const Place& place) : place_(place) {
+  explicit Runner(const ExecutionContext& context) : context_(context) {
     if constexpr (built_with_cuda) {
-      if (!place.on_cuda()) return;
-      stream_ = std::make_shared<cuda::Stream>(place.device);
-      queue_ = std::make_shared<cuda::StreamQueue>(stream_->place());
+      if (!context.on_cuda()) return;
+      stream_ = std::make_shared<cuda::Stream>(context.device);
+      queue_ = std::make_shared<cuda::StreamQueue>(stream_->context());
     }
   }
-  void run(Executor& executor, const Elements& values, int64_t numel, const Options& call) {
-    const auto task = [&](const Place& where) { executor.run(where, values, numel, call); };
+  void run(Executor& executor, const TypedPointer& values, int64_t numel, const CallOptions& call) {
+    const auto task = [&](const ExecutionContext& where) { executor.run(where, values, numel, call); };
     if constexpr (built_with_cuda) {
-      if (queue_) return queue_->run(place_, task);
+      if (queue_) return queue_->run(context_, task);
     }
-    task(place_);
+    task(context_);
   }
 
  private:
-  Place place_;
+  ExecutionContext context_;
   std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of them
   std::shared_ptr<cuda::StreamQueue> queue_;
 };
 
 // Runs body(executor, runner) on world_size ranks, each a thread.
 template <class Body>
-void on_ranks(int world_size, Body body, const Place& place = {}) {
+void on_ranks(int world_size, Body body, const ExecutionContext& context = {}) {
   std::vector<std::thread> threads;
   for (auto& end : in_process_group(world_size)) {
-    threads.emplace_back([&body, &place, end = std::move(end)]() mutable {
-      Runner runner(place);  // outlives the executor, whose memory its stream gives back
+    threads.emplace_back([&body, &context, end = std::move(end)]() mutable {
+      Runner runner(context);  // outlives the executor, whose memory its stream gives back
       // As over Gloo; on a device messages travel bare.
-      if (!place.on_cuda()) end = std::make_unique<Envelopes>(std::move(end));
+      if (!context.on_cuda()) end = std::make_unique<FramedTransport>(std::move(end));
       Executor executor(std::move(end));
       body(executor, runner);
     });

@@ -11,7 +11,7 @@
 #include "comm/plan/plan.h"
 #include "kernels/codec.h"
 #include "tests/comm/ranks.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain::comm {
 namespace {
@@ -35,17 +35,17 @@ std::vector<std::string> fitting(const Codec& codec) {
 
 // What each rank holds after an all-reduce of what `fill` gives.
 template <class Fill>
-std::vector<std::vector<float>> all_reduce(const Place& place, int world_size, const Options& call, Fill fill) {
+std::vector<std::vector<float>> all_reduce(const ExecutionContext& context, int world_size, const CallOptions& call, Fill fill) {
   std::vector<std::vector<float>> results(world_size);
   on_ranks(
       world_size,
       [&](Executor& executor, Runner& runner) {
         const std::vector<float> values = fill(executor.rank());
-        const Array<float> array(place, values);
+        const Array<float> array(context, values);
         runner.run(executor, {array.data()}, std::ssize(values), call);
         results[executor.rank()] = array.values();
       },
-      place);
+      context);
   return results;
 }
 
@@ -53,7 +53,7 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
-class AllReduceOn : public OnEveryPlace {
+class AllReduceOn : public OnEveryContext {
  protected:
   // All ranks hold the same bits, and these are near the sum: each element is encoded at most twice on its way by each rank, so the error
   // is below twice the codec's bound times the sum of all largest magnitudes.
@@ -70,11 +70,11 @@ class AllReduceOn : public OnEveryPlace {
       largest += own;
     }
     for (const std::string& algorithm : fitting(codec)) {
-      Options call;
+      CallOptions call;
       call.algorithm = algorithm;
       call.codec = codec.name;
       call.segments = segments;
-      const auto results = all_reduce(place(), world_size, call, [&](int rank) { return given(rank, numel); });
+      const auto results = all_reduce(context(), world_size, call, [&](int rank) { return given(rank, numel); });
       const std::string where = text(algorithm, " ", codec.name, " p=", world_size, " n=", numel, " segments=", segments);
       for (const auto& result : results) ASSERT_TRUE(same_bits(result, results[0])) << where;
       const double bound = (codec.nearest_error.max * (world_size + 1) + 1e-5) * largest;
@@ -86,7 +86,7 @@ DLT_ON_EVERY_PLACE(AllReduceOn);
 
 TEST_P(AllReduceOn, GivesAllRanksTheSameBits) {
   // An emulated device takes its time: there the corners alone.
-  const bool all = !is_slow(place());
+  const bool all = !is_slow(context());
   for (const Codec& codec : codecs()) {
     for (int world_size : all ? std::vector{1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16} : std::vector{3}) {
       const auto p = static_cast<int64_t>(world_size);
@@ -102,7 +102,7 @@ TEST_P(AllReduceOn, GivesAllRanksTheSameBits) {
 TEST(AllReduce, GivesTheSameBitsForMillionsOfElements) {
   for (const Codec& codec : codecs()) {
     for (const std::string& algorithm : fitting(codec)) {
-      Options call;
+      CallOptions call;
       call.algorithm = algorithm;
       call.codec = codec.name;
       const auto fill = [](int rank) {
@@ -123,7 +123,7 @@ TEST(AllReduce, GivesTheSameBitsForMillionsOfElements) {
 
 TEST(AllReduce, IsTheSameInTheSameOrderAgain) {
   for (const std::string& algorithm : fitting(find_codec("int8"))) {
-    Options call;
+    CallOptions call;
     call.algorithm = algorithm;
     call.codec = "int8";
     call.stochastic = true;
@@ -139,7 +139,7 @@ TEST(AllReduce, IsTheSameInTheSameOrderAgain) {
 TEST(AllReduce, SpreadsWhatIsNotFiniteToAllRanks) {
   for (const Codec& codec : codecs()) {
     for (const std::string& algorithm : fitting(codec)) {
-      Options call;
+      CallOptions call;
       call.algorithm = algorithm;
       call.codec = codec.name;
       const auto results = all_reduce({}, 4, call, [](int rank) {
@@ -163,7 +163,7 @@ TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
   std::vector<std::vector<float>> inputs;
   for (int rank = 0; rank < 16; ++rank) inputs.push_back(given(rank, numel));
   const auto noise = [&](int world_size, const std::string& algorithm) {
-    Options call;
+    CallOptions call;
     call.algorithm = algorithm;
     call.codec = "int8";
     call.stochastic = true;
@@ -176,14 +176,14 @@ TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
     for (double each : error) squares += each * each;
     return squares / numel;
   };
-  const double unit = noise(1, "direct");
+  const double word = noise(1, "direct");
   for (const int p : {4, 8, 16}) {
     const int log2 = std::countr_zero(static_cast<unsigned>(p));
     const std::map<std::string, int> expected = {{"ring", p * (p - 1) / 2 + p}, {"tree", p * log2 + 1},
                                                  {"double_tree", p * log2 + 1}, {"halving_doubling", p / 2 * log2 + p},
                                                  {"direct", 2 * p - 1},         {"oneshot", p}};
     for (const auto& [algorithm, times] : expected) {
-      EXPECT_NEAR(noise(p, algorithm) / unit, times, 0.04 * times) << algorithm << " p=" << p;
+      EXPECT_NEAR(noise(p, algorithm) / word, times, 0.04 * times) << algorithm << " p=" << p;
     }
   }
 }
@@ -193,7 +193,7 @@ TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
 TEST(AllReduce, DrawsForEachElementItsOwnNumber) {
   const Codec& codec = find_codec("int8");
   constexpr int64_t numel = 3 * 256;
-  Options call;
+  CallOptions call;
   call.algorithm = "direct";
   call.codec = "int8";
   call.stochastic = true;
@@ -219,7 +219,7 @@ TEST(AllReduce, AddsTheResidualOnce) {
   for (const std::string& algorithm : algorithms()) {
     on_ranks(4, [&](Executor& executor, Runner&) {
       std::vector<float> values(999, 1.0f), residual(999, 0.25f);
-      Options call;
+      CallOptions call;
       call.algorithm = algorithm;
       call.feedback.residual = {residual.data()};
       executor.run({}, {values.data()}, 999, call);
@@ -248,7 +248,7 @@ TEST(AllReduce, FeedsBackWhatItLoses) {
         std::vector<float> residual(numel);
         for (int step = 0; step < steps; ++step) {
           auto values = inputs[executor.rank()][step];
-          Options call;
+          CallOptions call;
           call.algorithm = algorithm;
           call.codec = codec.name;
           call.average = true;
@@ -283,7 +283,7 @@ TEST(AllReduce, TakesHalves) {
           }
         }
         on_ranks(world_size, [&](Executor& executor, Runner&) {
-          Options call;
+          CallOptions call;
           call.algorithm = algorithm;
           call.codec = codec.name;
           executor.run({}, {results[executor.rank()].data(), dtype}, numel, call);

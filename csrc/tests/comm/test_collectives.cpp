@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "tests/comm/ranks.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain::comm {
 namespace {
@@ -12,9 +12,9 @@ namespace {
 // Small integers: their sums are exact in any order, and int8 with 127 as the largest of each block holds them as they are.
 float given(int rank, int64_t i) { return i % 128 == 0 ? 127.0f : static_cast<float>((i * 7 + rank * 13) % 31 - 15); }
 
-class CollectivesOn : public OnEveryPlace {
+class CollectivesOn : public OnEveryContext {
  protected:
-  bool all() const { return !is_slow(place()); }
+  bool all() const { return !is_slow(context()); }
 
   // Calls test(executor, runner, options) on each rank, by each plan, in raw and in int8, in one segment and in three.
   template <class Test>
@@ -22,13 +22,13 @@ class CollectivesOn : public OnEveryPlace {
     for (const std::string& algorithm : algorithms(collective)) {
       for (const char* codec : {"raw", "int8"}) {
         for (const int segments : {1, 3}) {
-          Options call;
+          CallOptions call;
           call.collective = collective;
           call.algorithm = algorithm;
           call.codec = codec;
           call.segments = segments;
           SCOPED_TRACE(text(name(collective), " by ", algorithm, " in ", codec, ", p=", world_size, " segments=", segments));
-          on_ranks(world_size, [&](Executor& executor, Runner& runner) { test(executor, runner, call); }, place());
+          on_ranks(world_size, [&](Executor& executor, Runner& runner) { test(executor, runner, call); }, context());
         }
       }
     }
@@ -39,20 +39,20 @@ DLT_ON_EVERY_PLACE(CollectivesOn);
 TEST_P(CollectivesOn, ReduceScatterGivesEachRankItsShare) {
   for (int world_size : all() ? std::vector{1, 2, 3, 5, 8} : std::vector{1, 3}) {
     for (int64_t count : all() ? std::vector<int64_t>{0, 1, 127, 1280, 10'007} : std::vector<int64_t>{0, 1280}) {
-      by_every_plan(Collective::reduce_scatter, world_size, [&](Executor& executor, Runner& runner, Options call) {
+      by_every_plan(Collective::reduce_scatter, world_size, [&](Executor& executor, Runner& runner, CallOptions call) {
         const int64_t numel = count * world_size;
         std::vector<float> values(numel);
         // A share's own blocks: in int8 each begins with its largest.
         for (int64_t i = 0; i < numel; ++i) values[i] = given(executor.rank(), count ? i % count : 0);
-        const Array<float> from(place(), values), to(place(), std::vector<float>(count, -1.0f));
-        call.share = {to.data()};
+        const Array<float> from(context(), values), to(context(), std::vector<float>(count, -1.0f));
+        call.shard = {to.data()};
         runner.run(executor, {from.data()}, numel, call);
-        const auto share = to.values();
+        const auto shard = to.values();
         const bool exact = call.codec == "raw" || call.algorithm == "direct";  // what the ring sends on has sums above 127
         for (int64_t i = 0; i < count && exact; ++i) {
           float sum = 0;
           for (int rank = 0; rank < world_size; ++rank) sum += given(rank, i);
-          ASSERT_EQ(share[i], sum) << "n=" << count << " i=" << i;
+          ASSERT_EQ(shard[i], sum) << "n=" << count << " i=" << i;
         }
         EXPECT_EQ(from.values(), values) << "what is given stays";
       });
@@ -65,21 +65,21 @@ TEST_P(CollectivesOn, AllGatherGivesAllRanksAllShares) {
   for (int world_size : all() ? std::vector{1, 2, 3, 5, 8} : std::vector{1, 3}) {
     for (int64_t count : all() ? std::vector<int64_t>{0, 1, 127, 10'007} : std::vector<int64_t>{0, 1280}) {
       for (const bool even : {true, false}) {
-        std::vector<Span> shares;
+        std::vector<Span> shards;
         int64_t numel = 0;
         for (int rank = 0; rank < world_size; ++rank) {
-          shares.push_back({numel, even ? count : rank % 3 == 1 ? 0 : count + 5 * rank});
-          numel += shares.back().count;
+          shards.push_back({numel, even ? count : rank % 3 == 1 ? 0 : count + 5 * rank});
+          numel += shards.back().count;
         }
-        by_every_plan(Collective::all_gather, world_size, [&](Executor& executor, Runner& runner, Options call) {
+        by_every_plan(Collective::all_gather, world_size, [&](Executor& executor, Runner& runner, CallOptions call) {
           std::vector<float> values(numel, -1.0f), expected;
           for (int rank = 0; rank < world_size; ++rank) {
-            for (int64_t i = 0; i < shares[rank].count; ++i) expected.push_back(given(rank, i));
+            for (int64_t i = 0; i < shards[rank].count; ++i) expected.push_back(given(rank, i));
           }
-          const auto [first, own] = shares[executor.rank()];
+          const auto [first, own] = shards[executor.rank()];
           std::copy_n(expected.begin() + first, own, values.begin() + first);
-          const Array<float> array(place(), values);
-          if (!even) call.shares = shares;
+          const Array<float> array(context(), values);
+          if (!even) call.shards = shards;
           runner.run(executor, {array.data()}, numel, call);
           EXPECT_EQ(array.values(), expected) << "n=" << count << " even=" << even << " rank=" << executor.rank();
         });
@@ -92,10 +92,10 @@ TEST_P(CollectivesOn, BroadcastGivesAllRanksWhatTheRootHas) {
   for (int world_size : all() ? std::vector{1, 2, 3, 5, 8} : std::vector{1, 3}) {
     for (int64_t count : all() ? std::vector<int64_t>{0, 1, 127, 10'007} : std::vector<int64_t>{0, 1280}) {
       for (const int root : {0, world_size - 1}) {
-        by_every_plan(Collective::broadcast, world_size, [&](Executor& executor, Runner& runner, Options call) {
+        by_every_plan(Collective::broadcast, world_size, [&](Executor& executor, Runner& runner, CallOptions call) {
           std::vector<float> values(count, std::numeric_limits<float>::quiet_NaN()), expected;
           for (int64_t i = 0; i < count; ++i) expected.push_back(given(root, i));
-          const Array<float> array(place(), executor.rank() == root ? expected : values);
+          const Array<float> array(context(), executor.rank() == root ? expected : values);
           call.root = root;
           runner.run(executor, {array.data()}, count, call);
           EXPECT_EQ(array.values(), expected) << "n=" << count << " root=" << root << " rank=" << executor.rank();
@@ -109,14 +109,14 @@ TEST_P(CollectivesOn, ReduceGivesTheRootTheSum) {
   for (int world_size : all() ? std::vector{1, 2, 3, 5, 8} : std::vector{1, 3}) {
     for (int64_t count : all() ? std::vector<int64_t>{0, 1, 127, 10'007} : std::vector<int64_t>{0, 1280}) {
       for (const int root : {0, world_size - 1}) {
-        by_every_plan(Collective::reduce, world_size, [&](Executor& executor, Runner& runner, Options call) {
+        by_every_plan(Collective::reduce, world_size, [&](Executor& executor, Runner& runner, CallOptions call) {
           if (call.codec != std::string("raw")) return;
           std::vector<float> values, expected(count);
           for (int64_t i = 0; i < count; ++i) {
             values.push_back(given(executor.rank(), i));
             for (int rank = 0; rank < world_size; ++rank) expected[i] += given(rank, i);
           }
-          const Array<float> array(place(), values);
+          const Array<float> array(context(), values);
           call.root = root;
           runner.run(executor, {array.data()}, count, call);
           if (executor.rank() == root) {
@@ -140,7 +140,7 @@ TEST(Collectives, KeepWhatIsLost) {
         const int rank = executor.rank();
         auto& values = results[rank];
         for (int64_t i = 0; i < numel; ++i) values.push_back(value(rank, i));
-        Options call;
+        CallOptions call;
         call.collective = collective;
         call.algorithm = algorithm;
         call.codec = "int4";
@@ -169,7 +169,7 @@ TEST(Collectives, KeepWhatIsLost) {
 TEST(Collectives, NameTheOneThatRanksDisagreeAbout) {
   on_ranks(2, [&](Executor& executor, Runner&) {
     std::vector<float> values(8);
-    Options call;
+    CallOptions call;
     call.collective = executor.rank() == 0 ? Collective::all_gather : Collective::reduce_scatter;
     call.timeout = std::chrono::seconds(5);
     try {
@@ -186,24 +186,24 @@ TEST(ReduceScatter, AveragesAndKeepsWhatIsLost) {
   constexpr int world_size = 3;
   constexpr int64_t count = 1000, numel = count * world_size;
   const auto value = [](int rank, int64_t i) { return std::sin(static_cast<float>(i + 1) * static_cast<float>(rank + 2)); };
-  std::vector<std::vector<float>> shares(world_size), residuals(world_size, std::vector<float>(numel));
+  std::vector<std::vector<float>> shards(world_size), residuals(world_size, std::vector<float>(numel));
   on_ranks(world_size, [&](Executor& executor, Runner&) {
     const int rank = executor.rank();
-    std::vector<float> values(numel), share(count);
+    std::vector<float> values(numel), shard(count);
     for (int64_t i = 0; i < numel; ++i) values[i] = value(rank, i);
-    Options call;
+    CallOptions call;
     call.collective = Collective::reduce_scatter;
     call.codec = "int4";
     call.average = true;
-    call.share = {share.data()};
+    call.shard = {shard.data()};
     call.feedback.residual = {residuals[rank].data()};
     executor.run({}, {values.data()}, numel, call);
     EXPECT_EQ(executor.wire_bytes(), 2 * find_codec("int4").bytes(count)) << "each share once to its owner";
-    shares[rank] = share;
+    shards[rank] = shard;
   });
   for (int owner = 0; owner < world_size; ++owner) {
     for (int64_t i = 0; i < count; ++i) {
-      float whole = shares[owner][i], average = 0;
+      float whole = shards[owner][i], average = 0;
       for (int rank = 0; rank < world_size; ++rank) {
         average += value(rank, owner * count + i) / world_size;
         whole += residuals[rank][owner * count + i];
@@ -217,7 +217,7 @@ TEST(ReduceScatter, AveragesAndKeepsWhatIsLost) {
 TEST(ReduceScatter, WantsEqualShares) {
   on_ranks(2, [&](Executor& executor, Runner&) {
     std::vector<float> values(3);
-    Options call;
+    CallOptions call;
     call.collective = Collective::reduce_scatter;
     EXPECT_THROW(executor.run({}, {values.data()}, 3, call), std::invalid_argument);
   });
@@ -226,13 +226,13 @@ TEST(ReduceScatter, WantsEqualShares) {
 // No element is in two chunks, none is left out, and those of different ranks never share a random number.
 TEST(ReduceScatter, CutsShares) {
   for (const int64_t count : {0, 1, 5, 1000, 100'003}) {
-    for (const int64_t shares : {1, 3, 4}) {
+    for (const int64_t shards : {1, 3, 4}) {
       for (const int segments : {1, 3}) {
-        std::vector<int> covered(count * shares);
-        for (const auto& pieces : cut_in_shares(equal_shares(count * shares, static_cast<int>(shares)), find_codec("int8"), segments)) {
+        std::vector<int> covered(count * shards);
+        for (const auto& pieces : cut_in_shards(equal_shards(count * shards, static_cast<int>(shards)), find_codec("int8"), segments)) {
           for (const Piece& piece : pieces) {
-            for (int64_t owner = 0; owner < shares; ++owner) {
-              const Piece part = piece.part(shares, owner);
+            for (int64_t owner = 0; owner < shards; ++owner) {
+              const Piece part = piece.part(shards, owner);
               EXPECT_EQ(part.number % 4, 0);
               for (int64_t i = 0; i < part.span.count; ++i) {
                 EXPECT_EQ((part.span.first + i) / count, owner);

@@ -5,9 +5,9 @@
 #include <functional>
 #include <thread>
 
-#include "comm/fault/in_process_channel.h"
+#include "comm/fault/in_process_control_channel.h"
 #include "tests/comm/ranks.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain::comm {
 namespace {
@@ -15,31 +15,31 @@ namespace {
 using Ms = std::chrono::milliseconds;
 
 std::shared_ptr<Executor> over(std::unique_ptr<Transport> end, std::vector<int> ranks) {
-  return std::make_shared<Executor>(std::make_unique<Envelopes>(std::move(end)), std::move(ranks));
+  return std::make_shared<Executor>(std::make_unique<FramedTransport>(std::move(end)), std::move(ranks));
 }
 
 // Runs body(communicator, rank) on four ranks: on two hosts of two or, in one level, all together.
 void on_four_ranks(bool in_two_levels, const std::function<void(Communicator&, int)>& body) {
   auto all = in_process_group(4);
-  auto control = in_process_channels(4);
-  std::vector<std::vector<std::unique_ptr<Transport>>> hosts, shares;
+  auto control = in_process_control_channels(4);
+  std::vector<std::vector<std::unique_ptr<Transport>>> hosts, shards;
   for (int i = 0; i < 2; ++i) {
     hosts.push_back(in_process_group(2));
-    shares.push_back(in_process_group(2));
+    shards.push_back(in_process_group(2));
   }
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 4; ++rank) {
     const int host = rank / 2, local = rank % 2;
     std::shared_ptr<Executor> across, inside;
     if (in_two_levels) {
-      across = over(std::move(shares[local][host]), {local, local + 2});
+      across = over(std::move(shards[local][host]), {local, local + 2});
       inside = over(std::move(hosts[host][local]), {2 * host, 2 * host + 1});
     } else {
       across = over(std::move(all[rank]), {});
     }
     threads.emplace_back([&, rank, across, inside, channel = std::move(control[rank])]() mutable {
       const Hosts of_all = in_two_levels ? Hosts{2, 2, 4} : Hosts{1, 1, 4};
-      Communicator communicator(across, inside, of_all, std::move(channel), {0, 1, 2, 3}, Patience(Ms(500)));
+      Communicator communicator(across, inside, of_all, std::move(channel), {0, 1, 2, 3}, AdaptiveTimeout(Ms(500)));
       body(communicator, rank);
     });
   }
@@ -48,7 +48,7 @@ void on_four_ranks(bool in_two_levels, const std::function<void(Communicator&, i
 
 // A sum over all ranks of `numel` elements.
 void add_up(Communicator& communicator, std::vector<float>& values, Ms timeout = std::chrono::minutes(1)) {
-  Options call;
+  CallOptions call;
   call.algorithm = "ring";
   call.timeout = timeout;
   communicator.attempt([&] { communicator.run({}, {values.data()}, std::ssize(values), call); });
@@ -123,14 +123,14 @@ TEST(Communicator, FailsLaterCallsOnceItIsEnded) {
 TEST(Communicator, AddsUpAloneInTwoLevels) {
   on_four_ranks(true, [&](Communicator& communicator, int) {
     std::vector<float> values(10);
-    Options call;
+    CallOptions call;
     call.collective = Collective::broadcast;
     EXPECT_THROW(communicator.run({}, {values.data()}, 10, call), std::invalid_argument);
   });
 }
 
 TEST(Communicator, NeedsNoChannelForOneRank) {
-  Communicator communicator(over(std::move(in_process_group(1)[0]), {0}), nullptr, {1, 1, 1}, nullptr, {0}, Patience(Ms(500)));
+  Communicator communicator(over(std::move(in_process_group(1)[0]), {0}), nullptr, {1, 1, 1}, nullptr, {0}, AdaptiveTimeout(Ms(500)));
   std::vector<float> values(10, 2.0f);
   add_up(communicator, values);
   EXPECT_EQ(values, std::vector<float>(10, 2.0f));

@@ -78,7 +78,7 @@ TEST(Crossover, TakesItsTimeAndOnSlowNetworksOneTurn) {
 TEST(Crossover, AnExecutorLooksOnceAndCountsNothingOfIt) {
   for (const int world_size : {1, 2, 3}) {
     on_ranks(world_size, [&](Executor& executor, Runner&) {
-      Options measured;
+      CallOptions measured;
       measured.measures = true;
       int64_t sent = 0;
       for (int call = 0; call < 2; ++call) {

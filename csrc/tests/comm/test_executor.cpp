@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "tests/comm/ranks.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain::comm {
 namespace {
@@ -12,16 +12,16 @@ namespace {
 // Small integers: their sums are exact in any order.
 float given(int rank, int64_t i) { return static_cast<float>((i * 7 + rank * 13) % 31 - 15); }
 
-void expect_sum(const Place& place, const std::string& algorithm, int world_size, int64_t numel, int segments) {
+void expect_sum(const ExecutionContext& context, const std::string& algorithm, int world_size, int64_t numel, int segments) {
   on_ranks(
       world_size,
       [&](Executor& executor, Runner& runner) {
         std::vector<float> values(numel);
         for (int64_t i = 0; i < numel; ++i) values[i] = given(executor.rank(), i);
-        Options call;
+        CallOptions call;
         call.algorithm = algorithm;
         call.segments = segments;
-        const Array<float> array(place, values);
+        const Array<float> array(context, values);
         runner.run(executor, {array.data()}, numel, call);
         values = array.values();
         for (int64_t i = 0; i < numel; ++i) {
@@ -30,17 +30,17 @@ void expect_sum(const Place& place, const std::string& algorithm, int world_size
           ASSERT_EQ(values[i], sum) << algorithm << " p=" << world_size << " n=" << numel << " segments=" << segments << " i=" << i;
         }
       },
-      place);
+      context);
 }
 
-class ExecutorOn : public OnEveryPlace {};
+class ExecutorOn : public OnEveryContext {};
 DLT_ON_EVERY_PLACE(ExecutorOn);
 
 TEST_P(ExecutorOn, SumsAnyLengthOnAnyWorld) {
   for (const std::string& algorithm : algorithms()) {
     for (const int world_size : {1, 2, 3, 4, 5, 8, 13}) {
       for (const int64_t numel : {0, 1, 15, 17, 1000, 10007}) {
-        for (const int segments : {1, 3}) expect_sum(place(), algorithm, world_size, numel, segments);
+        for (const int segments : {1, 3}) expect_sum(context(), algorithm, world_size, numel, segments);
       }
     }
   }
@@ -54,7 +54,7 @@ TEST(Executor, AveragesAndHoldsTheSameBitsOnAllRanks) {
     on_ranks(world_size, [&](Executor& executor, Runner&) {
       auto& values = results[executor.rank()];
       for (int64_t i = 0; i < numel; ++i) values.push_back(1.0f / static_cast<float>(i + executor.rank() + 1));
-      Options call;
+      CallOptions call;
       call.algorithm = algorithm;
       call.average = true;
       executor.run({}, {values.data()}, numel, call);
@@ -66,14 +66,14 @@ TEST(Executor, AveragesAndHoldsTheSameBitsOnAllRanks) {
 }
 
 // Everybody's error, where rank 0 does what it alone thinks fit.
-std::vector<std::string> disagree(const Options& first, int64_t numel, const Options& others, int64_t their_numel) {
+std::vector<std::string> disagree(const CallOptions& first, int64_t numel, const CallOptions& others, int64_t their_numel) {
   std::vector<std::string> errors(3);
   on_ranks(3, [&](Executor& executor, Runner&) {
     std::vector<float> values(std::max(numel, their_numel), 1.0f);
-    Options agreed;
+    CallOptions agreed;
     agreed.timeout = std::chrono::seconds(20);
     executor.run({}, {values.data()}, numel, agreed);
-    Options call = executor.rank() == 0 ? first : others;
+    CallOptions call = executor.rank() == 0 ? first : others;
     call.timeout = std::chrono::seconds(20);
     try {
       executor.run({}, {values.data()}, executor.rank() == 0 ? numel : their_numel, call);
@@ -85,12 +85,12 @@ std::vector<std::string> disagree(const Options& first, int64_t numel, const Opt
 }
 
 TEST(Executor, RanksThatDisagreeAreTold) {
-  Options ring, int8, average;
+  CallOptions ring, int8, average;
   ring.algorithm = int8.algorithm = average.algorithm = "ring";
   int8.codec = "int8";
   average.average = true;
   const std::string plain = "call 2: all_reduce in raw by ring over 70000 elements in 1 segment, summed";
-  const auto expect = [&](const Options& other, int64_t numel, const std::string& theirs) {
+  const auto expect = [&](const CallOptions& other, int64_t numel, const std::string& theirs) {
     const auto errors = disagree(ring, 70000, other, numel);
     for (int rank = 0; rank < 3; ++rank) {
       EXPECT_NE(errors[rank].find("all_reduce with ring on rank " + std::to_string(rank)), std::string::npos) << errors[rank];
@@ -127,7 +127,7 @@ TEST(Executor, IsToldWhenAPeerHasClosed) {
 TEST(Executor, MeetsWhereThereIsNothingToReduce) {
   on_ranks(3, [](Executor& executor, Runner&) {
     std::vector<float> values(executor.rank() == 2 ? 5 : 0);
-    Options call;
+    CallOptions call;
     call.timeout = std::chrono::seconds(20);
     executor.run({}, {values.data()}, 0, call);
     EXPECT_EQ(executor.wire_bytes(), 0);
@@ -139,7 +139,7 @@ TEST(Executor, MeetsWhereThereIsNothingToReduce) {
 TEST(Executor, KeepsProgramsOfDifferentTypesApart) {
   on_ranks(2, [](Executor& executor, Runner&) {
     constexpr int64_t numel = 100;
-    Options call;
+    CallOptions call;
     call.algorithm = "ring";
     std::vector<float> values(numel, 1.0f);
     std::vector<uint16_t> halves(numel, narrow<Half>(1.0f).bits);
@@ -171,7 +171,7 @@ TEST(Executor, NamesTheRankItWaitsFor) {
   on_ranks(3, [&](Executor& executor, Runner&) {
     if (executor.rank() == 1) return over.wait();
     std::vector<float> values(100, 1.0f);
-    Options call;
+    CallOptions call;
     call.algorithm = "ring";
     call.timeout = std::chrono::milliseconds(50);
     try {
@@ -212,7 +212,7 @@ TEST(Executor, AbortEndsAWait) {
 TEST(Program, ReusesItsInbox) {
   const Program program =
       lower(make_plan(Collective::all_reduce, "ring", 0, 8), cut_evenly(8 * 1600, find_codec("raw"), 1), Result::values_in_place);
-  EXPECT_EQ(program.inbox, 2 * 1600 * 4);
+  EXPECT_EQ(program.receive_buffer, 2 * 1600 * 4);
   EXPECT_EQ(program.sent, 2 * 7 * 1600 * 4);
   EXPECT_EQ(program.slots, 0);
 }

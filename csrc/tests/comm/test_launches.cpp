@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/program/choice.h"
 #include "comm/program/program.h"
+#include "comm/program/selection.h"
 #include "tests/comm/nccl_ranks.h"
 #ifdef DLTRAIN_EMULATED
 #include <cuda_runtime.h>
@@ -97,7 +97,7 @@ TEST(Launches, AreFewWhateverTheParameters) {
       {"one parameter", {9, 34}}, {"a layer of GPT-2", {14, 44}}, {"a stage of ResNet-50", {18, 65}}, {"small parameters", {36, 58}}};
   for (const auto& [name, layout] : buckets()) {
     const int64_t bytes = message_bytes(layout);
-    const int segments = choose(Collective::all_reduce, "direct", 0, world_size, bytes, int8, bytes).segments;
+    const int segments = select(Collective::all_reduce, "direct", 0, world_size, bytes, int8, bytes).segments;
     const int direct = launches_of(program_of(layout, "direct", 3, world_size, segments));
     const int ring = launches_of(program_of(layout, "ring", 3, world_size, segments));
     EXPECT_LE(direct, at_most.at(name).by_direct) << name;
@@ -108,7 +108,7 @@ TEST(Launches, AreFewWhateverTheParameters) {
 #ifdef DLTRAIN_EMULATED
 
 class LaunchesOn : public nccl::OverNccl {};
-INSTANTIATE_TEST_SUITE_P(Places, LaunchesOn, testing::Values("cuda"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Contexts, LaunchesOn, testing::Values("cuda"), [](const auto& info) { return info.param; });
 
 TEST_P(LaunchesOn, AreThoseThatTheProgramHas) {
   constexpr int ranks = 2;
@@ -119,13 +119,13 @@ TEST_P(LaunchesOn, AreThoseThatTheProgramHas) {
   int expected = 0;
   for (int rank = 0; rank < ranks; ++rank) expected += launches_of(program_of(layout, "direct", rank, ranks, 1)) + 1;  // a NaN's
   const int before = emulated_cuda::launches;
-  nccl::on_nccl_ranks(place(), ranks, [&](Executor& executor, Runner& runner, const Place& place) {
-    Options call;
+  nccl::on_nccl_ranks(context(), ranks, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
+    CallOptions call;
     call.algorithm = "direct";
     call.codec = "int8";
     call.segments = 1;
     call.layout = &layout;
-    const Array<float> array(place, std::vector<float>(numel, 127.0f));
+    const Array<float> array(context, std::vector<float>(numel, 127.0f));
     runner.run(executor, {array.data()}, numel, call);
     EXPECT_EQ(array.values(), std::vector<float>(numel, 254.0f));
   });

@@ -8,7 +8,7 @@
 
 #include "comm/plan/plan.h"
 #include "tests/comm/ranks.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain::comm {
 namespace {
@@ -94,13 +94,13 @@ struct Outcome {
   Values values, residuals;
 };
 
-Outcome reduce(const Place& place, int world_size, const std::string& algorithm, const Layout& layout, int segments = 0) {
+Outcome reduce(const ExecutionContext& context, int world_size, const std::string& algorithm, const Layout& layout, int segments = 0) {
   Outcome out{Values(world_size), Values(world_size)};
   on_ranks(
       world_size,
       [&](Executor& executor, Runner& runner) {
-        const Array<float> values(place, given(executor.rank())), residual(place, std::vector<float>(numel, 0.125f));
-        Options call;
+        const Array<float> values(context, given(executor.rank())), residual(context, std::vector<float>(numel, 0.125f));
+        CallOptions call;
         call.algorithm = algorithm;
         call.codec = "int8";
         call.average = true;
@@ -111,7 +111,7 @@ Outcome reduce(const Place& place, int world_size, const std::string& algorithm,
         out.values[executor.rank()] = values.values();
         out.residuals[executor.rank()] = residual.values();
       },
-      place);
+      context);
   return out;
 }
 
@@ -119,12 +119,12 @@ std::vector<float> part(const std::vector<float>& values, const Span& span) {
   return {values.begin() + span.first, values.begin() + span.first + span.count};
 }
 
-class LayoutOn : public OnEveryPlace {
+class LayoutOn : public OnEveryContext {
  protected:
   std::vector<std::string> names() const {
     std::vector<std::string> out;
     for (const std::string& name : algorithms()) {
-      if (!make_plan(Collective::all_reduce, name, 0, 1).exact && (!is_slow(place()) || name == "direct")) out.push_back(name);
+      if (!make_plan(Collective::all_reduce, name, 0, 1).exact && (!is_slow(context()) || name == "direct")) out.push_back(name);
     }
     return out;
   }
@@ -134,14 +134,14 @@ DLT_ON_EVERY_PLACE(LayoutOn);
 // As if each region were reduced by itself: also in any segments, and whatever lies between.
 TEST_P(LayoutOn, ReducesEachRegionAsIfAlone) {
   const Layout layout = mixed();
-  for (const int world_size : is_slow(place()) ? std::vector{3} : std::vector{1, 2, 3, 4, 5}) {
+  for (const int world_size : is_slow(context()) ? std::vector{3} : std::vector{1, 2, 3, 4, 5}) {
     for (const std::string& algorithm : names()) {
       SCOPED_TRACE(algorithm + ", " + std::to_string(world_size) + " ranks");
-      const Outcome together = reduce(place(), world_size, algorithm, layout), cut = reduce(place(), world_size, algorithm, layout, 3);
+      const Outcome together = reduce(context(), world_size, algorithm, layout), cut = reduce(context(), world_size, algorithm, layout, 3);
       EXPECT_EQ(together.values, cut.values);
       EXPECT_EQ(together.residuals, cut.residuals);
       for (const Region& region : layout) {
-        const Outcome alone = reduce(place(), world_size, algorithm, {region});
+        const Outcome alone = reduce(context(), world_size, algorithm, {region});
         for (int rank = 0; rank < world_size; ++rank) {
           EXPECT_EQ(part(together.values[rank], region.span), part(alone.values[rank], region.span));
           EXPECT_EQ(part(together.residuals[rank], region.span), part(alone.residuals[rank], region.span));
@@ -163,7 +163,7 @@ TEST_P(LayoutOn, ReducesEachRegionAsIfAlone) {
 }
 
 // What a codec does with a residual that may have to be taken back.
-class FeedbackOn : public OnEveryPlace {
+class FeedbackOn : public OnEveryContext {
  protected:
   struct Both {
     std::vector<float> residual, spare;
@@ -172,21 +172,22 @@ class FeedbackOn : public OnEveryPlace {
   // Encodes own with the residual 1 and the spare 2.
   Both encode(const std::vector<float>& own, bool swapped, bool keeps_idle) {
     const auto count = std::ssize(own);
-    const Array<float> values(place(), own), residual(place(), std::vector<float>(count, 1.0f)),
-        spare(place(), std::vector<float>(count, 2.0f));
-    const Array<uint8_t> flag(place(), {static_cast<uint8_t>(swapped)}), message(place(), std::vector<uint8_t>(codec("int8").bytes(count)));
+    const Array<float> values(context(), own), residual(context(), std::vector<float>(count, 1.0f)),
+        spare(context(), std::vector<float>(count, 2.0f));
+    const Array<uint8_t> flag(context(), {static_cast<uint8_t>(swapped)}),
+        message(context(), std::vector<uint8_t>(codec("int8").bytes(count)));
     Sum sum;
     sum.numel = count;
     sum.own = {values.data()};
     sum.feedback = {{residual.data()}, {spare.data()}, flag.data(), nullptr, keeps_idle};
     sum.message = message.data();
-    codec("int8").encode_sum(place(), sum);
+    codec("int8").encode_sum(context(), sum);
     return {residual.values(), spare.values()};
   }
 };
 DLT_ON_EVERY_PLACE(FeedbackOn);
 
-TEST_P(FeedbackOn, GoesToTheOtherPlace) {
+TEST_P(FeedbackOn, GoesToTheOtherContext) {
   std::vector<float> own(512);
   for (int i = 0; i < 512; ++i) own[i] = static_cast<float>(i % 100) * 0.37f;
   const std::vector<float> ones(512, 1.0f), twos(512, 2.0f);

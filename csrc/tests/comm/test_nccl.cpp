@@ -52,7 +52,7 @@ TEST_F(NcclLibrary, IsTheOneThatIsLoaded) {
 class NcclTransportOn : public OverNccl {
  protected:
   std::unique_ptr<Transport> alone(milliseconds timeout = generous) const {
-    return std::make_unique<Transport>(fake_library(), make_unique_id(fake_library()), 0, 1, place().device, timeout);
+    return std::make_unique<Transport>(fake_library(), make_unique_id(fake_library()), 0, 1, context().device, timeout);
   }
   std::string error_of_init(milliseconds timeout = generous) const {
     return error_of<TransportError>([&] { alone(timeout); });
@@ -60,9 +60,9 @@ class NcclTransportOn : public OverNccl {
 };
 DLT_ON_EVERY_PLACE(NcclTransportOn);
 
-void send_to_self(Transport& transport, const Place& place) {
-  const Array<float> from(place, {1.0f, 2.0f}), to(place, {0.0f, 0.0f});
-  transport.exchange(place, {{true, 0, from.data(), 8}, {false, 0, to.data(), 8}})->wait(Deadline::max());
+void send_to_self(Transport& transport, const ExecutionContext& context) {
+  const Array<float> from(context, {1.0f, 2.0f}), to(context, {0.0f, 0.0f});
+  transport.exchange(context, {{true, 0, from.data(), 8}, {false, 0, to.data(), 8}})->wait(Deadline::max());
   EXPECT_EQ(to.values(), from.values());
 }
 
@@ -75,32 +75,32 @@ TEST_P(NcclTransportOn, Blocks) {
 
 TEST_P(NcclTransportOn, ClosesInGoodOrderOnce) {
   const auto transport = alone();
-  const OwnPlace own(place());
-  send_to_self(*transport, own.place());
+  const OwnContext own(context());
+  send_to_self(*transport, own.context());
   transport->close();
   transport->abort();
   EXPECT_EQ(calls("rank 0: ncclCommFinalize"), 1);
   EXPECT_EQ(calls("rank 0: ncclCommDestroy"), 1);
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);
-  EXPECT_EQ(error_of<TransportError>([&] { send_to_self(*transport, own.place()); }), "the connections were closed");
+  EXPECT_EQ(error_of<TransportError>([&] { send_to_self(*transport, own.context()); }), "the connections were closed");
 }
 
 // As over a network, where a send is over when its bytes are on the way. A rank that aborted then would lose them.
 TEST_P(NcclTransportOn, WhatWasSentArrivesAlthoughTheSenderCloses) {
   fake().buffer_sends();
   std::latch closing(1);
-  on_transports(place(), 2, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
-    const Array<int> numbers(place, transport->rank() == 0 ? std::vector{5, 7} : std::vector{0, 0});
-    transport->exchange(place, {{transport->rank() == 0, 1 - transport->rank(), numbers.data(), 4}})->wait(Deadline::max());
+  on_transports(context(), 2, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
+    const Array<int> numbers(context, transport->rank() == 0 ? std::vector{5, 7} : std::vector{0, 0});
+    transport->exchange(context, {{transport->rank() == 0, 1 - transport->rank(), numbers.data(), 4}})->wait(Deadline::max());
     if (transport->rank() == 0) {
-      transport->send(place, 1, numbers.data(), 8)->wait(Deadline::max());
+      transport->send(context, 1, numbers.data(), 8)->wait(Deadline::max());
       numbers.values();  // the send is over
       closing.count_down();
       return transport->close();
     }
     closing.wait();
     while (calls("rank 0: ncclCommFinalize") + calls("rank 0: ncclCommAbort") == 0) std::this_thread::yield();
-    transport->recv(place, 0, numbers.data(), 8)->wait(Deadline::max());
+    transport->recv(context, 0, numbers.data(), 8)->wait(Deadline::max());
     EXPECT_EQ(numbers.values(), (std::vector{5, 7}));
     transport->close();
   });
@@ -110,13 +110,13 @@ TEST_P(NcclTransportOn, WhatWasSentArrivesAlthoughTheSenderCloses) {
 TEST_P(NcclTransportOn, IsLeftBehindIfWhatWasSentIsNeverTaken) {
   fake().buffer_sends();
   std::latch connected(2);
-  on_transports(place(), 2, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
-    const Array<int> numbers(place, {5, 7});
+  on_transports(context(), 2, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
+    const Array<int> numbers(context, {5, 7});
     const bool sends = transport->rank() == 0;
-    transport->exchange(place, {{sends, 1 - transport->rank(), numbers.data(), 4}})->wait(Deadline::max());
+    transport->exchange(context, {{sends, 1 - transport->rank(), numbers.data(), 4}})->wait(Deadline::max());
     numbers.values();
     connected.arrive_and_wait();
-    if (sends) transport->send(place, 1, numbers.data(), 4)->wait(Deadline::max());
+    if (sends) transport->send(context, 1, numbers.data(), 4)->wait(Deadline::max());
     const auto start = Clock::now();
     transport->close();
     EXPECT_LT(Clock::now() - start, generous);
@@ -172,49 +172,49 @@ TEST_P(NcclTransportOn, IsToldOfAnErrorWhileItIsInitialised) {
 TEST_P(NcclTransportOn, NamesWhatFailsAndEndsItsGroup) {
   for (const std::string function : {"ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"}) {
     const auto transport = alone();
-    const OwnPlace own(place());
-    send_to_self(*transport, own.place());
+    const OwnContext own(context());
+    send_to_self(*transport, own.context());
     fake().reset();
     fake().fail(function.c_str(), -1, 1, 1);
-    const std::string error = error_of<TransportError>([&] { send_to_self(*transport, own.place()); });
+    const std::string error = error_of<TransportError>([&] { send_to_self(*transport, own.context()); });
     EXPECT_EQ(error, "NCCL 2.28.9: " + function + ": unhandled cuda error (as the test wishes)");
     EXPECT_EQ(calls("rank 0: ncclGroupEnd"), function == "ncclGroupStart" ? 0 : 1);
-    send_to_self(*transport, own.place());
+    send_to_self(*transport, own.context());
   }
 }
 
 // Nobody but the peer, or who ends the communicator, ends the wait for the first message between two ranks.
-void end_while_it_waits_for_a_peer(const Place& place, void (Transport::*end)()) {
+void end_while_it_waits_for_a_peer(const ExecutionContext& context, void (Transport::*end)()) {
   std::latch over(1);
-  on_transports(place, 2, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
+  on_transports(context, 2, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
     if (transport->rank() == 1) return over.wait();
-    const Array<int> number(place, {5});
+    const Array<int> number(context, {5});
     std::thread other([&] {
       while (calls("rank 0: ncclGroupEnd") == 0) std::this_thread::yield();
       (*transport.*end)();
     });
-    EXPECT_EQ(error_of<TransportError>([&] { transport->send(place, 1, number.data(), 4); }), "aborted");
+    EXPECT_EQ(error_of<TransportError>([&] { transport->send(context, 1, number.data(), 4); }), "aborted");
     other.join();
     over.count_down();
   });
 }
 
-TEST_P(NcclTransportOn, WaitsForAPeerUntilItIsAborted) { end_while_it_waits_for_a_peer(place(), &Transport::abort); }
+TEST_P(NcclTransportOn, WaitsForAPeerUntilItIsAborted) { end_while_it_waits_for_a_peer(context(), &Transport::abort); }
 
 // Of a communicator that somebody is in there is no good order.
 TEST_P(NcclTransportOn, IsAbortedByWhoClosesWhileItWaitsForAPeer) {
-  end_while_it_waits_for_a_peer(place(), &Transport::close);
+  end_while_it_waits_for_a_peer(context(), &Transport::close);
   EXPECT_EQ(calls("rank 0: ncclCommFinalize"), 0);
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
 }
 
 TEST_P(NcclTransportOn, IsOverOnceItIsAborted) {
   const auto transport = alone();
-  const OwnPlace own(place());
+  const OwnContext own(context());
   transport->abort();
   transport->abort();
-  EXPECT_EQ(error_of<TransportError>([&] { send_to_self(*transport, own.place()); }), "the connections were closed");
-  EXPECT_EQ(error_of<TransportError>([&] { transport->all_gather(own.place(), nullptr, {{}}); }), "the connections were closed");
+  EXPECT_EQ(error_of<TransportError>([&] { send_to_self(*transport, own.context()); }), "the connections were closed");
+  EXPECT_EQ(error_of<TransportError>([&] { transport->all_gather(own.context(), nullptr, {{}}); }), "the connections were closed");
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
   EXPECT_EQ(transport->error(), "");
 }
@@ -228,11 +228,11 @@ TEST_P(NcclTransportOn, HasTheErrorOfTheBackground) {
 
 TEST(NcclTransport, IsToldThatMessagesDiffer) {
   fake().reset();
-  on_transports({}, 2, [](const std::unique_ptr<Transport>& transport, const Place& place) {
+  on_transports({}, 2, [](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
     int numbers[2] = {};
     const int rank = transport->rank();
-    const std::vector<Posting> postings = {{rank == 0, 1 - rank, numbers, rank == 0 ? 8 : 4}};
-    expect_in("ncclGroupEnd: internal error", error_of<TransportError>([&] { transport->exchange(place, postings); }));
+    const std::vector<P2POp> ops = {{rank == 0, 1 - rank, numbers, rank == 0 ? 8 : 4}};
+    expect_in("ncclGroupEnd: internal error", error_of<TransportError>([&] { transport->exchange(context, ops); }));
   });
 }
 
@@ -243,17 +243,17 @@ class NcclCollectivesOn : public OverNccl {
 
   // body(transport, its place, 12 numbers); `expected` is what they are afterwards, from the rank's share alone where `mine`.
   template <class Body, class Expected>
-  void expect(const std::vector<Span>& shares, bool mine, Body body, Expected expected) {
-    on_transports(place(), world_size, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
+  void expect(const std::vector<Span>& shards, bool mine, Body body, Expected expected) {
+    on_transports(context(), world_size, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
       const int rank = transport->rank();
       std::vector<float> values(12);
       for (int i = 0; i < 12; ++i) values[i] = static_cast<float>(100 * rank + i);
-      const Array<float> array(place, values);
-      body(*transport, place, array.data());
+      const Array<float> array(context, values);
+      body(*transport, context, array.data());
       values = array.values();
       for (int root = 0; root < world_size; ++root) {
         if (mine && root != rank) continue;
-        for (int64_t i = shares[root].first; i < shares[root].first + shares[root].count; ++i) {
+        for (int64_t i = shards[root].first; i < shards[root].first + shards[root].count; ++i) {
           EXPECT_EQ(values[i], expected(root, i)) << "rank " << rank << " i=" << i;
         }
       }
@@ -271,10 +271,12 @@ class NcclCollectivesOn : public OverNccl {
 DLT_ON_EVERY_PLACE(NcclCollectivesOn);
 
 TEST_P(NcclCollectivesOn, ScatterSums) {
-  const auto scatter = [&](const std::vector<Span>& shares, bool average) {
+  const auto scatter = [&](const std::vector<Span>& shards, bool average) {
     expect(
-        shares, true,
-        [&](Transport& transport, const Place& place, float* values) { transport.reduce_scatter(place, values, shares, average); },
+        shards, true,
+        [&](Transport& transport, const ExecutionContext& context, float* values) {
+          transport.reduce_scatter(context, values, shards, average);
+        },
         [=](int, int64_t i) { return average ? 100.0f + static_cast<float>(i) : 300.0f + static_cast<float>(3 * i); });
   };
   for (const bool average : {false, true}) {
@@ -286,9 +288,10 @@ TEST_P(NcclCollectivesOn, ScatterSums) {
 }
 
 TEST_P(NcclCollectivesOn, GatherShares) {
-  const auto gather = [&](const std::vector<Span>& shares) {
+  const auto gather = [&](const std::vector<Span>& shards) {
     expect(
-        shares, false, [&](Transport& transport, const Place& place, float* values) { transport.all_gather(place, values, shares); },
+        shards, false,
+        [&](Transport& transport, const ExecutionContext& context, float* values) { transport.all_gather(context, values, shards); },
         [](int root, int64_t i) { return static_cast<float>(100 * root + i); });
   };
   gather(equal);
@@ -311,11 +314,11 @@ std::vector<T> numbers(int first, int step) {
 }
 
 template <class T>
-void expect_all_reduce(const Place& kind, Number number) {
+void expect_all_reduce(const ExecutionContext& kind, ScalarType number) {
   for (const bool average : {false, true}) {
-    on_transports(kind, 3, [&](const std::unique_ptr<Transport>& transport, const Place& place) {
-      const Array<T> array(place, numbers<T>(transport->rank(), 1));
-      transport->all_reduce(place, array.data(), 20, number, average);
+    on_transports(kind, 3, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
+      const Array<T> array(context, numbers<T>(transport->rank(), 1));
+      transport->all_reduce(context, array.data(), 20, number, average);
       const auto values = array.values(), expected = average ? numbers<T>(1, 1) : numbers<T>(3, 3);
       EXPECT_EQ(std::memcmp(values.data(), expected.data(), 20 * sizeof(T)), 0) << "number " << static_cast<int>(number);
     });
@@ -323,14 +326,14 @@ void expect_all_reduce(const Place& kind, Number number) {
 }
 
 TEST_P(NcclCollectivesOn, ReduceNumbersOfAnyType) {
-  expect_all_reduce<int8_t>(place(), Number::int8);
-  expect_all_reduce<uint8_t>(place(), Number::uint8);
-  expect_all_reduce<int32_t>(place(), Number::int32);
-  expect_all_reduce<int64_t>(place(), Number::int64);
-  expect_all_reduce<Half>(place(), Number::fp16);
-  expect_all_reduce<BFloat16>(place(), Number::bf16);
-  expect_all_reduce<float>(place(), Number::fp32);
-  expect_all_reduce<double>(place(), Number::fp64);
+  expect_all_reduce<int8_t>(context(), ScalarType::int8);
+  expect_all_reduce<uint8_t>(context(), ScalarType::uint8);
+  expect_all_reduce<int32_t>(context(), ScalarType::int32);
+  expect_all_reduce<int64_t>(context(), ScalarType::int64);
+  expect_all_reduce<Half>(context(), ScalarType::fp16);
+  expect_all_reduce<BFloat16>(context(), ScalarType::bf16);
+  expect_all_reduce<float>(context(), ScalarType::fp32);
+  expect_all_reduce<double>(context(), ScalarType::fp64);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <latch>
 #include <random>
 
-#include "comm/fault/in_process_channel.h"
+#include "comm/fault/in_process_control_channel.h"
 #include "comm/plan/plan.h"
 #include "kernels/codec.h"
 #include "tests/comm/nccl_ranks.h"
@@ -26,7 +26,7 @@ Values given(int rank, int64_t numel) {
 }
 
 struct Case {
-  Options call;
+  CallOptions call;
   int64_t numel;
 };
 
@@ -36,7 +36,7 @@ std::vector<Case> cases(int world_size, bool all) {
   for (const Codec& codec : codecs()) {
     for (const std::string& algorithm : algorithms()) {
       if (codec.is_lossy() && make_plan(Collective::all_reduce, algorithm, 0, 1).exact) continue;
-      Options call;
+      CallOptions call;
       call.algorithm = algorithm;
       call.codec = codec.name;
       call.timeout = generous;
@@ -59,10 +59,10 @@ std::vector<Case> cases(int world_size, bool all) {
 }
 
 // What a rank holds after each of them.
-std::vector<Values> reduce_all(const std::vector<Case>& cases, Executor& executor, Runner& runner, const Place& place) {
+std::vector<Values> reduce_all(const std::vector<Case>& cases, Executor& executor, Runner& runner, const ExecutionContext& context) {
   std::vector<Values> results;
   for (const auto& [call, numel] : cases) {
-    const Array<float> array(place, given(executor.rank(), numel));
+    const Array<float> array(context, given(executor.rank(), numel));
     runner.run(executor, {array.data()}, numel, call);
     results.push_back(array.values());
   }
@@ -77,13 +77,13 @@ class NcclAllReduceOn : public OverNccl {};
 DLT_ON_EVERY_PLACE(NcclAllReduceOn);
 
 TEST_P(NcclAllReduceOn, GivesTheBitsThatOtherTransportsGive) {
-  const bool all = !is_slow(place());
+  const bool all = !is_slow(context());
   for (int world_size : all ? std::vector{1, 2, 3, 4, 5, 8} : std::vector{2, 3, 5}) {
     const std::vector<Case> todo = cases(world_size, all);
     std::vector<std::vector<Values>> expected(world_size), results(world_size);
     on_ranks(world_size, [&](Executor& executor, Runner& runner) { expected[executor.rank()] = reduce_all(todo, executor, runner, {}); });
-    on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
-      results[executor.rank()] = reduce_all(todo, executor, runner, place);
+    on_nccl_ranks(context(), world_size, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
+      results[executor.rank()] = reduce_all(todo, executor, runner, context);
     });
     for (int rank = 0; rank < world_size; ++rank) {
       for (size_t i = 0; i < todo.size(); ++i) {
@@ -99,15 +99,15 @@ class NcclExecutorOn : public OverNccl {};
 DLT_ON_EVERY_PLACE(NcclExecutorOn);
 
 TEST_P(NcclExecutorOn, LaunchesOnceForHalfATick) {
-  for (const int world_size : place().on_cuda() ? std::vector{3} : std::vector{2, 3, 4}) {
+  for (const int world_size : context().on_cuda() ? std::vector{3} : std::vector{2, 3, 4}) {
     const int rounds = 2 * (world_size - 1);
     for (const int segments : {1, 3}) {
       fake().reset();
-      on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
-        Options call;
+      on_nccl_ranks(context(), world_size, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
+        CallOptions call;
         call.algorithm = "ring";
         call.segments = segments;
-        const Array<float> array(place, Values(1000, 1.0f));
+        const Array<float> array(context, Values(1000, 1.0f));
         runner.run(executor, {array.data()}, 1000, call);
         EXPECT_EQ(array.values(), Values(1000, static_cast<float>(world_size)));
       });
@@ -132,16 +132,16 @@ TEST_P(NcclExecutorOn, LeavesItsHalvesToNccl) {
   for (const auto& [numel, owners, function, times] :
        {Case{96, 3, "ncclReduceScatter", 1}, Case{50, 3, "ncclReduce", 3}, Case{96, 2, "ncclReduce", 2}, Case{50, 1, "ncclReduce", 1}}) {
     fake().reset();
-    on_nccl_ranks(place(), world_size, [&, numel = numel, owners = owners](Executor& executor, Runner&, const Place& place) {
+    on_nccl_ranks(context(), world_size, [&, numel = numel, owners = owners](Executor& executor, Runner&, const ExecutionContext& context) {
       Values values(numel);
       for (int i = 0; i < numel; ++i) values[i] = static_cast<float>(i + executor.rank());
-      const Array<float> array(place, values);
-      const auto shares = shares_of(numel, owners, world_size);
-      executor.reduce_scatter(place, array.data(), numel, shares, true, generous);
-      executor.all_gather(place, array.data(), numel, shares, generous);
+      const Array<float> array(context, values);
+      const auto shards = shards_of(numel, owners, world_size);
+      executor.reduce_scatter(context, array.data(), numel, shards, true, generous);
+      executor.all_gather(context, array.data(), numel, shards, generous);
       for (int i = 0; i < numel; ++i) values[i] = static_cast<float>(i + 1);
       EXPECT_EQ(array.values(), values);
-      executor.all_reduce_natively(place, array.data(), numel, Number::fp32, false, generous);
+      executor.all_reduce_natively(context, array.data(), numel, ScalarType::fp32, false, generous);
       EXPECT_EQ(array.values()[numel - 1], static_cast<float>(world_size * numel));
     });
     EXPECT_EQ(calls(call(0, function)), times);
@@ -149,8 +149,8 @@ TEST_P(NcclExecutorOn, LeavesItsHalvesToNccl) {
   }
 }
 
-Options by_ring(std::chrono::milliseconds timeout) {
-  Options call;
+CallOptions by_ring(std::chrono::milliseconds timeout) {
+  CallOptions call;
   call.algorithm = "ring";
   call.timeout = timeout;
   return call;
@@ -164,9 +164,9 @@ std::string next_error(Executor& executor, Runner& runner, const Array<float>& a
 TEST(NcclExecutor, AbortEndsAWait) {
   fake().reset();
   std::latch over(1);
-  on_nccl_ranks({}, 2, [&](Executor& executor, Runner& runner, const Place& place) {
+  on_nccl_ranks({}, 2, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
     if (executor.rank() == 1) return over.wait();
-    const Array<float> array(place, Values(100, 1.0f));
+    const Array<float> array(context, Values(100, 1.0f));
     const auto start = Clock::now();
     std::thread other([&] {
       while (calls(call(0, "ncclGroupEnd")) == 0) std::this_thread::yield();
@@ -187,16 +187,16 @@ class NcclDeadline : public OverNccl {
   template <class Body>
   void expect_spoilt(int world_size, Body body, const std::function<void(Executor&)>& last = [](Executor&) {}) {
     std::latch over(world_size - 1);
-    on_nccl_ranks(place(), world_size, [&](Executor& executor, Runner& runner, const Place& place) {
-      const Array<float> array(place, Values(100, 1.0f));
-      executor.all_reduce_natively(place, array.data(), 100, Number::fp32, true, generous);
+    on_nccl_ranks(context(), world_size, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
+      const Array<float> array(context, Values(100, 1.0f));
+      executor.all_reduce_natively(context, array.data(), 100, ScalarType::fp32, true, generous);
       runner.run(executor, {array.data()}, 100, by_ring(generous));
       EXPECT_EQ(array.values(), Values(100, static_cast<float>(world_size)));
       if (executor.rank() == world_size - 1) {
         last(executor);
         return over.wait();
       }
-      body(executor, runner, place, array);
+      body(executor, runner, context, array);
       const Values values = array.values();
       EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](float value) { return std::isnan(value); }));
       EXPECT_NE(executor.failure(), "");
@@ -205,10 +205,10 @@ class NcclDeadline : public OverNccl {
     });
   }
 };
-INSTANTIATE_TEST_SUITE_P(Places, NcclDeadline, testing::Values("cuda"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Contexts, NcclDeadline, testing::Values("cuda"), [](const auto& info) { return info.param; });
 
 TEST_P(NcclDeadline, ARankThatNeverComes) {
-  expect_spoilt(3, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+  expect_spoilt(3, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
     const int rank = executor.rank();
     runner.run(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300)));
     executor.drain();
@@ -222,10 +222,10 @@ TEST_P(NcclDeadline, ARankThatNeverComes) {
 // In the first call, where the host has to wait for it.
 TEST_P(NcclDeadline, ARankThatNeverConnects) {
   std::latch over(2);
-  on_nccl_ranks(place(), 3, [&](Executor& executor, Runner& runner, const Place& place) {
+  on_nccl_ranks(context(), 3, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
     const int rank = executor.rank();
     if (rank == 2) return over.wait();
-    const Array<float> array(place, Values(100, 1.0f));
+    const Array<float> array(context, Values(100, 1.0f));
     const std::string error =
         error_of<CollectiveError>([&] { runner.run(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300))); });
     expect_in(text("all_reduce with ring on rank ", rank, " in a group of 3: waiting for rank ", (rank + 2) % 3, " in round 0 of 4"),
@@ -238,9 +238,9 @@ TEST_P(NcclDeadline, ARankThatNeverConnects) {
 }
 
 TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
-  expect_spoilt(3, [](Executor& executor, Runner&, const Place& place, const Array<float>& array) {
+  expect_spoilt(3, [](Executor& executor, Runner&, const ExecutionContext& context, const Array<float>& array) {
     const int rank = executor.rank();
-    executor.all_reduce_natively(place, array.data(), 100, Number::fp32, false, std::chrono::milliseconds(300));
+    executor.all_reduce_natively(context, array.data(), 100, ScalarType::fp32, false, std::chrono::milliseconds(300));
     executor.drain();
     const std::string error = executor.failure();
     expect_in(
@@ -253,52 +253,52 @@ TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
 // What it decodes to is NaN, whatever the codec.
 TEST_P(NcclDeadline, SpoilsAMessageToo) {
   for (const char* codec : {"int8", "fp16", "bf16"}) {
-    expect_spoilt(2, [codec](Executor& executor, Runner& runner, const Place& place, const Array<float>& array) {
-      Options call = by_ring(std::chrono::milliseconds(300));
+    expect_spoilt(2, [codec](Executor& executor, Runner& runner, const ExecutionContext& context, const Array<float>& array) {
+      CallOptions call = by_ring(std::chrono::milliseconds(300));
       call.codec = codec;
       const Encoded message = encoded(call, 100, 2);
-      const Array<float> bytes(place, Values(message.bytes / sizeof(float), 1.0f));
+      const Array<float> bytes(context, Values(message.bytes / sizeof(float), 1.0f));
       call.message = reinterpret_cast<char*>(bytes.data());
       runner.run(executor, {array.data()}, 100, call);
       executor.drain();
       std::vector<Decoding> room;
-      decode(place, message.parts, call.message, {array.data()}, room);
+      decode(context, message.parts, call.message, {array.data()}, room);
     });
   }
 }
 
 TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
-  auto channels = in_process_channels(3);
+  auto channels = in_process_control_channels(3);
   std::latch begun(3), over(3);
   const auto watched = [&](Executor& executor) {
-    auto lookout = std::make_shared<Lookout>(
+    auto failure_detector = std::make_shared<FailureDetector>(
         std::move(channels[executor.rank()]), std::vector<int>(),
-        Lookout::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }},
-        Patience(std::chrono::milliseconds(500)));
-    executor.set_lookout(lookout);
+        FailureDetector::Calls{[&] { return executor.waiting(); }, [&](const std::string& finding) { executor.give_up(finding); }},
+        AdaptiveTimeout(std::chrono::milliseconds(500)));
+    executor.set_failure_detector(failure_detector);
     begun.arrive_and_wait();
-    return lookout;
+    return failure_detector;
   };
-  const auto wait_and_close = [&](const std::shared_ptr<Lookout>& lookout) {
+  const auto wait_and_close = [&](const std::shared_ptr<FailureDetector>& failure_detector) {
     over.arrive_and_wait();
-    lookout->close();
+    failure_detector->close();
   };
   expect_spoilt(
       3,
-      [&](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
-        const auto lookout = watched(executor);
-        lookout->begin();
+      [&](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
+        const auto failure_detector = watched(executor);
+        failure_detector->begin();
         const auto deadline = executor.rank() == 0 ? std::chrono::milliseconds(300) : generous;
         runner.run(executor, {array.data()}, 100, by_ring(deadline));
         executor.drain();
         expect_in("the culprit is rank 2: it is alive, but has not made call 1 (found by rank 0 in round 0 of call 1)", executor.failure());
-        wait_and_close(lookout);
+        wait_and_close(failure_detector);
       },
       [&](Executor& executor) { wait_and_close(watched(executor)); });
 }
 
 TEST_P(NcclDeadline, AnAbortComesBeforeIt) {
-  expect_spoilt(2, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+  expect_spoilt(2, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
     for (int i = 0; i < 2; ++i) runner.run(executor, {array.data()}, 100, by_ring(generous));
     EXPECT_EQ(executor.failure(), "");  // the calls have returned, and nothing has come
     executor.abort("closed by the test");
@@ -308,7 +308,7 @@ TEST_P(NcclDeadline, AnAbortComesBeforeIt) {
 }
 
 TEST_P(NcclDeadline, AnErrorInTheBackgroundComesBeforeIt) {
-  expect_spoilt(2, [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+  expect_spoilt(2, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
     runner.run(executor, {array.data()}, 100, by_ring(generous));
     fake().set_error(0, 2);
     executor.drain();
@@ -323,7 +323,7 @@ TEST_P(NcclDeadline, ARankThatAbortsComesBeforeIt) {
     fake().tell_of_aborts();
     executor.abort("closed by the test");
   };
-  const auto body = [](Executor& executor, Runner& runner, const Place&, const Array<float>& array) {
+  const auto body = [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
     runner.run(executor, {array.data()}, 100, by_ring(generous));
     executor.drain();
     expect_in("in the background: remote process exited or there was a network error (a rank has aborted)", executor.failure());
@@ -334,9 +334,9 @@ TEST_P(NcclDeadline, ARankThatAbortsComesBeforeIt) {
 // Whatever the device comes to afterwards is still there, and it waits for nobody.
 TEST_P(NcclDeadline, AnExecutorThatIsDroppedComesBeforeIt) {
   std::latch over(1);
-  on_transports(place(), 2, [&](std::unique_ptr<Transport> transport, const Place& place) {
-    Runner runner(place);
-    const Array<float> array(place, Values(100, 1.0f));
+  on_transports(context(), 2, [&](std::unique_ptr<Transport> transport, const ExecutionContext& context) {
+    Runner runner(context);
+    const Array<float> array(context, Values(100, 1.0f));
     auto executor = std::make_unique<Executor>(std::move(transport));
     runner.run(*executor, {array.data()}, 100, by_ring(generous));
     if (executor->rank() == 1) return over.wait();

@@ -7,55 +7,55 @@
 #include <thread>
 
 #include "tests/comm/ranks.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain::comm {
 namespace {
 
 // Runs body(levels, inside, across, rank, the rank's place) on so many ranks of each host, each a thread.
 template <class Body>
-void on_hosts(const Place& kind, const std::vector<int>& hosts, Body body, int64_t saving = TwoLevels::enough) {
+void on_hosts(const ExecutionContext& kind, const std::vector<int>& hosts, Body body, int64_t saving = TwoLevels::enough) {
   const auto wrapped = [&](std::unique_ptr<Transport> end) -> std::unique_ptr<Transport> {
     if (kind.on_cuda()) return end;
-    return std::make_unique<Envelopes>(std::move(end));
+    return std::make_unique<FramedTransport>(std::move(end));
   };
-  const int shares = std::ranges::min(hosts), world_size = std::accumulate(hosts.begin(), hosts.end(), 0);
-  std::vector<std::vector<std::unique_ptr<Transport>>> across(shares);
+  const int shards = std::ranges::min(hosts), world_size = std::accumulate(hosts.begin(), hosts.end(), 0);
+  std::vector<std::vector<std::unique_ptr<Transport>>> across(shards);
   for (auto& ends : across) ends = in_process_group(static_cast<int>(hosts.size()));
   std::vector<std::thread> threads;
   for (size_t host = 0; host < hosts.size(); ++host) {
     auto inside = in_process_group(hosts[host]);
     for (int local = 0; local < hosts[host]; ++local) {
-      auto to_host = std::move(inside[local]), to_others = std::move(local < shares ? across[local][host] : in_process_group(1)[0]);
+      auto to_host = std::move(inside[local]), to_others = std::move(local < shards ? across[local][host] : in_process_group(1)[0]);
       const auto rank = static_cast<int>(threads.size());
       threads.emplace_back([&, rank, to_host = std::move(to_host), to_others = std::move(to_others)]() mutable {
-        const OwnPlace own(kind);
+        const OwnContext own(kind);
         Executor in(wrapped(std::move(to_host))), out(wrapped(std::move(to_others)));
-        TwoLevels levels(in, out, {static_cast<int>(hosts.size()), shares, world_size}, saving);
-        body(levels, in, out, rank, own.place());
-        Event::record(own.place()).synchronize();
+        TwoLevels levels(in, out, {static_cast<int>(hosts.size()), shards, world_size}, saving);
+        body(levels, in, out, rank, own.context());
+        Event::record(own.context()).synchronize();
       });
     }
   }
   for (auto& thread : threads) thread.join();
 }
 
-class TwoLevelsOn : public OnEveryPlace {};
+class TwoLevelsOn : public OnEveryContext {};
 DLT_ON_EVERY_PLACE(TwoLevelsOn);
 
 TEST_P(TwoLevelsOn, AddUp) {
-  const bool all = !is_slow(place());
+  const bool all = !is_slow(context());
   for (const std::vector<int>& hosts : {std::vector{2, 2}, {2, 2, 2}, {3, 3}, {3, 2}, {1, 3, 2}}) {
     const int world_size = std::accumulate(hosts.begin(), hosts.end(), 0);
     for (const int64_t numel : all ? std::vector<int64_t>{0, 1, 31, 33, 1000, 2'100'001} : std::vector<int64_t>{33}) {
       std::vector<std::vector<float>> results(world_size);
-      on_hosts(place(), hosts, [&](TwoLevels& levels, Executor&, Executor&, int rank, const Place& place) {
+      on_hosts(context(), hosts, [&](TwoLevels& levels, Executor&, Executor&, int rank, const ExecutionContext& context) {
         std::vector<float> values(numel);
         for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>((i * 7 + rank * 13) % 31 - 15);
-        const Array<float> array(place, values);
-        Options call;
+        const Array<float> array(context, values);
+        CallOptions call;
         call.algorithm = "ring";
-        levels.all_reduce(place, array.data(), numel, call);
+        levels.all_reduce(context, array.data(), numel, call);
         results[rank] = array.values();
       });
       for (int64_t i = 0; i < numel; ++i) {
@@ -74,12 +74,12 @@ TEST_P(TwoLevelsOn, WeighRanksAlike) {
     const int world_size = std::accumulate(hosts.begin(), hosts.end(), 0);
     std::vector<int64_t> sent(world_size);
     std::vector<std::vector<float>> results(world_size);
-    on_hosts(place(), hosts, [&](TwoLevels& levels, Executor&, Executor& across, int rank, const Place& place) {
-      const Array<float> array(place, std::vector<float>(numel, static_cast<float>(rank)));
-      Options call;
+    on_hosts(context(), hosts, [&](TwoLevels& levels, Executor&, Executor& across, int rank, const ExecutionContext& context) {
+      const Array<float> array(context, std::vector<float>(numel, static_cast<float>(rank)));
+      CallOptions call;
       call.algorithm = "direct";
       call.average = true;
-      levels.all_reduce(place, array.data(), numel, call);
+      levels.all_reduce(context, array.data(), numel, call);
       results[rank] = array.values();
       sent[rank] = across.wire_bytes();
     });
@@ -100,15 +100,15 @@ TEST_P(TwoLevelsOn, KeepRegionsApart) {
       {{5, 1030}, &find_codec("int8"), 0}, {{1040, 61}, &find_codec("raw"), 1032}, {{1101, 1500}, &find_codec("int4"), 1096}};
   const auto given = [](int64_t i, int rank) { return static_cast<float>((i * 7 + rank * 13) % 31 - 15); };
   std::vector<std::vector<float>> results(4);
-  on_hosts(place(), {2, 2}, [&](TwoLevels& levels, Executor&, Executor&, int rank, const Place& place) {
+  on_hosts(context(), {2, 2}, [&](TwoLevels& levels, Executor&, Executor&, int rank, const ExecutionContext& context) {
     std::vector<float> values(numel);
     for (int64_t i = 0; i < numel; ++i) values[i] = given(i, rank);
-    const Array<float> array(place, values);
-    Options call;
+    const Array<float> array(context, values);
+    CallOptions call;
     call.algorithm = "ring";
     call.codec = "int8";
     call.layout = &layout;
-    levels.all_reduce(place, array.data(), numel, call);
+    levels.all_reduce(context, array.data(), numel, call);
     results[rank] = array.values();
   });
   for (const auto& [span, codec, number] : layout) {
@@ -143,20 +143,20 @@ TEST_P(TwoLevelsOn, ShareMessagesInside) {
       auto& bytes = sent[saving];
       result.resize(world_size);
       bytes.resize(world_size);
-      const auto body = [&](TwoLevels& levels, Executor& inside, Executor&, int rank, const Place& place) {
+      const auto body = [&](TwoLevels& levels, Executor& inside, Executor&, int rank, const ExecutionContext& context) {
         std::vector<float> values(numel);
         for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<float>((i * 7 + rank * 13) % 31) / 7;
-        const Array<float> array(place, values);
-        Options call;
+        const Array<float> array(context, values);
+        CallOptions call;
         call.algorithm = given.algorithm;
         call.codec = given.codec;
         call.layout = given.layout;
         call.average = true;
-        for (int step = 0; step < 2; ++step) levels.all_reduce(place, array.data(), numel, call);
+        for (int step = 0; step < 2; ++step) levels.all_reduce(context, array.data(), numel, call);
         result[rank] = array.values();
         bytes[rank] = inside.wire_bytes();
       };
-      on_hosts(place(), given.hosts, body, saving);
+      on_hosts(context(), given.hosts, body, saving);
     }
     EXPECT_EQ(results[always], results[never]) << given.algorithm << " " << given.codec;
     for (const auto& result : results[always]) EXPECT_EQ(result, results[always][0]) << given.algorithm << " " << given.codec;
@@ -170,12 +170,12 @@ TEST_P(TwoLevelsOn, ShareMessagesInside) {
 // A rank that is gone is an error on all others, also on those that wait for none of its messages.
 TEST(TwoLevels, FailOnEveryRank) {
   std::latch over(3);
-  on_hosts({}, {2, 2}, [&](TwoLevels& levels, Executor& inside, Executor& across, int rank, const Place& place) {
+  on_hosts({}, {2, 2}, [&](TwoLevels& levels, Executor& inside, Executor& across, int rank, const ExecutionContext& context) {
     if (rank == 3) return over.wait();
     std::vector<float> values(2'100'001, 1.0f);
-    Options call;
+    CallOptions call;
     call.timeout = std::chrono::milliseconds(500);
-    EXPECT_THROW(levels.all_reduce(place, values.data(), std::ssize(values), call), CollectiveError) << rank;
+    EXPECT_THROW(levels.all_reduce(context, values.data(), std::ssize(values), call), CollectiveError) << rank;
     for (Executor* level : {&inside, &across}) {
       EXPECT_NE(level->failure(), "") << rank;
       level->close();

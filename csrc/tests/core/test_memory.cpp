@@ -1,19 +1,19 @@
 #include "core/memory.h"
 
 #include "core/cuda/stream_queue.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain {
 namespace {
 
-class MemoryOn : public OnEveryPlace {};
+class MemoryOn : public OnEveryContext {};
 DLT_ON_EVERY_PLACE(MemoryOn);
 
 TEST_P(MemoryOn, HoldsWhatIsCopiedIntoIt) {
   const std::vector<int> values = {1, 2, 3};
-  EXPECT_EQ(Array<int>(place(), values).values(), values);
-  EXPECT_EQ(Array<int>(place(), {}).values(), std::vector<int>{});
-  Memory a(place(), 100);
+  EXPECT_EQ(Array<int>(context(), values).values(), values);
+  EXPECT_EQ(Array<int>(context(), {}).values(), std::vector<int>{});
+  Memory a(context(), 100);
   void* const data = a.data();
   EXPECT_EQ(reinterpret_cast<uintptr_t>(data) % 64, 0u);
   Memory b = std::move(a);
@@ -23,9 +23,9 @@ TEST_P(MemoryOn, HoldsWhatIsCopiedIntoIt) {
 
 TEST_P(MemoryOn, BuffersOnlyGrow) {
   Buffer buffer;
-  void* const first = buffer.reserve(place(), 100);
-  EXPECT_EQ(buffer.reserve(place(), 50), first);
-  EXPECT_NE(buffer.reserve(place(), 1 << 20), nullptr);
+  void* const first = buffer.reserve(context(), 100);
+  EXPECT_EQ(buffer.reserve(context(), 50), first);
+  EXPECT_NE(buffer.reserve(context(), 1 << 20), nullptr);
 }
 
 TEST(Memory, PinnedNeedsCUDA) {
@@ -47,23 +47,23 @@ class StreamQueueTest : public testing::Test {
 TEST_F(StreamQueueTest, OrdersItsWorkWithTheCallers) {
   if constexpr (built_with_cuda) {
     constexpr int64_t size = 1 << 16, bytes = size * sizeof(int);
-    const Place caller = cuda_place();
+    const ExecutionContext caller = cuda_context();
     const cuda::Stream stream(caller.device);
-    cuda::StreamQueue queue(stream.place());
+    cuda::StreamQueue queue(stream.context());
     const Memory a(caller, bytes), b(caller, bytes);
     const Memory staging = Memory::pinned(caller.device, bytes), back = Memory::pinned(caller.device, bytes);
     for (int turn = 0; turn < 20; ++turn) {
       std::fill_n(static_cast<int*>(staging.data()), size, turn);
       copy(caller, a.data(), staging.data(), bytes);
-      queue.run(caller, [&](const Place& place) { copy(place, b.data(), a.data(), bytes); });
+      queue.run(caller, [&](const ExecutionContext& context) { copy(context, b.data(), a.data(), bytes); });
       copy(caller, back.data(), b.data(), bytes);
       Event::record(caller).synchronize();
       for (int64_t i = 0; i < size; ++i) ASSERT_EQ(static_cast<int*>(back.data())[i], turn);
     }
-    const Event done = queue.submit(caller, [&](const Place& place) {
-      const Memory scratch(place, bytes);  // given back in the order of the stream
-      copy(place, scratch.data(), b.data(), bytes);
-      copy(place, a.data(), scratch.data(), bytes);
+    const Event done = queue.submit(caller, [&](const ExecutionContext& context) {
+      const Memory scratch(context, bytes);  // given back in the order of the stream
+      copy(context, scratch.data(), b.data(), bytes);
+      copy(context, a.data(), scratch.data(), bytes);
     });
     done.synchronize();
     copy(caller, back.data(), a.data(), bytes);

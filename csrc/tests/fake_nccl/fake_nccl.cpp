@@ -63,7 +63,7 @@ struct Posted {
   std::shared_ptr<std::vector<char>> buffer;  // that a send's bytes lie in; null where it waits for the receive
 };
 
-struct Channel {  // from one rank to another
+struct ControlChannel {  // from one rank to another
   std::deque<Posted> sends, receives;
 };
 
@@ -75,12 +75,12 @@ struct Ends {  // of a way from one rank to another: who has come to its first m
 
 struct Clique {
   explicit Clique(int size)
-      : came(size), meets(size), connects(size, std::vector<Ends>(size)), channels(size, std::vector<Channel>(size)) {}
-  std::vector<bool> came;                      // which ranks
-  std::vector<bool> meets;                     // likewise, to their first collective
-  std::vector<std::vector<Ends>> connects;     // [from][to]
-  std::vector<std::vector<Channel>> channels;  // [from][to]
-  std::map<int64_t, Meeting> meetings;         // by their number
+      : came(size), meets(size), connects(size, std::vector<Ends>(size)), channels(size, std::vector<ControlChannel>(size)) {}
+  std::vector<bool> came;                             // which ranks
+  std::vector<bool> meets;                            // likewise, to their first collective
+  std::vector<std::vector<Ends>> connects;            // [from][to]
+  std::vector<std::vector<ControlChannel>> channels;  // [from][to]
+  std::map<int64_t, Meeting> meetings;                // by their number
 
   int size() const { return static_cast<int>(came.size()); }
   bool is_complete() const { return std::find(came.begin(), came.end(), false) == came.end(); }
@@ -109,7 +109,7 @@ struct ncclComm {
   // Messages that lie in a buffer.
   bool has_unsent() const {
     const auto& sent = clique->channels[rank];
-    return std::any_of(sent.begin(), sent.end(), [](const Channel& channel) { return !channel.sends.empty(); });
+    return std::any_of(sent.begin(), sent.end(), [](const ControlChannel& channel) { return !channel.sends.empty(); });
   }
 };
 
@@ -266,12 +266,12 @@ void carry_out(const Meeting& parts) {
   for (const auto& part : parts) finish(*part);
 }
 
-void spoil(const Posted& posted, const char* why) {
+void poison(const Posted& posted, const char* why) {
   posted.launch->comm->error = refuse(internal_error, why);
   changed.notify_all();
 }
 
-void match(Channel& channel) {
+void match(ControlChannel& channel) {
   while (!channel.sends.empty() && !channel.receives.empty()) {
     const Posted send = std::move(channel.sends.front()), receive = std::move(channel.receives.front());
     channel.sends.pop_front();
@@ -284,20 +284,20 @@ void match(Channel& channel) {
       finish(receive);
       changed.notify_all();
     } else {  // neither ever ends
-      spoil(send, "a send and its receive differ in size");
-      spoil(receive, "a send and its receive differ in size");
+      poison(send, "a send and its receive differ in size");
+      poison(receive, "a send and its receive differ in size");
     }
   }
 }
 
 void meet(const Posted& posted) {
   ncclComm& comm = *posted.launch->comm;
-  const auto place = comm.clique->meetings.try_emplace(comm.meetings++, comm.clique->size()).first;
-  Meeting& parts = place->second;
+  const auto context = comm.clique->meetings.try_emplace(comm.meetings++, comm.clique->size()).first;
+  Meeting& parts = context->second;
   parts[comm.rank] = posted;
   if (std::find(parts.begin(), parts.end(), std::nullopt) != parts.end()) return;
   const Meeting complete = std::move(parts);
-  comm.clique->meetings.erase(place);
+  comm.clique->meetings.erase(context);
   const Operation& first = complete[0]->operation;
   const bool agree = std::all_of(complete.begin(), complete.end(), [&](const auto& part) {
     const Operation& each = part->operation;
@@ -305,7 +305,7 @@ void meet(const Posted& posted) {
            each.peer == first.peer;
   });
   if (agree) return carry_out(complete);
-  for (const auto& part : complete) spoil(*part, "the ranks differ in what they do together");
+  for (const auto& part : complete) poison(*part, "the ranks differ in what they do together");
 }
 
 void post(const std::shared_ptr<Launch>& launch) {
@@ -318,7 +318,7 @@ void post(const std::shared_ptr<Launch>& launch) {
     }
     auto& channels = comm.clique->channels;
     const bool sent = operation.kind == Kind::send;
-    Channel& channel = sent ? channels[comm.rank][operation.peer] : channels[operation.peer][comm.rank];
+    ControlChannel& channel = sent ? channels[comm.rank][operation.peer] : channels[operation.peer][comm.rank];
     if (sent && buffers_sends) {
       const char* const bytes = static_cast<const char*>(operation.from);
       posted.buffer = std::make_shared<std::vector<char>>(bytes, bytes + operation.count * size_of(operation.type));

@@ -7,7 +7,7 @@
 
 #include "kernels/codec.h"
 #include "math/philox.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain {
 namespace {
@@ -72,22 +72,23 @@ Bytes message_on_cpu(const Codec& codec, const std::vector<float>& values) {
   sum.numel = static_cast<int64_t>(values.size());
   sum.own = {const_cast<float*>(values.data())};
   sum.message = out.data();
-  codec.encode_sum(cpu_place(), sum);
+  codec.encode_sum(cpu_context(), sum);
   return out;
 }
 
 // Encodes and decodes at a place.
-Result run(const Place& place, const Case& c) {
+Result run(const ExecutionContext& context, const Case& c) {
   const int64_t offset = c.unaligned ? size_of(c.dtype) : 0;
-  const Array<uint8_t> own(place, as_elements(numbers(c.numel, 1), c.dtype), offset);
-  const Array<uint8_t> decoded(place, Bytes(c.numel * size_of(c.dtype)), offset), values(place, Bytes(c.numel * 4), c.unaligned ? 4 : 0);
-  const Array<float> residual(place, std::vector<float>(c.numel, 0.01f), c.unaligned ? 1 : 0), loss_scale(place, {3.0f});
-  const Array<uint8_t> message(place, Bytes(c.codec.bytes(c.numel)), c.unaligned ? 4 : 0);
+  const Array<uint8_t> own(context, as_elements(numbers(c.numel, 1), c.dtype), offset);
+  const Array<uint8_t> decoded(context, Bytes(c.numel * size_of(c.dtype)), offset),
+      values(context, Bytes(c.numel * 4), c.unaligned ? 4 : 0);
+  const Array<float> residual(context, std::vector<float>(c.numel, 0.01f), c.unaligned ? 1 : 0), loss_scale(context, {3.0f});
+  const Array<uint8_t> message(context, Bytes(c.codec.bytes(c.numel)), c.unaligned ? 4 : 0);
   std::vector<std::unique_ptr<Array<uint8_t>>> received;
   std::vector<const uint8_t*> pointers;
   for (int k = 0; k < c.received; ++k) {
     const Bytes bytes = message_on_cpu(c.codec, std::vector<float>(c.numel, 0.5f + static_cast<float>(k)));
-    pointers.push_back(received.emplace_back(std::make_unique<Array<uint8_t>>(place, bytes, 4 * k))->data());
+    pointers.push_back(received.emplace_back(std::make_unique<Array<uint8_t>>(context, bytes, 4 * k))->data());
   }
   Sum sum;
   sum.numel = c.numel;
@@ -95,7 +96,7 @@ Result run(const Place& place, const Case& c) {
   sum.scale = c.received ? 0.25f : 1.0f;
   sum.received = pointers.data();
   sum.count = c.received;
-  sum.own_place = c.received / 2;
+  sum.own_position = c.received / 2;
   if (c.residual) {
     sum.feedback.residual = {residual.data()};
     sum.feedback.loss_scale = loss_scale.data();
@@ -103,21 +104,21 @@ Result run(const Place& place, const Case& c) {
   sum.message = message.data();
   sum.decoded = {decoded.data(), c.dtype};
   sum.rounding = {c.stochastic, {uint64_t{1} << 40, 5, 2}, 1024};
-  c.codec.encode_sum(place, sum);
-  const Array<double> sum_squares(place, {-1.0});
-  const Array<float> found_inf(place, {-1.0f});
-  c.codec.decode(place, c.numel, message.data(), {values.data()}, {sum_squares.data(), found_inf.data()});
+  c.codec.encode_sum(context, sum);
+  const Array<double> sum_squares(context, {-1.0});
+  const Array<float> found_inf(context, {-1.0f});
+  c.codec.decode(context, c.numel, message.data(), {values.data()}, {sum_squares.data(), found_inf.data()});
   return {message.values(), decoded.values(),        as_elements(residual.values(), Dtype::fp32),
           values.values(),  sum_squares.values()[0], found_inf.values()[0]};
 }
 
 bool same_bits(double a, double b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }
 
-class CodecOn : public OnEveryPlace {
+class CodecOn : public OnEveryContext {
  protected:
   void expect_as_on_cpu(const Case& c) {
     SCOPED_TRACE(c.codec.name + " of " + std::to_string(c.numel));
-    const Result here = run(place(), c), there = run(cpu_place(), c);
+    const Result here = run(context(), c), there = run(cpu_context(), c);
     EXPECT_EQ(here.message, there.message);
     EXPECT_EQ(here.decoded, there.decoded);
     EXPECT_EQ(here.residual, there.residual);
@@ -154,15 +155,15 @@ TEST_P(CodecOn, SeesWhatIsNotFinite) {
     for (const bool finite : {true, false}) {
       std::vector<float> values(1000, 1.5f);
       if (!finite) values[999] = std::numeric_limits<float>::infinity();
-      const Array<float> own(place(), values), out(place(), values), found_inf(place(), {-1.0f});
-      const Array<uint8_t> message(place(), Bytes(codec.bytes(1000)));
-      const Array<double> sum_squares(place(), {-1.0});
+      const Array<float> own(context(), values), out(context(), values), found_inf(context(), {-1.0f});
+      const Array<uint8_t> message(context(), Bytes(codec.bytes(1000)));
+      const Array<double> sum_squares(context(), {-1.0});
       Sum sum;
       sum.numel = 1000;
       sum.own = {own.data()};
       sum.message = message.data();
-      codec.encode_sum(place(), sum);
-      codec.decode(place(), 1000, message.data(), {out.data()}, {sum_squares.data(), found_inf.data()});
+      codec.encode_sum(context(), sum);
+      codec.decode(context(), 1000, message.data(), {out.data()}, {sum_squares.data(), found_inf.data()});
       EXPECT_EQ(found_inf.values()[0], finite ? 0.0f : 1.0f) << codec.name;
       EXPECT_EQ(std::isfinite(sum_squares.values()[0]), finite) << codec.name;
       EXPECT_EQ(std::isnan(out.values()[999]), !finite) << codec.name;
@@ -174,10 +175,10 @@ TEST_P(CodecOn, SeesWhatIsNotFinite) {
 TEST_P(CodecOn, AddsUpThousandsOfTiles) {
   const Codec& codec = find_codec("int4");
   constexpr int64_t numel = 256 * 128 * 2 + 5;  // three levels of sums
-  const Array<uint8_t> message(place(), message_on_cpu(codec, std::vector<float>(numel, 7.0f)));
-  const Array<float> out(place(), std::vector<float>(numel)), found_inf(place(), {-1.0f});
-  const Array<double> sum_squares(place(), {-1.0});
-  codec.decode(place(), numel, message.data(), {out.data()}, {sum_squares.data(), found_inf.data()});
+  const Array<uint8_t> message(context(), message_on_cpu(codec, std::vector<float>(numel, 7.0f)));
+  const Array<float> out(context(), std::vector<float>(numel)), found_inf(context(), {-1.0f});
+  const Array<double> sum_squares(context(), {-1.0});
+  codec.decode(context(), numel, message.data(), {out.data()}, {sum_squares.data(), found_inf.data()});
   EXPECT_EQ(sum_squares.values()[0], 49.0 * numel);
   EXPECT_EQ(found_inf.values()[0], 0.0f);
 }

@@ -7,7 +7,7 @@
 
 #include "kernels/codec.h"
 #include "kernels/codecs.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain {
 namespace {
@@ -88,27 +88,27 @@ TEST(LARS, WithoutARatioItDecaysAsItIsTold) {
   EXPECT_EQ(decay(lars.adapted(1.0, 0.0, 1.0, 1.0)), 0.0f);
 }
 
-float read(const Elements& from, int64_t i) {
+float read(const TypedPointer& from, int64_t i) {
   float value = 0.0f;
   with_type(from, [&](const auto* values) { value = widen(values[i]); });
   return value;
 }
 
-void write(const Elements& to, int64_t i, float value) {
+void write(const TypedPointer& to, int64_t i, float value) {
   with_type(to, [&]<class T>(T* values) { values[i] = narrow<T>(value); });
 }
 
 // A list of tensors with K streams each, of the same values whatever the place and the alignment, and copies where the form has them.
 template <int K, class Numbers = None>
 struct Rows {
-  Rows(const Place& place, const std::vector<int64_t>& sizes, bool aligned = true, const Form<K>& form = {})
-      : counts(place, std::vector<float>(sizes.size(), 3.0f)), list(form) {
+  Rows(const ExecutionContext& context, const std::vector<int64_t>& sizes, bool aligned = true, const Signature<K>& form = {})
+      : counts(context, std::vector<float>(sizes.size(), 3.0f)), list(form) {
     for (size_t row = 0; row < sizes.size(); ++row) {
       std::array<void*, K> data;
-      for (int k = 0; k < K; ++k) data[k] = add(place, form.formats[k].dtype, sizes[row], k, row, aligned);
+      for (int k = 0; k < K; ++k) data[k] = add(context, form.formats[k].dtype, sizes[row], k, row, aligned);
       Numbers numbers;
       if constexpr (requires { numbers.counters().values[0]; }) numbers.counters().values[0] = counts.data() + row;
-      list.add(data, sizes[row], numbers, form.copies ? add(place, form.copy, sizes[row], K, row, aligned) : nullptr);
+      list.add(data, sizes[row], numbers, form.copies ? add(context, form.copy, sizes[row], K, row, aligned) : nullptr);
     }
   }
   // Of each stream of each row, and of its copy.
@@ -129,15 +129,15 @@ struct Rows {
   TensorList<K, Numbers> list;
 
  private:
-  void* add(const Place& place, Dtype dtype, int64_t size, int64_t k, size_t row, bool aligned) {
-    const Elements unit{nullptr, dtype};
-    std::vector<uint8_t> bytes(unit.bytes(size));
+  void* add(const ExecutionContext& context, Dtype dtype, int64_t size, int64_t k, size_t row, bool aligned) {
+    const TypedPointer word{nullptr, dtype};
+    std::vector<uint8_t> bytes(word.bytes(size));
     for (int64_t i = 0; i < size; ++i) {
       write({bytes.data(), dtype}, i, static_cast<float>((i * 7 + k * 5 + static_cast<int64_t>(row)) % 97 + 1) / 100);
     }
     dtypes.push_back(dtype);
     sizes.push_back(size);
-    return arrays.emplace_back(place, bytes, aligned ? 0 : unit.bytes((static_cast<int64_t>(row) + k) % 4)).data();
+    return arrays.emplace_back(context, bytes, aligned ? 0 : word.bytes((static_cast<int64_t>(row) + k) % 4)).data();
   }
 };
 
@@ -148,8 +148,8 @@ constexpr Dtype fp32 = Dtype::fp32, fp16 = Dtype::fp16, bf16 = Dtype::bf16;
 
 // Every type of parameter and gradient, and of a copy beside a master.
 template <int K>
-std::vector<Form<K>> forms() {
-  std::vector<Form<K>> all;
+std::vector<Signature<K>> forms() {
+  std::vector<Signature<K>> all;
   for (const Dtype first : {fp32, fp16, bf16}) {
     for (const Dtype second : {fp32, fp16, bf16}) {
       all.push_back({{first, second}});
@@ -171,9 +171,9 @@ const Momentum momentum{{0.9, 0.0, 0.1, true}, {0.1, false, {}}};
 
 TEST(ForEach, TheSameBitsForAnyNumberOfThreads) {
   const std::vector<int64_t> sizes = {1, 0, 7, 40000, 3, 64, 100001};
-  const auto run = [&](const Place& place) {
+  const auto run = [&](const ExecutionContext& context) {
     RowsOf<AdamW> rows({}, sizes);
-    for_each(place, rows.list, adamw);
+    for_each(context, rows.list, adamw);
     return rows.values();
   };
   EXPECT_EQ(run({serial_for}), run({two_threads}));
@@ -200,26 +200,26 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
   same(momentum);
 }
 
-void encode(const Place& place, const Codec& codec, int64_t numel, void* values, uint8_t* message) {
+void encode(const ExecutionContext& context, const Codec& codec, int64_t numel, void* values, uint8_t* message) {
   Sum sum;
   sum.numel = numel;
   sum.own = {values};
   sum.message = message;
-  codec.encode_sum(place, sum);
+  codec.encode_sum(context, sum);
 }
 
 // The moments of AdamW as messages: the bits of decoding them, a step in fp32, and encoding what it made of them.
 template <class Run>
-void check_coded_states(const Place& place, const Codec& codec, const Format& format, Run&& run) {
+void check_coded_states(const ExecutionContext& context, const Codec& codec, const Format& format, Run&& run) {
   const std::vector<int64_t> sizes = {1, 0, 7, 8192, 127, 128, 20003, 3};
-  const RowsOf<AdamW> rows(place, sizes), on_the_host({}, sizes);
+  const RowsOf<AdamW> rows(context, sizes), on_the_host({}, sizes);
   std::deque<Array<uint8_t>> messages;
-  ListOf<AdamW> list(Form<4>{{fp32, fp32, format, format}});
+  ListOf<AdamW> list(Signature<4>{{fp32, fp32, format, format}});
   for (const auto& row : rows.list) {
     auto data = row.data;
     for (int k : {2, 3}) {
-      messages.emplace_back(place, std::vector<uint8_t>(codec.bytes(row.numel)));
-      encode(place, codec, row.numel, data[k], messages.back().data());
+      messages.emplace_back(context, std::vector<uint8_t>(codec.bytes(row.numel)));
+      encode(context, codec, row.numel, data[k], messages.back().data());
       data[k] = messages.back().data();
     }
     list.add(data, row.numel, row.numbers);
@@ -248,9 +248,9 @@ void check_coded_states(const Place& place, const Codec& codec, const Format& fo
 }
 
 template <class Run>
-void check_each_codec(const Place& place, Run&& run) {
-  check_coded_states(place, find_codec("fp8"), format_of<math::FP8>(), run);
-  check_coded_states(place, find_codec("int4"), format_of<math::Int4>(), run);
+void check_each_codec(const ExecutionContext& context, Run&& run) {
+  check_coded_states(context, find_codec("fp8"), format_of<math::FP8>(), run);
+  check_coded_states(context, find_codec("int4"), format_of<math::Int4>(), run);
 }
 
 TEST(ForEach, KeepsStatesInACodecsFormatOnEveryInstructionSet) {
@@ -268,8 +268,8 @@ TEST(ForEach, CutsCodedRowsBetweenThreads) {
 }
 
 TEST(ForEach, RefusesACodecWhereTheOperationTakesElements) {
-  EXPECT_THROW(for_each({}, ListOf<AdamW>(Form<4>{{fp32, format_of<math::FP8>()}}), adamw), std::invalid_argument);
-  EXPECT_THROW(for_each({}, ListOf<SGD>(Form<2>{{format_of<math::Int4>()}}), sgd), std::invalid_argument);
+  EXPECT_THROW(for_each({}, ListOf<AdamW>(Signature<4>{{fp32, format_of<math::FP8>()}}), adamw), std::invalid_argument);
+  EXPECT_THROW(for_each({}, ListOf<SGD>(Signature<2>{{format_of<math::Int4>()}}), sgd), std::invalid_argument);
 }
 
 TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
@@ -279,7 +279,7 @@ TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
   for (const auto& set : cpu::instruction_sets()) {
     for (const Dtype dtype : {fp16, bf16}) {
       std::vector<uint16_t> values = all;
-      ListOf<SGD> list(Form<2>{{dtype, dtype}});
+      ListOf<SGD> list(Signature<2>{{dtype, dtype}});
       list.add({values.data(), none.data()}, std::ssize(values));
       std::get<cpu::ElementLoop<SGD>>(set.loops->elements).run(still.at({}), list.form(), list.row(0), 0, std::ssize(values));
       for (size_t i = 0; i < all.size(); ++i) {
@@ -290,11 +290,11 @@ TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
   }
 }
 
-class ForEachOn : public OnEveryPlace {};
+class ForEachOn : public OnEveryContext {};
 DLT_ON_EVERY_PLACE(ForEachOn);
 
 TEST_P(ForEachOn, KeepsStatesInACodecsFormat) {
-  check_each_codec(place(), [&](const ListOf<AdamW>& list) { for_each(place(), list, adamw); });
+  check_each_codec(context(), [&](const ListOf<AdamW>& list) { for_each(context(), list, adamw); });
 }
 
 // Every element exactly once, whatever the types, sizes and alignments; the gradient is left alone.
@@ -303,9 +303,9 @@ TEST_P(ForEachOn, IsTheElementsArithmetic) {
   const auto check = [&](const auto& operation, const auto& form, bool aligned) {
     using Operation = std::decay_t<decltype(operation)>;
     constexpr int K = Operation::streams;
-    const RowsOf<Operation> rows(place(), sizes, aligned, form);
+    const RowsOf<Operation> rows(context(), sizes, aligned, form);
     auto expected = rows.values();
-    for_each(place(), rows.list, operation);
+    for_each(context(), rows.list, operation);
     const RowsOf<Operation> on_the_host({}, {1});  // whose counters are equal
     const auto element = operation.at(on_the_host.list.row(0).numbers);
     const size_t streams = form.copies ? K + 1 : K;
@@ -334,59 +334,59 @@ TEST_P(ForEachOn, IsTheElementsArithmetic) {
   };
   check_all(adamw);
   check_all(sgd);
-  check(amsgrad, Form<5>{}, true);
-  check(momentum, Form<3>{}, true);
+  check(amsgrad, Signature<5>{}, true);
+  check(momentum, Signature<3>{}, true);
 }
 
 TEST_P(ForEachOn, TakesMoreRowsThanOneLaunch) {
-  const Rows<1> rows(place(), std::vector<int64_t>(900, 1));
+  const Rows<1> rows(context(), std::vector<int64_t>(900, 1));
   auto expected = rows.values();
   for (auto& values : expected) values[0] += 1.0f;
-  for_each(place(), rows.list, Advance<math::AdamW>{});
+  for_each(context(), rows.list, Advance<math::AdamW>{});
   EXPECT_EQ(rows.values(), expected);
 }
 
 TEST_P(ForEachOn, ReadsItsScalarsWhereTheTensorsLie) {
-  const Array<float> lr(place(), {0.25f}), found_inf(place(), {2.0f}), none(place(), {0.0f});
-  const Array<double> grad_scale(place(), {8.0});
+  const Array<float> lr(context(), {0.25f}), found_inf(context(), {2.0f}), none(context(), {0.0f});
+  const Array<double> grad_scale(context(), {8.0});
   SGD sgd{{}, {1.0, true, {lr.data(), grad_scale.data(), nullptr}}};
-  const Array<float> p(place(), {1.0f}), g(place(), {16.0f});
+  const Array<float> p(context(), {1.0f}), g(context(), {16.0f});
   ListOf<SGD> list;
   list.add({p.data(), g.data()}, 1);
-  for_each(place(), list, sgd);
+  for_each(context(), list, sgd);
   EXPECT_EQ(p.values()[0], 1.5f);  // 1 + 0.25 * 16 / 8
   sgd.step.scalars.found_inf = found_inf.data();
-  for_each(place(), list, sgd);
+  for_each(context(), list, sgd);
   EXPECT_EQ(p.values()[0], 1.5f);
   sgd.step.scalars.found_inf = none.data();
-  for_each(place(), list, sgd);
+  for_each(context(), list, sgd);
   EXPECT_EQ(p.values()[0], 2.0f);
 }
 
 TEST_P(ForEachOn, WritesTheCopyAsTheMasterRounded) {
-  const RowsOf<SGD> rows(place(), {5000}, false, {{fp32, fp16}, true, bf16});
-  for_each(place(), rows.list, SGD{{}, {0.3, false, {}}});
+  const RowsOf<SGD> rows(context(), {5000}, false, {{fp32, fp16}, true, bf16});
+  for_each(context(), rows.list, SGD{{}, {0.3, false, {}}});
   const auto values = rows.values();
   for (size_t i = 0; i < values[0].size(); ++i) ASSERT_EQ(values[2][i], widen(narrow<BFloat16>(values[0][i])));
 }
 
 TEST_P(ForEachOn, AdaptsEachTensorByItsOwnSums) {
-  const Array<float> p(place(), {3.0f, 4.0f, 1.0f}), g(place(), {0.6f, 0.8f, 0.5f});
-  const Array<double> sums(place(), {25.0, 1.0});
+  const Array<float> p(context(), {3.0f, 4.0f, 1.0f}), g(context(), {0.6f, 0.8f, 0.5f});
+  const Array<double> sums(context(), {25.0, 1.0});
   using LARS = Update<math::LARS, 0b0>;
   ListOf<LARS> adapted, excluded;
   adapted.add({p.data(), g.data()}, 2, {{}, {{sums.data(), sums.data() + 1}}});
   excluded.add({p.data() + 2, g.data() + 2}, 1);
   math::LARS rule;
   rule.trust_coefficient = 0.1;
-  for_each(place(), adapted, LARS{rule, {2.0, false, {}}, true});
-  for_each(place(), excluded, LARS{rule, {2.0, false, {}}, false});
+  for_each(context(), adapted, LARS{rule, {2.0, false, {}}, true});
+  for_each(context(), excluded, LARS{rule, {2.0, false, {}}, false});
   EXPECT_EQ(p.values(), (std::vector<float>{3.0f - 0.6f, 4.0f - 0.8f, 1.0f - 2.0f * 0.5f}));  // the ratio is 0.1 * 5 / 1
 }
 
 TEST(TensorList, ExtendsARowWhereMemoryGoesOn) {
   Half numbers[9];
-  TensorList<1> list(Form<1>{{Dtype::fp16}}), more(Form<1>{{Dtype::fp16}});
+  TensorList<1> list(Signature<1>{{Dtype::fp16}}), more(Signature<1>{{Dtype::fp16}});
   list.extend({numbers}, 1);
   list.extend({numbers + 1}, 2);
   list.extend({numbers + 4}, 3);
@@ -417,9 +417,9 @@ TEST(TensorList, CutsRowsAfterWholeUnits) {
 }
 
 TEST_P(ForEachOn, TakesEmptyLists) {
-  for_each(place(), TensorList<1>{}, Advance<math::AdamW>{});
-  const Rows<1> rows(place(), {0, 0});
-  for_each(place(), rows.list, Advance<math::AdamW>{});
+  for_each(context(), TensorList<1>{}, Advance<math::AdamW>{});
+  const Rows<1> rows(context(), {0, 0});
+  for_each(context(), rows.list, Advance<math::AdamW>{});
 }
 
 }  // namespace

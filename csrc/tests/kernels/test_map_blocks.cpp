@@ -2,20 +2,21 @@
 
 #include "kernels/reduce.h"
 #include "kernels/statistics.h"
-#include "tests/places.h"
+#include "tests/contexts.h"
 
 namespace dltrain {
 namespace {
 
-class FoldOn : public OnEveryPlace {
+class FoldOn : public OnEveryContext {
  protected:
   // own <- the sum in order, with own at its place.
-  std::vector<float> fold(const std::vector<float>& own, const std::vector<std::vector<float>>& received, int own_place, float scale) {
-    const Array<float> at(place(), own);
+  std::vector<float> fold(const std::vector<float>& own, const std::vector<std::vector<float>>& received, int own_position, float scale) {
+    const Array<float> at(context(), own);
     std::vector<std::unique_ptr<Array<float>>> arrays;
     std::vector<const uint8_t*> pointers;
     for (const auto& values : received) {
-      pointers.push_back(reinterpret_cast<const uint8_t*>(arrays.emplace_back(std::make_unique<Array<float>>(place(), values, 1))->data()));
+      pointers.push_back(
+          reinterpret_cast<const uint8_t*>(arrays.emplace_back(std::make_unique<Array<float>>(context(), values, 1))->data()));
     }
     Sum sum;
     sum.numel = static_cast<int64_t>(own.size());
@@ -23,8 +24,8 @@ class FoldOn : public OnEveryPlace {
     sum.scale = scale;
     sum.received = pointers.data();
     sum.count = static_cast<int>(pointers.size());
-    sum.own_place = own_place;
-    map_blocks(place(), sum.numel, EncodeSum<math::Raw>{sum});
+    sum.own_position = own_position;
+    map_blocks(context(), sum.numel, EncodeSum<math::Raw>{sum});
     return at.values();
   }
 };
@@ -54,7 +55,7 @@ TEST_P(FoldOn, TakesAnyLengthAndManyOperands) {
   }
 }
 
-class ReduceOn : public OnEveryPlace {};
+class ReduceOn : public OnEveryContext {};
 DLT_ON_EVERY_PLACE(ReduceOn);
 
 TEST_P(ReduceOn, SumsSquaresRowByRow) {
@@ -70,10 +71,10 @@ TEST_P(ReduceOn, SumsSquaresRowByRow) {
       sum += values.back() * values.back();
     }
     expected.push_back(sum);
-    list.add({arrays.emplace_back(std::make_unique<Array<float>>(place(), values, 1))->data()}, size);
+    list.add({arrays.emplace_back(std::make_unique<Array<float>>(context(), values, 1))->data()}, size);
   }
-  const Array<double> results(place(), std::vector<double>(sizes.size(), -1.0));
-  reduce(place(), list, Squares{}, results.data());
+  const Array<double> results(context(), std::vector<double>(sizes.size(), -1.0));
+  reduce(context(), list, Squares{}, results.data());
   EXPECT_EQ(results.values(), expected);  // whole numbers: exact in any order
 }
 
@@ -82,11 +83,11 @@ TEST_P(ReduceOn, IsFiniteExactlyIfAllElementsAre) {
   for (const float last : {large, inf, -inf, std::numeric_limits<float>::quiet_NaN()}) {
     std::vector<float> values(20000, large);
     values.back() = last;
-    const Array<float> array(place(), values);
+    const Array<float> array(context(), values);
     TensorList<1> list;
     list.add({array.data()}, 20000);
-    const Array<double> results(place(), {0.0});
-    reduce(place(), list, Squares{}, results.data());
+    const Array<double> results(context(), {0.0});
+    reduce(context(), list, Squares{}, results.data());
     EXPECT_EQ(std::isfinite(results.values()[0]), last == large);
   }
 }
@@ -94,30 +95,30 @@ TEST_P(ReduceOn, IsFiniteExactlyIfAllElementsAre) {
 TEST_P(ReduceOn, SumsSquaresOfListsOfAnyType) {
   const std::vector<float> values(700, 3.0f);
   std::vector<Half> halves(20001, narrow<Half>(2.0f));
-  const Array<float> wide(place(), values);
-  const Array<Half> narrow_ones(place(), halves);
-  TensorList<1> each, whole(Form<1>{{Dtype::fp16}});
+  const Array<float> wide(context(), values);
+  const Array<Half> narrow_ones(context(), halves);
+  TensorList<1> each, whole(Signature<1>{{Dtype::fp16}});
   for (int64_t row = 0; row < 700; ++row) each.add({wide.data() + row}, 1);
   whole.add({narrow_ones.data() + 1}, 20000);
-  const Array<double> sum(place(), {-1.0});
-  const Array<float> found_inf(place(), {-1.0f});
-  sum_squares(place(), {each, whole, TensorList<1>()}, {sum.data(), found_inf.data()});
+  const Array<double> sum(context(), {-1.0});
+  const Array<float> found_inf(context(), {-1.0f});
+  sum_squares(context(), {each, whole, TensorList<1>()}, {sum.data(), found_inf.data()});
   EXPECT_EQ(sum.values()[0], 700 * 9.0 + 20000 * 4.0);
   EXPECT_EQ(found_inf.values()[0], 0.0f);
-  sum_squares(place(), {}, {sum.data(), nullptr});
+  sum_squares(context(), {}, {sum.data(), nullptr});
   EXPECT_EQ(sum.values()[0], 0.0);
 }
 
 TEST(Reduce, RefusesACodecsFormat) {
   double sum = 0;
-  EXPECT_THROW(reduce({}, TensorList<1>(Form<1>{{format_of<math::FP8>()}}), Squares{}, &sum), std::invalid_argument);
+  EXPECT_THROW(reduce({}, TensorList<1>(Signature<1>{{format_of<math::FP8>()}}), Squares{}, &sum), std::invalid_argument);
 }
 
 // Of two streams in one pass, in whatever types they are, beside a third that is not asked for.
 TEST_P(ReduceOn, TakesTheNormsOfAnUpdate) {
   using LARSNorms = Norms<math::LARS, 1>;
   for (const Dtype dtype : {Dtype::fp32, Dtype::fp16}) {
-    Form<3> form;
+    Signature<3> form;
     form.formats[1] = dtype;
     ListOf<LARSNorms> list(form);
     std::vector<std::unique_ptr<Array<float>>> arrays;
@@ -134,24 +135,24 @@ TEST_P(ReduceOn, TakesTheNormsOfAnUpdate) {
         sums[1] += grads.back() * grads.back();
       }
       expected.insert(expected.end(), sums, sums + 2);
-      void* const param = arrays.emplace_back(std::make_unique<Array<float>>(place(), params, 1))->data();
-      void* const buffer = arrays.emplace_back(std::make_unique<Array<float>>(place(), std::vector<float>(size, 1e30f)))->data();
-      void* grad = arrays.emplace_back(std::make_unique<Array<float>>(place(), grads, 1))->data();
-      if (dtype == Dtype::fp16) grad = halves.emplace_back(std::make_unique<Array<Half>>(place(), half_grads, 1))->data();
+      void* const param = arrays.emplace_back(std::make_unique<Array<float>>(context(), params, 1))->data();
+      void* const buffer = arrays.emplace_back(std::make_unique<Array<float>>(context(), std::vector<float>(size, 1e30f)))->data();
+      void* grad = arrays.emplace_back(std::make_unique<Array<float>>(context(), grads, 1))->data();
+      if (dtype == Dtype::fp16) grad = halves.emplace_back(std::make_unique<Array<Half>>(context(), half_grads, 1))->data();
       list.add({param, grad, buffer}, size);
     }
-    const Array<double> results(place(), std::vector<double>(expected.size(), -1.0));
-    reduce(place(), list, LARSNorms{}, results.data());
+    const Array<double> results(context(), std::vector<double>(expected.size(), -1.0));
+    reduce(context(), list, LARSNorms{}, results.data());
     EXPECT_EQ(results.values(), expected);
   }
 }
 
 TEST_P(ReduceOn, TakesMoreRowsThanOneLaunch) {
-  const Array<float> values(place(), std::vector<float>(1100, 3.0f));
+  const Array<float> values(context(), std::vector<float>(1100, 3.0f));
   TensorList<1> list;
   for (int64_t row = 0; row < 1100; ++row) list.add({values.data() + row}, 1);
-  const Array<double> results(place(), std::vector<double>(1100));
-  reduce(place(), list, Squares{}, results.data());
+  const Array<double> results(context(), std::vector<double>(1100));
+  reduce(context(), list, Squares{}, results.data());
   EXPECT_EQ(results.values(), std::vector<double>(1100, 9.0));
 }
 
@@ -168,7 +169,7 @@ TEST(Loops, GiveTheSameBitsOnEveryInstructionSet) {
     fold.own = fold.decoded = {sum.data()};
     fold.received = received;
     fold.count = 2;
-    fold.own_place = 1;
+    fold.own_position = 1;
     fold.scale = 0.3f;
     std::get<cpu::BlockLoop<EncodeSum<math::Raw>>>(set.loops->blocks).run(fold, fold.numel, 0, 40);
     const TensorList<1>::Row row{{values.data()}, nullptr, 10007, {}};

@@ -14,33 +14,33 @@ namespace {
 
 class Launched : public Request {
  public:
-  Launched(const Place& place, Event done) : place_(place), done_(std::move(done)) {}
-  void wait(Deadline) override { done_.wait(place_); }
+  Launched(const ExecutionContext& context, Event done) : context_(context), done_(std::move(done)) {}
+  void wait(Deadline) override { done_.wait(context_); }
   void abort() override {}  // the transport's does it
 
  private:
-  Place place_;
+  ExecutionContext context_;
   Event done_;
 };
 
-DataType type_of(Number number) {
+DataType type_of(ScalarType number) {
   switch (number) {
-    case Number::int8: return int8;
-    case Number::uint8: return uint8;
-    case Number::int32: return int32;
-    case Number::int64: return int64;
-    case Number::fp16: return fp16;
-    case Number::bf16: return bf16;
-    case Number::fp32: return fp32;
-    case Number::fp64: return fp64;
+    case ScalarType::int8: return int8;
+    case ScalarType::uint8: return uint8;
+    case ScalarType::int32: return int32;
+    case ScalarType::int64: return int64;
+    case ScalarType::fp16: return fp16;
+    case ScalarType::bf16: return bf16;
+    case ScalarType::fp32: return fp32;
+    case ScalarType::fp64: return fp64;
   }
   throw std::invalid_argument("number: expected one of those that NCCL knows");
 }
 
 // As NCCL wants them: side by side, and as long as each other.
-bool are_equal(const std::vector<Span>& shares) {
-  for (const Span& share : shares) {
-    if (share.count != shares[0].count || share.first != (&share - shares.data()) * share.count) return false;
+bool are_equal(const std::vector<Span>& shards) {
+  for (const Span& shard : shards) {
+    if (shard.count != shards[0].count || shard.first != (&shard - shards.data()) * shard.count) return false;
   }
   return true;
 }
@@ -99,17 +99,17 @@ Transport::Transport(const Library& library, const UniqueId& id, int rank, int w
   comm_ = found->comm;
 }
 
-std::unique_ptr<Request> Transport::send(const Place& place, int peer, const void* data, int64_t bytes, int) {
-  return exchange(place, {{true, peer, const_cast<void*>(data), bytes}});
+std::unique_ptr<Request> Transport::send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int) {
+  return exchange(context, {{true, peer, const_cast<void*>(data), bytes}});
 }
 
-std::unique_ptr<Request> Transport::recv(const Place& place, int peer, void* data, int64_t bytes, int) {
-  return exchange(place, {{false, peer, data, bytes}});
+std::unique_ptr<Request> Transport::recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int) {
+  return exchange(context, {{false, peer, data, bytes}});
 }
 
-std::unique_ptr<Request> Transport::exchange(const Place& place, const std::vector<Posting>& postings) {
-  return std::make_unique<Launched>(place, launch(place, [&](CUstream_st* stream) {
-                                      for (const Posting& each : postings) {
+std::unique_ptr<Request> Transport::exchange(const ExecutionContext& context, const std::vector<P2POp>& ops) {
+  return std::make_unique<Launched>(context, launch(context, [&](CUstream_st* stream) {
+                                      for (const P2POp& each : ops) {
                                         const auto bytes = static_cast<size_t>(each.bytes);
                                         each.sent ? check("ncclSend", library_->send(each.data, bytes, uint8, each.peer, comm_, stream))
                                                   : check("ncclRecv", library_->recv(each.data, bytes, uint8, each.peer, comm_, stream));
@@ -117,53 +117,53 @@ std::unique_ptr<Request> Transport::exchange(const Place& place, const std::vect
                                     }));
 }
 
-void Transport::all_reduce(const Place& place, void* values, int64_t numel, Number number, bool average) {
-  launch(place, [&](CUstream_st* stream) {
+void Transport::all_reduce(const ExecutionContext& context, void* values, int64_t numel, ScalarType number, bool average) {
+  launch(context, [&](CUstream_st* stream) {
     check("ncclAllReduce",
           library_->all_reduce(values, values, static_cast<size_t>(numel), type_of(number), average ? avg : sum, comm_, stream));
-  }).wait(place);
+  }).wait(context);
 }
 
-void Transport::reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) {
+void Transport::reduce_scatter(const ExecutionContext& context, float* values, const std::vector<Span>& shards, bool average) {
   const RedOp op = average ? avg : sum;
-  launch(place, [&](CUstream_st* stream) {
-    if (are_equal(shares)) {
-      const auto count = static_cast<size_t>(shares[rank_].count);
-      check("ncclReduceScatter", library_->reduce_scatter(values, values + shares[rank_].first, count, fp32, op, comm_, stream));
+  launch(context, [&](CUstream_st* stream) {
+    if (are_equal(shards)) {
+      const auto count = static_cast<size_t>(shards[rank_].count);
+      check("ncclReduceScatter", library_->reduce_scatter(values, values + shards[rank_].first, count, fp32, op, comm_, stream));
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
-      if (shares[root].count == 0) continue;
-      float* const share = values + shares[root].first;
-      check("ncclReduce", library_->reduce(share, share, static_cast<size_t>(shares[root].count), fp32, op, root, comm_, stream));
+      if (shards[root].count == 0) continue;
+      float* const shard = values + shards[root].first;
+      check("ncclReduce", library_->reduce(shard, shard, static_cast<size_t>(shards[root].count), fp32, op, root, comm_, stream));
     }
-  }).wait(place);
+  }).wait(context);
 }
 
-void Transport::all_gather(const Place& place, float* values, const std::vector<Span>& shares) {
-  launch(place, [&](CUstream_st* stream) {
-    if (are_equal(shares)) {
-      const auto count = static_cast<size_t>(shares[rank_].count);
-      check("ncclAllGather", library_->all_gather(values + shares[rank_].first, values, count, fp32, comm_, stream));
+void Transport::all_gather(const ExecutionContext& context, float* values, const std::vector<Span>& shards) {
+  launch(context, [&](CUstream_st* stream) {
+    if (are_equal(shards)) {
+      const auto count = static_cast<size_t>(shards[rank_].count);
+      check("ncclAllGather", library_->all_gather(values + shards[rank_].first, values, count, fp32, comm_, stream));
       return;
     }
     for (int root = 0; root < world_size_; ++root) {
-      if (shares[root].count == 0) continue;
-      float* const share = values + shares[root].first;
-      check("ncclBroadcast", library_->broadcast(share, share, static_cast<size_t>(shares[root].count), fp32, root, comm_, stream));
+      if (shards[root].count == 0) continue;
+      float* const shard = values + shards[root].first;
+      check("ncclBroadcast", library_->broadcast(shard, shard, static_cast<size_t>(shards[root].count), fp32, root, comm_, stream));
     }
-  }).wait(place);
+  }).wait(context);
 }
 
-// One grouped launch of what `give` gives, after the place's work so far. Events may keep the host, too, and then nobody is in NCCL.
+// One grouped launch of what `give` gives, after the context's work so far. Events may keep the host, too, and then nobody is in NCCL.
 template <class Give>
-Event Transport::launch(const Place& place, Give&& give) {
+Event Transport::launch(const ExecutionContext& context, Give&& give) {
   const OnDevice guard(device_);
-  Place mine = place;
+  ExecutionContext mine = context;
   if constexpr (built_with_cuda) {
-    if (stream_) mine = stream_->place();
+    if (stream_) mine = stream_->context();
   }
-  Event::record(place).wait(mine);
+  Event::record(context).wait(mine);
   {
     const std::lock_guard lock(mutex_);
     if (!comm_ || aborted_) throw TransportError("the connections were closed");

@@ -13,7 +13,7 @@ namespace dltrain::comm::nccl {
 
 UniqueId make_unique_id(const Library& library);
 
-// A communicator of one's own, on a stream of its own: a group of messages is one launch, which events order with the place's work.
+// A communicator of one's own, on a stream of its own: a group of messages is one launch, which events order with the context's work.
 // Messages travel bare, so ranks that disagree meet their deadline. The first messages between two ranks keep the caller until both have
 // come to them; abort() ends that.
 class Transport : public comm::Transport, public Grouping, public Health, public Collectives {
@@ -28,13 +28,13 @@ class Transport : public comm::Transport, public Grouping, public Health, public
   Health* health() override { return this; }
   Collectives* collectives() override { return this; }
 
-  std::unique_ptr<Request> send(const Place& place, int peer, const void* data, int64_t bytes, int tag = 0) override;
-  std::unique_ptr<Request> recv(const Place& place, int peer, void* data, int64_t bytes, int tag = 0) override;
-  std::unique_ptr<Request> exchange(const Place& place, const std::vector<Posting>& postings) override;
+  std::unique_ptr<Request> send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<Request> recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<Request> exchange(const ExecutionContext& context, const std::vector<P2POp>& ops) override;
 
-  void all_reduce(const Place& place, void* values, int64_t numel, Number number, bool average) override;
-  void reduce_scatter(const Place& place, float* values, const std::vector<Span>& shares, bool average) override;
-  void all_gather(const Place& place, float* values, const std::vector<Span>& shares) override;
+  void all_reduce(const ExecutionContext& context, void* values, int64_t numel, ScalarType number, bool average) override;
+  void reduce_scatter(const ExecutionContext& context, float* values, const std::vector<Span>& shards, bool average) override;
+  void all_gather(const ExecutionContext& context, float* values, const std::vector<Span>& shards) override;
 
   std::string error() override;
 
@@ -50,7 +50,7 @@ class Transport : public comm::Transport, public Grouping, public Health, public
   };
   Taken take() noexcept;
   template <class Give>
-  Event launch(const Place& place, Give&& give);
+  Event launch(const ExecutionContext& context, Give&& give);
   void check(const char* what, Result result) const;
   template <class End>
   void end(Comm comm, End end) const noexcept;

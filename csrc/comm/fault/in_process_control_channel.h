@@ -1,0 +1,13 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm/fault/control_channel.h"
+
+namespace dltrain::comm {
+
+// The ends of a group whose ranks are threads of this process.
+std::vector<std::unique_ptr<ControlChannel>> in_process_control_channels(int world_size);
+
+}  // namespace dltrain::comm

@@ -1,0 +1,100 @@
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "comm/run/message_schedule.h"
+
+namespace dltrain::comm {
+
+namespace {
+
+struct Posted {
+  Transfer transfer;
+  std::unique_ptr<Request> request;
+};
+
+struct Pending {                   // what it has under way
+  std::vector<Posted> now, ahead;  // of its round; the next round's receives
+};
+
+class EagerSchedule : public MessageSchedule {
+ public:
+  explicit EagerSchedule(Transport& transport) : transport_(transport) {}
+
+  std::vector<Stage> run(const Invocation& work, Deadline deadline) override {
+    const Program& program = work.program;
+    {
+      std::lock_guard lock(mutex_);
+      segments_.resize(std::max(segments_.size(), static_cast<size_t>(program.segments)));
+    }
+    post(work, program.first, false);
+    for (const auto& tick : program.ticks) {
+      for (const SegmentWork& part : tick) {
+        complete(work, segments_[part.segment], deadline);
+        const SegmentWork* const alone[] = {&part};
+        work.sum(alone);
+        post(work, part.sends, true);
+        post(work, part.ahead, false);
+        work.decode(alone);
+      }
+    }
+    return {};
+  }
+
+  void abort() override {
+    std::lock_guard lock(mutex_);
+    aborted_ = true;
+    for (Pending& segment : segments_) {
+      for (auto* posted : {&segment.now, &segment.ahead}) {
+        for (Posted& each : *posted) each.request->abort();
+      }
+    }
+  }
+
+  void forget() override {
+    std::lock_guard lock(mutex_);
+    segments_.clear();
+  }
+
+ private:
+  void post(const Invocation& work, const std::vector<Transfer>& transfers, bool send) {
+    const PhaseScope during(work.call.observer, Phase::send);
+    for (const Transfer& transfer : transfers) post(work, transfer, send);
+  }
+
+  void post(const Invocation& work, const Transfer& transfer, bool send) {
+    std::lock_guard lock(mutex_);
+    if (aborted_) throw TransportError("aborted");
+    wait_for(transfer.peer, transfer.round);
+    Pending& segment = segments_[transfer.segment];
+    char* const data = work.at(transfer.location);
+    if (send) {
+      segment.now.push_back({transfer, transport_.send(work.context, transfer.peer, data, transfer.bytes)});
+    } else {
+      segment.ahead.push_back({transfer, transport_.recv(work.context, transfer.peer, data, transfer.bytes)});
+    }
+  }
+
+  // Waits for what the segment has under way; the receives posted ahead are under way from now on.
+  void complete(const Invocation& work, Pending& segment, Deadline deadline) {
+    const PhaseScope during(work.call.observer, Phase::wait);
+    for (Posted& posted : segment.now) {
+      wait_for(posted.transfer.peer, posted.transfer.round);
+      posted.request->wait(deadline);
+    }
+    std::lock_guard lock(mutex_);
+    segment.now.clear();
+    segment.now.swap(segment.ahead);
+  }
+
+  Transport& transport_;
+  std::mutex mutex_;  // guards what follows
+  std::vector<Pending> segments_;
+  bool aborted_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<MessageSchedule> eager_schedule(Transport& transport) { return std::make_unique<EagerSchedule>(transport); }
+
+}  // namespace dltrain::comm

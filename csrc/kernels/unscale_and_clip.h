@@ -1,0 +1,31 @@
+#pragma once
+
+#include "core/host_device.h"
+#include "kernels/scalars.h"
+#include "kernels/tile.h"
+#include "math/clip.h"
+#include "math/sum_squares.h"
+
+namespace dltrain {
+
+// An operation of map_blocks, of one tile: what becomes of a step with these scalars whose gradients have this sum of squares. The numbers
+// lie where the gradients do; all are written.
+struct UnscaleAndClip {
+  static constexpr int elements = 256;  // as many as a tile has to have
+
+  const double* sum_squares;
+  Scalars scalars;
+  double max_norm;
+  double* divisor;
+  float* norm;
+  float* found_inf;
+
+  DLT_HD void operator()(Tile auto& tile) const {
+    const math::Clip clip = math::clip(*sum_squares, scalars.scale(), max_norm);
+    tile.put(divisor, clip.divisor);
+    tile.put(norm, static_cast<float>(clip.norm));
+    tile.put(found_inf, scalars.skip() || !math::SumSquares::all_finite(*sum_squares) ? 1.0f : 0.0f);
+  }
+};
+
+}  // namespace dltrain

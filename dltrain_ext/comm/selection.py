@@ -1,0 +1,130 @@
+"""What "auto" stands for on a communicator: by its tuning, by measuring, or by the environment, which stands above."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from dltrain_ext.comm.arguments import check_names
+from dltrain_ext.comm.connections import tell_once
+from dltrain_ext.comm.plans import ALGORITHMS, algorithms_for
+from dltrain_ext.comm.timing import Group
+from dltrain_ext.comm.trial_selection import select_by_trials
+from dltrain_ext.comm.tuning import Tuning
+
+_SECONDS = 1.0  # that measuring for a codec may take
+Measured = Callable[[], AbstractContextManager[Group]]  # the group, while it is measured, which is collective
+
+
+class Selector:
+    """Of one communicator, whose ``tuning`` argument it is given."""
+
+    def __init__(self, tuning: Tuning | str | os.PathLike[str] | None, world_size: int):
+        given = _as_tuning(tuning, world_size)
+        self._overrides = Overrides.of_environment(world_size)
+        self.tuning = self._overrides.tuning or given
+        self._world_size = world_size
+        # In torch's deterministic mode noise may not decide about bits.
+        self.may_measure = world_size > 1 and not torch.are_deterministic_algorithms_enabled()
+        self._selected: dict[object, tuple[str, str]] = {}
+
+    @property
+    def digest(self) -> str:
+        """The same for all that choose alike."""
+        return hashlib.sha256(repr((self.tuning, self._overrides, self.may_measure)).encode()).hexdigest()
+
+    def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
+        """For the algorithm ``"auto"`` and tensors of so many bytes in fp32: a plan, and the number of segments where
+        that is decided; ``"auto"`` without a tuning."""
+        overrides, choice = self._overrides, None
+        if overrides.algorithm is not None:
+            _check_override(overrides.algorithm, codec)
+        elif self.tuning is not None and codec in self.tuning.table:
+            choice = self.tuning.choose(codec, nbytes)
+        algorithm = overrides.algorithm or (choice.algorithm if choice else "auto")
+        return algorithm, overrides.segments or (choice.segments if choice else None)
+
+    def codec_for(
+        self, nbytes: int, algorithm: str, dtype: torch.dtype, measured: Measured, *, tells: bool
+    ) -> tuple[str, str]:
+        """For the codec ``"auto"``: the algorithm to go with it, ``"native"`` where compressing would lose, and one."""
+        if algorithm == "auto" and self._overrides.algorithm is not None:
+            algorithm = self._overrides.algorithm
+        if is_raw_alone(algorithm) or self._world_size == 1:
+            return algorithm, "raw"
+        plan = algorithm
+        if self.tuning is not None:
+            codec = self.tuning.codec_for(nbytes, dtype)
+        else:
+            codec, plan = self._select_by_trials(nbytes, dtype, algorithm, measured)
+        if tells and codec in ("raw", "native"):
+            tell_once("codec 'auto': compression would lose here, so there is none")
+        if codec == "native":
+            return ("native" if algorithm == "auto" else algorithm), "raw"
+        return plan, codec
+
+    def _select_by_trials(self, nbytes: int, dtype: torch.dtype, algorithm: str, measured: Measured) -> tuple[str, str]:
+        """Once for sizes that are alike."""
+        alike = nbytes.bit_length(), dtype, algorithm
+        if alike not in self._selected:
+            with measured() as group:
+                self._selected[alike] = select_by_trials(group, nbytes, dtype, algorithm, _SECONDS)
+        return self._selected[alike]
+
+
+def is_raw_alone(algorithm: str) -> bool:
+    """Whether it takes no other codec."""
+    return algorithm == "native" or algorithm in set(ALGORITHMS) - set(algorithms_for("int8"))
+
+
+def _as_tuning(given: Tuning | str | os.PathLike[str] | None, world_size: int) -> Tuning | None:
+    tuning = Tuning.load(given) if isinstance(given, str | os.PathLike) else given
+    if tuning is not None and not isinstance(tuning, Tuning):
+        raise TypeError(f"tuning: expected a Tuning or the path of a saved one, got {given!r}")
+    if tuning is not None:
+        _check_fits(tuning, world_size)
+    return tuning
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the environment says for ``algorithm="auto"``: ``DLTRAIN_ALGORITHM``, ``DLTRAIN_SEGMENTS`` and
+    ``DLTRAIN_TUNING``, the path of a saved tuning. It has to be the same on all ranks."""
+
+    algorithm: str | None
+    segments: int | None
+    tuning: Tuning | None
+
+    @classmethod
+    def of_environment(cls, world_size: int) -> "Overrides":
+        """Raises ValueError naming the variable."""
+        algorithm, segments, path = (os.environ.get(f"DLTRAIN_{name}") for name in ("ALGORITHM", "SEGMENTS", "TUNING"))
+        if algorithm is not None:
+            _check_override(algorithm, "raw")
+        if segments is not None and not (segments.isdecimal() and len(segments) <= 5 and 0 < int(segments) < 2**16):
+            raise ValueError(f"DLTRAIN_SEGMENTS: expected a number of 1 to {2**16 - 1}, got {segments[:20]!r}")
+        tuning = None
+        if path is not None:
+            try:
+                tuning = Tuning.load(path)
+                _check_fits(tuning, world_size)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"DLTRAIN_TUNING={path}: {error}") from error
+        return cls(algorithm, int(segments) if segments else None, tuning)
+
+
+def _check_override(algorithm: str, codec: str) -> None:
+    try:
+        if algorithm == "auto":
+            raise ValueError("expected a plan's name, got 'auto'")
+        check_names(algorithm, codec)
+    except ValueError as error:
+        raise ValueError(f"DLTRAIN_ALGORITHM: {error}") from error
+
+
+def _check_fits(tuning: Tuning, world_size: int) -> None:
+    if tuning.world_size != world_size:
+        raise ValueError(f"tuning: expected one of {world_size} ranks, got one of {tuning.world_size}")

@@ -1,0 +1,83 @@
+"""How ranks wait for each other at the store."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dltrain_ext.comm.rendezvous import Rendezvous
+
+SHORT = timedelta(seconds=2)
+
+
+def together(*bodies, timeout=SHORT):
+    """What each body returns, or raises, given the rendezvous of its rank; the ranks are 5, 6, ..."""
+    store, ranks = dist.HashStore(), [5 + member for member in range(len(bodies))]
+
+    def call(member):
+        try:
+            return bodies[member](Rendezvous(store, ranks, member, timeout))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(call, range(len(bodies))))
+
+
+def test_texts_are_shared_in_the_order_of_the_ranks():
+    say = [lambda rendezvous, r=r: [rendezvous.exchange(f"{r} {turn}") for turn in range(3)] for r in range(4)]
+    assert together(*say) == [[[f"{r} {turn}" for r in range(4)] for turn in range(3)]] * 4
+
+
+def test_who_does_not_come_is_named():
+    said = together(lambda rendezvous: rendezvous.exchange(""), lambda rendezvous: None)[0]
+    assert str(said) == "communicator of ranks [5, 6]: rank 6 did not come in 0:00:02"
+
+
+def test_who_is_at_work_is_waited_for():
+    def think(rendezvous):
+        with rendezvous.at_work():
+            time.sleep(1.5 * SHORT.total_seconds())
+            return rendezvous.exchange("thought")
+
+    def wait(rendezvous):
+        with rendezvous.at_work():
+            return rendezvous.exchange("waited")
+
+    assert together(think, wait) == [["thought", "waited"]] * 2
+
+
+def test_who_is_gone_is_named_and_not_who_is_slow():
+    def agree(rendezvous, seconds):
+        with rendezvous.at_work() as work:
+            time.sleep(seconds)
+            return work.part("done").agree("yes")
+
+    def slow(rendezvous):
+        return agree(rendezvous, 1.5 * SHORT.total_seconds())
+
+    def waiting(rendezvous):
+        return agree(rendezvous, 0)
+
+    for said in together(slow, waiting, lambda rendezvous: None)[:2]:
+        assert str(said).endswith("communicator of ranks [5, 6, 7]: rank 7 did not come in 0:00:02")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(ValueError("no memory"), "no memory"), (KeyboardInterrupt(), "KeyboardInterrupt")]
+)
+def test_who_fails_at_work_is_heard_of_at_once(error, said):
+    def fail(rendezvous):
+        with pytest.raises(type(error)), rendezvous.at_work():
+            raise error
+        return rendezvous.exchange("after")
+
+    def wait(rendezvous):
+        with pytest.raises(dist.DistBackendError) as raised, rendezvous.at_work():
+            rendezvous.exchange("")
+        assert str(raised.value) == f"communicator of ranks [5, 6]: rank 6 failed: {said}"
+        return rendezvous.exchange("after")
+
+    assert together(wait, fail, timeout=timedelta(hours=1)) == [["after", "after"]] * 2
