@@ -1,4 +1,4 @@
-# The README's test command in a clean Debian:
+# Runs the README's test command in a clean Debian:
 #
 #   docker build -f docker/cpu.Dockerfile -t dltrain_ext:cpu .
 #   docker run --rm dltrain_ext:cpu
@@ -13,7 +13,7 @@ USER 10001
 WORKDIR /home/trainer/dltrain_ext
 ENV PIP_NO_CACHE_DIR=1
 
-# PyPI's wheel brings gigabytes of CUDA along; this index has the one for the CPU.
+# The wheel on PyPI depends on gigabytes of CUDA libraries; this index has the wheel for the CPU.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python3 -m venv .venv && PIP_INDEX_URL="$TORCH_INDEX" .venv/bin/pip install torch==2.13.0
 
