@@ -207,8 +207,8 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert len(links) > 15
     for link in links:
         assert (ROOT / link).exists(), link
-    assert {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")} - set(links) == {
+    pages = [page for page in DOCS.rglob("*.md") if page.parent.name != "decisions"]  # which have an index
+    assert {str(page.relative_to(ROOT)) for page in pages} - set(links) == {
         "docs/index.md",
         "docs/reference/api.md",
-        "docs/reference/code.md",
     }
