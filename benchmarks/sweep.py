@@ -128,7 +128,7 @@ class Listener:
         self.output += new
         if time.monotonic() > self.told + 1:
             self.told = time.monotonic()
-            steps = [link_probe.removeprefix("ddp: ") for line in self.lines() if link_probe.startswith("ddp: ")]
+            steps = [line.removeprefix("ddp: ") for line in self.lines() if line.startswith("ddp: ")]
             self.progress(f"{self.where}: {(steps or ['starting'])[-1]}", self.done)
 
     def lines(self) -> list[str]:
