@@ -1,13 +1,14 @@
 #pragma once
 
-// The in-order binary tree: below node 0, what has its lowest bit higher lies nearer to the root. For eight nodes:
+// The in-order binary tree. Below node 0, a node whose lowest set bit is higher is nearer to the root. `tree` and both trees of
+// `double_tree` have this shape. For eight nodes:
 //
 //   0 ─── 4 ─┬─ 2 ─┬─ 1
 //            │     └─ 3
 //            └─ 6 ─┬─ 5
 //                  └─ 7
 //
-// Any number of nodes: one whose parent would lie outside hangs below what is left without its lowest bit.
+// The number of nodes is arbitrary: a node whose parent would be out of range is a child of its own number without the lowest set bit.
 
 #include <algorithm>
 #include <bit>
@@ -38,19 +39,19 @@ inline int depth_of(int node, int count) {
   return depth;
 }
 
-// What the rank of a plan does to have chunks reduced up the tree, and sent down. rank_of(node) says who stands where. The children of a
-// node send in one round, so that their messages arrive together.
+// Adds the steps by which the plan's rank reduces chunks up the tree and sends them down. rank_of(node) is the rank of a node. The
+// children of a node send in the same round, so that their messages arrive together.
 template <class RankOf>
 class Tree {
  public:
-  // ways: 1 or, up and down, 2.
-  Tree(Plan& plan, Chunks chunks, int ways, RankOf rank_of) : plan_(plan), chunks_(chunks), rank_of_(rank_of), count_(plan.world_size) {
+  // passes: 1 for only up or only down, 2 for both.
+  Tree(Plan& plan, Chunks chunks, int passes, RankOf rank_of) : plan_(plan), chunks_(chunks), rank_of_(rank_of), count_(plan.world_size) {
     while (rank_of(node_) != plan.rank) ++node_;
     own_depth_ = depth_of(node_, count_);
-    plan.rounds.resize(std::max(ways * depth(), 1));
+    plan.rounds.resize(std::max(passes * depth(), 1));
   }
 
-  // So many rounds does a way take.
+  // The number of rounds of one pass.
   int depth() const { return count_ > 1 ? depth_of(1, count_) : 0; }
 
   // A node of depth d sends in round depth() - d.
@@ -59,7 +60,7 @@ class Tree {
     if (node_ != 0) add(depth() - own_depth_, Op::send_partial, parent());
   }
 
-  // From round `first` on: a node of depth d sends d rounds later.
+  // Starts in round `first`: a node of depth d sends in round first + d.
   void finalize(int first) {
     if (node_ == 0) add(first, Op::finalize, -1);
   }
@@ -79,13 +80,13 @@ class Tree {
   int node_ = 0, own_depth_ = 0;
 };
 
-// An all-reduce of these chunks.
+// Adds the steps of an all-reduce of these chunks.
 template <class RankOf>
 void add_tree(Plan& plan, Chunks chunks, RankOf rank_of) {
-  Tree way(plan, chunks, 2, rank_of);
-  way.reduce();
-  way.finalize(way.depth());
-  way.broadcast(way.depth());
+  Tree steps(plan, chunks, 2, rank_of);
+  steps.reduce();
+  steps.finalize(steps.depth());
+  steps.broadcast(steps.depth());
 }
 
 }  // namespace dltrain::comm

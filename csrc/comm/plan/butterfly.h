@@ -1,7 +1,7 @@
 #pragma once
 
-// What the two butterflies share: partners are numbers that differ in one bit, so the ranks beyond a power of two stand aside. Of the first
-// 2(p - 2^L) ranks the even ones give their part to their neighbour first, and get the result from it last.
+// Both butterfly plans use this. The indices of partners differ in one bit, so only 2^L ranks are active, the largest power of two. Of the
+// first 2(p - 2^L) ranks the even ones are inactive: they send their part to their neighbour first, and receive the result from it last.
 
 #include <bit>
 
@@ -10,29 +10,30 @@
 namespace dltrain::comm {
 
 struct Butterfly {
-  int rank, beyond, active;  // p = active + beyond, active a power of two
+  int rank, inactive, active;  // p = active + inactive; active is a power of two
 
-  Butterfly(int rank, int p) : rank(rank), beyond(p - static_cast<int>(std::bit_floor(static_cast<unsigned>(p)))), active(p - beyond) {}
+  Butterfly(int rank, int p) : rank(rank), inactive(p - static_cast<int>(std::bit_floor(static_cast<unsigned>(p)))), active(p - inactive) {}
 
-  bool paired() const { return rank < 2 * beyond; }
-  bool stands_aside() const { return paired() && rank % 2 == 0; }
+  bool paired() const { return rank < 2 * inactive; }
+  bool is_inactive() const { return paired() && rank % 2 == 0; }
   bool sends_result() const { return paired() && rank % 2 == 1; }
   int neighbour() const { return rank ^ 1; }
-  int number() const { return paired() ? rank / 2 : rank - beyond; }
+  int index() const { return paired() ? rank / 2 : rank - inactive; }
   int partner(int distance) const {
-    const int other = number() ^ distance;
-    return other < beyond ? 2 * other + 1 : other + beyond;
+    const int other = index() ^ distance;
+    return other < inactive ? 2 * other + 1 : other + inactive;
   }
 
+  // The whole vector is sent, for two more rounds. If pairs split it in halves, a rank would have to take back what it has sent.
   void fold_in(Plan& plan) const {
-    if (beyond == 0) return;
+    if (inactive == 0) return;
     plan.rounds.emplace_back();
-    if (paired()) plan.rounds.back().push_back({stands_aside() ? Op::send_partial : Op::recv_reduce, neighbour(), {0, plan.chunks}});
+    if (paired()) plan.rounds.back().push_back({is_inactive() ? Op::send_partial : Op::recv_reduce, neighbour(), {0, plan.chunks}});
   }
   void fold_out(Plan& plan) const {
-    if (beyond == 0) return;
+    if (inactive == 0) return;
     plan.rounds.emplace_back();
-    if (paired()) plan.rounds.back().push_back({stands_aside() ? Op::recv_final : Op::send_final, neighbour(), {0, plan.chunks}});
+    if (paired()) plan.rounds.back().push_back({is_inactive() ? Op::recv_final : Op::send_final, neighbour(), {0, plan.chunks}});
   }
 };
 

@@ -1,19 +1,18 @@
-// Direct: scatter-reduce, then all-gather, each in one round of p - 1 messages (the "personalized" exchange). Every rank owns one chunk: it
-// gets all parts of it at once, adds them in rank order, and sends the result to all. For four ranks, what rank r sends to rank q:
+// Direct: a reduce-scatter, then an all-gather, each in one round of p - 1 messages (the "personalized" exchange). Every rank owns a chunk,
+// receives all parts of it in one round, adds them in rank order, and sends the result to all. For four ranks, rank r sends to rank q:
 //
-//   round 0: chunk q, r's part of it          round 1: chunk r, complete
+//   round 0: its part of chunk q              round 1: chunk r, complete
 //
-// 2 rounds, 2n(p-1)/p bytes sent a rank: about 2 alpha + 2n(p-1)/p beta + n(p-1)/p gamma, incast apart. With a codec each element is
-// requantised only once, so its error is the least of all plans that move so few bytes.
-
+// 2 rounds, 2n(p-1)/p bytes sent per rank. Time: about 2 alpha + 2n(p-1)/p beta + n(p-1)/p gamma, without the cost of incast. With a codec
+// each element is requantised only once, so the error is the smallest among the plans that send so few bytes.
 //
-// Each half by itself is a collective, the first a reduce-scatter, the second an all-gather. With the root as whom all send to, or who has
-// all to send, they make the others, for rank 0 as the root:
+// Each half is also a collective of its own: the first is a reduce-scatter, the second an all-gather. A broadcast and a reduce are made of
+// similar rounds. For rank 0 as the root:
 //
 //   broadcast   round 0: 0 sends chunk q to rank q     round 1: rank r sends chunk r to all but the root
-//   reduce      round 0: as above                      round 1: rank r sends chunk r, complete, to the root
+//   reduce      round 0: as in the all-reduce          round 1: rank r sends chunk r, complete, to the root
 //
-// Both send n(p-1)/p bytes a rank, the root of a broadcast twice that.
+// In both a rank sends about n(p-1)/p bytes, and the root of a broadcast twice as many.
 
 #include "comm/plan/plan.h"
 
@@ -23,7 +22,7 @@ namespace {
 
 Chunks chunk(int i) { return {i, i + 1}; }
 
-// Calls visit(to, from) for each distance: each rank starts with its own successor, so that no rank is everybody's first target.
+// Calls visit(to, from) for each distance. Each rank starts with its successor, so that no rank is the first target of all the others.
 template <class Visit>
 void around(int rank, int p, Visit visit) {
   for (int distance = 1; distance < p; ++distance) visit((rank + distance) % p, (rank + p - distance) % p);

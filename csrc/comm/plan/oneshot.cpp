@@ -1,9 +1,9 @@
-// One shot: everybody sends all it has to everybody, and adds all parts in rank order. For four ranks, the one round:
+// One shot: every rank sends all chunks to every other rank, and adds all parts in rank order. For four ranks, the only round is:
 //
 //   0 ◄─► 1   0 ◄─► 2   0 ◄─► 3   1 ◄─► 2   1 ◄─► 3   2 ◄─► 3
 //
-// 1 round, n(p-1) bytes sent a rank: alpha + n(p-1) (beta + gamma). Nothing is requantised, so with a codec its error is the least of all.
-// All ranks add the same messages, their own among them, in the same order: the same bits.
+// 1 round, n(p-1) bytes sent per rank. Time: alpha + n(p-1) (beta + gamma). Nothing is requantised, so with a codec the error is the
+// smallest of all plans. All ranks add the same messages, including their own, in the same order, so they have the same bits.
 
 #include "comm/plan/plan.h"
 

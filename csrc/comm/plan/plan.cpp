@@ -15,7 +15,7 @@ struct Entry {
   Collective collective;
   std::string name;
   Plan (*build)(int rank, int world_size);
-  Symmetry symmetry = Symmetry::none;  // exclusive_or: for powers of two
+  Symmetry symmetry = Symmetry::none;  // exclusive_or holds for powers of two only
   bool pipelined = false;
 };
 
@@ -41,7 +41,7 @@ const std::vector<Entry>& registry() {
   return entries;
 }
 
-// The plan of the rank that stands where rank 0 does, and so on round.
+// Renumbers the ranks of a plan: rank r becomes rank r + by, modulo the world size.
 Plan rotated(Plan plan, int by) {
   const auto moved = [&](int rank) { return (rank + by) % plan.world_size; };
   plan.rank = moved(plan.rank);

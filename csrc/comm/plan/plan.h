@@ -1,8 +1,8 @@
 #pragma once
 
-// A plan is what ONE rank does in a collective, as data: a pure function of (collective, algorithm, rank, world size, root). It acts on
-// abstract chunks and knows nothing of bytes, codecs or segments. A round is: finalize what is complete, send from what is held, receive;
-// then fold what came. All its messages are posted together and may complete in any order.
+// A plan is what one rank does in a collective, as data: a pure function of (collective, algorithm, rank, world size, root). It acts on
+// abstract chunks, and does not depend on bytes, codecs or segments. In a round a rank finalizes chunks that are complete, sends, receives,
+// and then folds the partials that it received. All messages of a round are posted together and may complete in any order.
 
 #include <cstdint>
 #include <string>
@@ -14,11 +14,11 @@
 namespace dltrain::comm {
 
 enum class Op {
-  send_partial,  // encode my part plus what I have folded in, once; equal chunks to several peers are the same bytes. What I go on with, if
-                 // the plan uses it again, is what those bytes stand for
-  recv_reduce,   // fold the peer's partial into mine; several in one round in rank order, mine at my own place
-  finalize,      // I own it and it is complete: encode it once; my own copy becomes the decoded bytes
-  send_final,    // hand on the final bytes, verbatim
+  send_partial,  // encode this rank's part and all that was folded into it, once, and send the same bytes to each peer. If the plan uses
+                 // the chunk again, its value is what these bytes decode to
+  recv_reduce,   // fold the peer's partial into this rank's; several in a round are folded in rank order, this rank's at its own position
+  finalize,      // this rank owns the chunk, and it is complete: encode it once; this rank's copy becomes the decoded value
+  send_final,    // send the final bytes unchanged
   recv_final,
 };
 
@@ -26,7 +26,7 @@ const char* name(Op op);
 inline bool sends(Op op) { return op == Op::send_partial || op == Op::send_final; }
 inline bool receives(Op op) { return op == Op::recv_reduce || op == Op::recv_final; }
 
-// The chunks begin, ..., end - 1: contiguous, so that they travel as one message.
+// The chunks begin, ..., end - 1. They are contiguous, so that they travel as one message.
 struct Chunks {
   int begin, end;
   bool operator==(const Chunks&) const = default;
@@ -47,44 +47,45 @@ struct Plan {
   int rank;
   int world_size;
   int chunks;
-  int root = 0;  // where there is one
+  int root = 0;  // 0 if the collective has no root
   std::vector<Round> rounds = {};
-  bool exact = false;  // encodes an element more than once, or on several ranks alike: for codecs that lose nothing
+  bool exact = false;  // encodes an element more than once, or the same one on several ranks: only for lossless codecs
   bool operator==(const Plan&) const = default;
 };
 
-// The algorithms that there are for a collective.
+// The algorithms of a collective.
 const std::vector<std::string>& algorithms(Collective collective = Collective::all_reduce);
-// Names that are no plans, for an all-reduce: "auto" and "butterfly" resolve to one by size; "native" is that of the backend below.
+// Algorithms of an all-reduce that are not plans: "auto" and "butterfly" select a plan by size, "native" is the backend's own all-reduce.
 const std::vector<std::string>& other_algorithms();
 
-// Of a world: a plan may have rounds in proportion.
+// The largest world size. It is limited because the number of rounds of a plan may be proportional to it.
 constexpr int most_ranks = 1 << 16;
 
-// Throws std::invalid_argument for an unknown algorithm, a world too large or a rank outside of it.
+// Throws std::invalid_argument if the algorithm is unknown, the world is too large, or the rank or root is out of range.
 Plan make_plan(Collective collective, const std::string& algorithm, int rank, int world_size, int root = 0);
 
-// All plans are numbered, so that a message can say which one it belongs to.
+// All plans are numbered, so that a message can say to which plan it belongs.
 int index_of(Collective collective, std::string_view algorithm);
 Collective collective_of(int index);
 const std::string& algorithm_of(int index);
-bool is_plan(int index);  // whether it is the number of one
+bool is_plan(int index);  // whether a plan has this number
 
-// Whether every rank ends with the final bytes of all, and not with a sum of its own.
+// Whether every rank ends with final bytes of all chunks, and not with a sum that it computed itself.
 bool leaves_final_bytes(int index);
 
-// Whether a rank has nothing to do in most rounds, so that many segments are what keeps all busy.
+// Whether a rank is idle in most rounds of a segment, so that many segments are needed to keep all ranks busy.
 bool is_pipelined(int index);
 
-// How the plans of all ranks are one: by a rotation of the ranks (and chunks), or by exclusive or, each rank's becomes any other's.
+// How the plan of one rank is turned into that of any other rank: by a rotation of the ranks (and chunks), or by exclusive or.
 enum class Symmetry { none, rotation, exclusive_or };
 Symmetry symmetry(int index, int world_size);
 
-// A picture of the plan: a line for each round, a column for each chunk.
+// Draws the plan as text, with a line for each round and a column for each chunk.
 std::string draw(const Plan& plan);
 std::string to_json(const Plan& plan);
 
-// The builders, a file for each topology. The root is rank 0.
+// The builders, one file for each topology. The root is rank 0. The files give costs for p ranks and n bytes: alpha is the time of a
+// message, beta the time of a byte on a link, gamma the time to add a byte.
 Plan ring(int rank, int world_size);
 Plan ring_reduce_scatter(int rank, int world_size);
 Plan ring_all_gather(int rank, int world_size);

@@ -10,7 +10,7 @@ namespace dltrain::comm {
 
 namespace {
 
-// A plan that verify has yet to reject may hold any numbers.
+// The result of `end - 1` is 64 bits wide because a plan that verify has not checked may have any numbers.
 std::string range(const Chunks& chunks) {
   const int64_t last = int64_t{chunks.end} - 1;
   return chunks.begin == last ? text(last) : text(chunks.begin, "-", last);
@@ -42,13 +42,13 @@ char symbol(Op op) {
   return '?';
 }
 
-// One cell a chunk: what this round does with it, in the order in which a round does it.
+// One cell per chunk, with the symbols of the round's steps in the order in which they are done.
 std::vector<std::string> cells(const Round& round, int chunks) {
   std::vector<std::string> row(chunks);
   for (Op op : {Op::finalize, Op::send_partial, Op::send_final, Op::recv_reduce, Op::recv_final}) {
     for (const Step& step : round) {
       if (step.op != op) continue;
-      // A plan that verify has yet to reject can be drawn as well.
+      // A plan that verify has not checked may name chunks that do not exist.
       for (int chunk = std::max(0, step.chunks.begin); chunk < std::min(chunks, step.chunks.end); ++chunk) {
         if (row[chunk].find(symbol(op)) == std::string::npos) row[chunk] += symbol(op);
       }
@@ -93,7 +93,7 @@ std::string draw(const Plan& plan) {
     for (const Step& step : plan.rounds[round]) out << std::exchange(separator, ", ") << describe(step);
     out << "\n";
   }
-  if (grid) out << "> send partial   + fold what came   * finalize   ) send final   = take final\n";
+  if (grid) out << "> send partial   + fold received   * finalize   ) send final   = take final\n";
   return out.str();
 }
 

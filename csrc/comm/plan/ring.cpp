@@ -1,17 +1,16 @@
-// The ring (Patarasuk & Yuan 2009; Baidu 2017). Rank r sends to r + 1 only. First the partial sums travel round, each growing by one part a
-// step; then the finished chunks do. For four ranks, what each sends in each round (chunk; * means final):
+// The ring (Patarasuk & Yuan 2009; Baidu 2017). Rank r sends only to rank r + 1. First the partial sums pass around the ring, and each rank
+// adds its part; then the final chunks pass around. For four ranks, the chunk that each rank sends in each round (* means final):
 //
 //   round      0    1    2  |  3    4    5
-//   rank 0     0    3    2  |  1*   0*   3*       rank r ends its half as the owner of chunk r + 1
+//   rank 0     0    3    2  |  1*   0*   3*       after round 2, rank r owns chunk r + 1
 //   rank 1     1    0    3  |  2*   1*   0*
 //   rank 2     2    1    0  |  3*   2*   1*
 //   rank 3     3    2    1  |  0*   3*   2*
 //
-// 2(p-1) rounds, 2n(p-1)/p bytes sent a rank: 2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma.
-
+// 2(p-1) rounds, 2n(p-1)/p bytes sent per rank. Time: 2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma.
 //
-// Each half by itself is a collective, in p - 1 rounds: the first a reduce-scatter, in which rank r ends as the owner of chunk r, the
-// second an all-gather.
+// Each half is also a collective of its own, in p - 1 rounds: the first is a reduce-scatter, after which rank r owns chunk r, the second an
+// all-gather.
 
 #include "comm/plan/plan.h"
 
@@ -23,7 +22,7 @@ class Ring {
  public:
   explicit Ring(Plan& plan) : plan_(plan), p_(plan.world_size), next_(modulo(plan.rank + 1)), previous_(modulo(plan.rank - 1)) {}
 
-  // So that this rank ends with the sum of the chunk.
+  // At its end this rank has the sum of the chunk `owned`.
   void reduce_scatter(int owned) {
     for (int i = 0; i < p_ - 1; ++i) {
       plan_.rounds.push_back({{Op::send_partial, next_, chunk(owned - 1 - i)}, {Op::recv_reduce, previous_, chunk(owned - 2 - i)}});

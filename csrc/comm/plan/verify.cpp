@@ -17,7 +17,7 @@ template <class... Parts>
   throw BrokenPlan(text(rule, ": ", parts...));
 }
 
-// The ranks whose contributions a value counts.
+// The ranks whose contributions are in a value.
 class RankSet {
  public:
   explicit RankSet(int world_size) : words_((world_size + 63) / 64) {}
@@ -25,7 +25,7 @@ class RankSet {
 
   bool has(int rank) const { return words_[rank / 64] >> (rank % 64) & 1; }
 
-  // Adds the other's ranks; returns a rank that both had, if any.
+  // Adds the ranks of the other set. Returns a rank that was in both, if there is one.
   std::optional<int> merge(const RankSet& other) {
     for (size_t i = 0; i < words_.size(); ++i) {
       if (const uint64_t both = words_[i] & other.words_[i]) return static_cast<int>(i * 64) + __builtin_ctzll(both);
@@ -38,7 +38,7 @@ class RankSet {
   std::vector<uint64_t> words_;
 };
 
-// Two values with one expression have the same bits: the same operands in the same order (two operands in either).
+// Two values with the same expression have the same bits: they have the same operands in the same order (of two operands, in any order).
 using Expression = uint64_t;
 
 Expression hash(const std::vector<Expression>& parts) {
@@ -54,13 +54,13 @@ struct Value {
   Expression expression;
   RankSet counts;
   bool final = false;
-  bool there = true;  // else nothing is held yet
+  bool there = true;  // false: the rank has nothing of the chunk yet
 };
 
 struct Held {
   Value value;
-  int encoded_in = -1;     // the round of its one encode
-  Expression encoded = 0;  // what was encoded then
+  int encoded_in = -1;     // the round in which it was encoded last; -1: in none
+  Expression encoded = 0;  // what was encoded in that round
 };
 
 struct InFlight {
@@ -116,11 +116,11 @@ class Proof {
   }
 
  private:
-  // Before the first round.
+  // Whether the rank has a part of the chunk before the first round.
   bool has_part(int rank, int chunk) const {
     return adds_up(collective_) || rank == (collective_ == Collective::broadcast ? root_ : chunk);
   }
-  // After the last one.
+  // Whether the rank is to have the chunk after the last round.
   bool is_to_have(int rank, int chunk) const {
     switch (collective_) {
       case Collective::reduce_scatter: return rank == chunk;
@@ -128,12 +128,12 @@ class Proof {
       default: return true;
     }
   }
-  // The sum stays with it, so it need not encode its part.
+  // Whether the sum of the chunk stays on the rank, which then need not encode its part.
   bool may_keep(int rank, int chunk) const {
     return collective_ != Collective::all_reduce && adds_up(collective_) && is_to_have(rank, chunk);
   }
 
-  // Of those that have a part.
+  // A rank that has a part of the chunk, but whose contribution is not in the value.
   std::optional<int> missing(const Value& value, int chunk) const {
     for (int rank = 0; rank < world_size_; ++rank) {
       if (has_part(rank, chunk) && !value.counts.has(rank)) return rank;
@@ -217,7 +217,7 @@ class Proof {
     const Round* round = round_of(plan);
     if (!round) return;
     auto& held = held_[plan.rank];
-    std::map<int, std::map<int, Value>> partials;  // chunk -> rank -> what it sent
+    std::map<int, std::map<int, Value>> partials;  // chunk -> rank -> its partial
     for (const Step& step : *round) {
       if (!receives(step.op)) continue;
       InFlight message = arrival(plan, step);
@@ -228,12 +228,12 @@ class Proof {
         Value& value = message.values[chunk - step.chunks.begin];
         if (step.op == Op::recv_final) {
           if (held[chunk].encoded_in == round_) {
-            broken("R4", "round ", round_, ": rank ", plan.rank, " receives chunk ", chunk, " into what it is still sending");
+            broken("R4", "round ", round_, ": rank ", plan.rank, " receives chunk ", chunk, " into the slot that it is still sending");
           }
-          // Else a part would be lost, and the receive could meet a message that still uses the chunk.
+          // Otherwise a part would be lost, and the receive could overwrite a slot that is still being sent.
           if (held[chunk].encoded_in >= 0 && held[chunk].encoded != held[chunk].value.expression) {
             broken("R4", "round ", round_, ": rank ", plan.rank, " overwrites chunk ", chunk,
-                   ", into which it has folded what it never sent on");
+                   ", into which it has folded a part that it has not sent");
           }
           held[chunk].value = std::move(value);
         } else if (!partials[chunk].emplace(step.peer, std::move(value)).second) {
@@ -244,7 +244,7 @@ class Proof {
     for (auto& [chunk, values] : partials) fold(plan.rank, chunk, values);
   }
 
-  // In rank order, mine at my own place.
+  // Folds in rank order, with this rank's own value at its own position.
   void fold(int rank, int chunk, std::map<int, Value>& values) {
     Value& mine = held_[rank][chunk].value;
     RankSet counts = mine.counts;
@@ -286,7 +286,7 @@ class Proof {
   const std::vector<Plan>& plans_;
   const Collective collective_;
   const int root_, world_size_;
-  const bool exact_;  // what is encoded twice, or on two ranks, is the same
+  const bool exact_;  // encoding changes no value, so it may be done more than once
   size_t rounds_ = 0;
   int round_ = 0;
   std::vector<std::vector<Held>> held_;                             // rank, chunk
