@@ -11,23 +11,23 @@ namespace {
 
 constexpr int64_t smallest = 4 << 10, middle = 64 << 10, largest = 4 << 20;
 constexpr int most_turns = 6;
-constexpr double part = 0.3;     // of the time goes to one size
-constexpr double clearly = 1.1;  // so many times as fast, or noise might decide
+constexpr double part = 0.3;     // the part of the time that is spent on one size
+constexpr double clearly = 1.1;  // the plan of few rounds must be this many times as fast, so that noise does not decide
 constexpr std::string_view few_bytes = "direct";
 constexpr std::string_view few_rounds_of_two[] = {"oneshot"}, few_rounds_of_more[] = {"recursive_doubling", "tree"};
 
-// Of which the last takes every codec.
+// Every codec may use the last one.
 std::span<const std::string_view> few_rounds(int world_size) {
   if (world_size == 2) return few_rounds_of_two;
   return few_rounds_of_more;
 }
 
-class Race {
+class Timings {
  public:
-  Race(int world_size, Seconds time, const SumByPlan& sum, const std::function<Seconds()>& now)
+  Timings(int world_size, Seconds time, const SumByPlan& sum, const std::function<Seconds()>& now)
       : world_size_(world_size), time_(time.count()), left_(time_), sum_(sum), now_(now), began_(now()) {}
 
-  // The shortest that each plan took, in some turns: what else runs on the machines, and what is done for the first time, only adds.
+  // The shortest time of each plan in some turns, because other processes and first-time work only make times longer.
   std::vector<double> run(const std::vector<std::string>& plans, int64_t bytes) {
     values_.assign(bytes / sizeof(float), 0.0f);
     const double end = left_ - part * time_;
@@ -45,27 +45,27 @@ class Race {
   static double total(const std::vector<double>& times) { return std::accumulate(times.begin(), times.end(), 0.0); }
 
  private:
-  // The means of all ranks, in fp32, so that these are the same bits on all.
+  // The means over all ranks. They are all-reduced in fp32, so that all ranks have the same bits.
   std::vector<double> take_turn(const std::vector<std::string>& plans) {
-    std::vector<float> told;
+    std::vector<float> means;
     for (const std::string& plan : plans) {
-      float handshake_program = 0;
-      sum_("direct", &handshake_program, 1);
+      float synchronized = 0;
+      sum_("direct", &synchronized, 1);
       const Seconds start = now_();
       sum_(plan, values_.data(), static_cast<int64_t>(values_.size()));
-      told.push_back(mean_part(now_() - start));
+      means.push_back(mean_part(now_() - start));
     }
-    told.push_back(mean_part(now_() - began_));
-    sum_("direct", told.data(), static_cast<int64_t>(told.size()));
-    left_ = time_ - told.back();
-    return {told.begin(), told.end() - 1};
+    means.push_back(mean_part(now_() - began_));
+    sum_("direct", means.data(), static_cast<int64_t>(means.size()));
+    left_ = time_ - means.back();
+    return {means.begin(), means.end() - 1};
   }
 
   float mean_part(Seconds seconds) const { return static_cast<float>(seconds.count() / world_size_); }
 
   const int world_size_;
   const double time_;
-  double left_;  // as of the latest turn
+  double left_;  // s, at the end of the latest turn
   const SumByPlan& sum_;
   const std::function<Seconds()>& now_;
   const Seconds began_;
@@ -76,7 +76,7 @@ class Race {
 
 std::string_view Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
   for (const auto& [bytes, plan] : by_size) {
-    if (wire_bytes > 2 * bytes) continue;  // halfway to the next size, which is four times as large
+    if (wire_bytes > 2 * bytes) continue;  // 2 * bytes: the geometric mean of this size and the next one, which is four times as large
     return lossy && plan != few_bytes ? few_rounds(world_size).back() : std::string_view(plan);
   }
   return few_bytes;
@@ -84,18 +84,18 @@ std::string_view Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
 
 Crossover look_for_crossover(int world_size, Seconds time, const SumByPlan& sum, const std::function<Seconds()>& now) {
   Crossover found{world_size, {}};
-  Race race(world_size, time, sum, now);
+  Timings timings(world_size, time, sum, now);
   const auto few_rounds = comm::few_rounds(world_size);
   std::vector<std::string> plans(few_rounds.begin(), few_rounds.end());
   plans.emplace_back(few_bytes);
   bool was_few = false;
   for (int64_t bytes = middle; bytes >= smallest && bytes <= largest;) {
-    const std::vector<double> times = race.run(plans, bytes);
+    const std::vector<double> times = timings.run(plans, bytes);
     const auto fewest = std::min_element(times.begin(), times.end() - 1);
     const bool few = clearly * *fewest < times.back();
     found.by_size[bytes] = few ? plans[fewest - times.begin()] : std::string(few_bytes);
     const bool have_changed = bytes != middle && few != was_few;
-    if (have_changed || !race.has_time_for(4 * Race::total(times))) break;
+    if (have_changed || !timings.has_time_for(4 * Timings::total(times))) break;
     was_few = few;
     bytes = few ? 4 * bytes : bytes / 4;
   }

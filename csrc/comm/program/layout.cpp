@@ -8,11 +8,11 @@ namespace dltrain::comm {
 
 namespace {
 
-int64_t grains_of(int64_t count, int64_t grain) { return (count + grain - 1) / grain; }
+int64_t ceil_div(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
 Piece even_piece(const Span& span, const Codec& codec) { return {{span, &codec, span.first}, codec.alignment}; }
 
-// Spreads what is left over by one grain evenly over the chunks, and the same for the same parameter wherever it is.
+// Spreads the remainders of all pieces evenly over the chunks. A piece of a parameter has the same value in every bucket.
 uint32_t turn_of(int64_t number) { return static_cast<uint32_t>(dltrain::digest({number})); }
 
 }  // namespace
@@ -54,8 +54,8 @@ Piece Piece::part(int64_t parts, int64_t part) const {
     return out;
   }
   const auto border = [&](int64_t i) {
-    const int64_t grains = grains_of(span.count, grain);
-    return std::min(span.count, (grains * i + turn % parts) / parts * grain);
+    const int64_t blocks = ceil_div(span.count, grain);
+    return std::min(span.count, (blocks * i + turn % parts) / parts * grain);
   };
   out.span = {span.first + border(part), border(part + 1) - border(part)};
   out.number += border(part);
@@ -63,7 +63,7 @@ Piece Piece::part(int64_t parts, int64_t part) const {
 }
 
 std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, int segments) {
-  segments = static_cast<int>(std::clamp<int64_t>(grains_of(numel, codec.alignment), 1, segments));
+  segments = static_cast<int>(std::clamp<int64_t>(ceil_div(numel, codec.alignment), 1, segments));
   const Piece whole = even_piece({0, numel}, codec);
   std::vector<std::vector<Piece>> out;
   for (int segment = 0; segment < segments; ++segment) out.push_back({whole.part(segments, segment)});
@@ -88,8 +88,8 @@ std::vector<std::vector<Piece>> cut_in_shards(const std::vector<Span>& shards, c
 }
 
 std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments) {
-  constexpr int64_t most = 1 << 19;  // elements of a piece: several segments can be made of one region
-  constexpr int64_t whole = 4096;    // those of a region that is not worth cutting
+  constexpr int64_t most = 1 << 19;  // elements of a piece, so that one large region can fill several segments
+  constexpr int64_t whole = 4096;    // a piece of up to this many elements is not divided into chunks
   const int64_t total = std::max<int64_t>(message_bytes(layout), 1);
   std::vector<std::vector<Piece>> out;
   int64_t bytes = 0, latest = -1;

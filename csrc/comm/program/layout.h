@@ -1,10 +1,10 @@
 #pragma once
 
-// What a call reduces, and how it is cut. A tensor as a whole is cut evenly, into segments and these into chunks. Of a DDP bucket the
-// parameters are cut, each by itself, and segments are made of some of them: so what becomes of a parameter's gradient depends on that
-// parameter alone, whatever else is in its bucket.
+// What a call reduces, and how it is divided. A single tensor is divided evenly into segments, and each segment into chunks. In a DDP
+// bucket each parameter is divided on its own, and a segment consists of the pieces of some parameters. So the result of a gradient depends
+// only on its parameter, and not on what else is in the bucket.
 //
-// Where chunk r is rank r's, each rank's share is cut as a tensor is, into segments, and a segment's chunk is a stretch of that.
+// If chunk r belongs to rank r, each rank's shard is divided into segments like a tensor, and chunk r of a segment is a part of shard r.
 //
 //   one tensor    |  segment 0   |  segment 1   |        two regions   | region 0  |re| region 1, a | region 1, b |
 //   chunks        | 0 | 1 | 2 | 3| 0 | 1 | 2 | 3|        chunks        |0 |1 |2 |3 |2 |0 | 1 | 2 |3 |0 | 1 | 2 | 3|
@@ -18,44 +18,44 @@
 
 namespace dltrain::comm {
 
-// A stretch of the tensor that has a codec, and blocks, of its own: the gradient of a parameter.
+// A contiguous part of the tensor that has a codec and blocks of its own: the gradient of a parameter.
 struct Region {
   Span span;
   const Codec* codec;
-  int64_t number = 0;  // of its first element among those of all regions there are; a multiple of 4
+  int64_t number = 0;  // the index of its first element among the elements of all regions of all buckets; a multiple of 4
   auto operator<=>(const Region&) const = default;
 };
 
-using Layout = std::vector<Region>;  // apart, in the order in which they lie
+using Layout = std::vector<Region>;  // in ascending order, without overlaps
 
-// What is left of the regions within a span, counted from its first element.
+// The parts of the regions that are within a span, with positions relative to the first element of the span.
 Layout within(const Layout& layout, const Span& span);
 
-// Of messages: as many bytes as it takes to send all of it once.
+// The number of message bytes that it takes to send the whole layout once.
 int64_t message_bytes(const Layout& layout);
 
-// Differs, as good as always, where layouts do, or shares; never 0.
+// A hash of the layout or of the shards, which is never 0. Different ones almost always have different hashes.
 int64_t digest(const Layout& layout);
 int64_t digest(const std::vector<Span>& shards);
 
-// A region, or a part of one, that is cut into a segment's chunks.
+// A region, or a part of one, that is divided into the chunks of a segment.
 struct Piece : Region {
-  int64_t grain;       // elements that stay together: one block or more
-  uint32_t turn = 0;   // which chunks get what is left over
-  int64_t owner = -1;  // not -1: this chunk gets all of it
+  int64_t grain;       // the granularity in elements, one block or more: chunks begin at multiples of it
+  uint32_t turn = 0;   // selects the chunks that get the remainder
+  int64_t owner = -1;  // if not -1, the chunk that gets the whole piece
 
   Piece part(int64_t parts, int64_t part) const;
 };
 
-// By segment.
+// The pieces of each segment.
 std::vector<std::vector<Piece>> cut_evenly(int64_t numel, const Codec& codec, int segments);
 std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments);
 std::vector<std::vector<Piece>> cut_in_shards(const std::vector<Span>& shards, const Codec& codec, int segments);
 
-// Shares of numel elements for so many ranks, of which the first `owners` get some: as the chunks of a tensor of raw fp32 in one segment.
+// The shard of each rank. The first `owners` ranks have the chunks of a raw fp32 tensor in one segment, the other shards are empty.
 std::vector<Span> shards_of(int64_t numel, int owners, int ranks);
 Span shard(int64_t numel, int owners, int rank);
-// As many for each; numel is a multiple of the ranks.
+// Shards of equal size; numel must be a multiple of the number of ranks.
 std::vector<Span> equal_shards(int64_t numel, int ranks);
 
 }  // namespace dltrain::comm

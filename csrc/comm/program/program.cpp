@@ -10,14 +10,14 @@ namespace dltrain::comm {
 
 namespace {
 
-using Room = Location::Room;
+using Area = Location::Area;
 
 constexpr int64_t vector = 16;  // bytes
 
-int64_t aligned(int64_t bytes, int64_t border = cache_line) { return (bytes + border - 1) / border * border; }
+int64_t aligned(int64_t bytes, int64_t alignment = cache_line) { return (bytes + alignment - 1) / alignment * alignment; }
 
-// Places of equal size, each for one message until all its chunks have been used. One given back is the next one taken, since it is still
-// in the cache.
+// Consists of slots of equal size. Each holds one message until all chunks of the message have been used. The slot that was freed last is
+// used first, because it is still in the cache.
 class ReceiveBuffer {
  public:
   int64_t slot_size = 0;
@@ -27,10 +27,10 @@ class ReceiveBuffer {
       free_.push_back(slot_size * static_cast<int64_t>(unused_chunks_.size()));
       unused_chunks_.push_back(0);
     }
-    const int64_t place = free_.back();
+    const int64_t offset = free_.back();
     free_.pop_back();
-    unused_chunks_[place / slot_size] = chunks;
-    return place;
+    unused_chunks_[offset / slot_size] = chunks;
+    return offset;
   }
   void use_chunk(int64_t offset) {
     const int64_t index = offset / slot_size;
@@ -39,32 +39,32 @@ class ReceiveBuffer {
   int64_t size() const { return slot_size * static_cast<int64_t>(unused_chunks_.size()); }
 
  private:
-  std::vector<int> unused_chunks_;  // of the message in each place
+  std::vector<int> unused_chunks_;  // of the message in each slot
   std::vector<int64_t> free_;
 };
 
 struct Slot {  // of a chunk
   std::vector<Region> regions;
-  std::vector<int64_t> offsets;  // of their messages in the chunk's
+  std::vector<int64_t> offsets;  // of the regions' messages within the chunk's message
   int64_t slot = 0, bytes = 0;
 };
 
-// By segment; in all they take so many bytes.
+// The slots of each segment. bytes: set to the size of all slots together.
 std::vector<std::vector<Slot>> slots_of(int chunks, const std::vector<std::vector<Piece>>& segments, bool in_place, int64_t& bytes) {
   std::vector<std::vector<Slot>> out;
   bytes = 0;
   for (const std::vector<Piece>& pieces : segments) {
     auto& slots = out.emplace_back();
-    // The chunks of one piece travel together, side by side: it is cut where messages may begin.
-    const int64_t border = !in_place && pieces.size() > 1 ? vector : 1;
+    // The chunks of a single piece need no padding: the piece is divided where messages may begin.
+    const int64_t alignment = !in_place && pieces.size() > 1 ? vector : 1;
     for (int c = 0; c < chunks; ++c) {
       Slot& slot = slots.emplace_back();
-      slot.slot = aligned(bytes, border);
+      slot.slot = aligned(bytes, alignment);
       for (const Piece& piece : pieces) {
         const Piece part = piece.part(chunks, c);
         if (part.span.count == 0) continue;
         if (in_place) slot.slot = part.codec->bytes(part.span.first);
-        const int64_t offset = aligned(slot.bytes, border);
+        const int64_t offset = aligned(slot.bytes, alignment);
         slot.regions.push_back(part);
         slot.offsets.push_back(offset);
         slot.bytes = offset + part.codec->bytes(part.span.count);
@@ -79,19 +79,19 @@ std::vector<std::vector<Slot>> slots_of(int chunks, const std::vector<std::vecto
 struct Chunk : Slot {
   std::vector<Location> received;  // not yet added up
   int own_position = 0;
-  int encoded_in = -1;  // the round; from then on my own contribution is part of the message in the slot
+  int encoded_in = -1;  // the round in which the chunk was encoded; from then on the message in the slot contains this rank's contribution
   bool final = false;
 };
 
 struct Partial {  // a message of recv_reduce
   int peer;
   Chunks chunks;
-  int64_t place;
+  int64_t offset;
 };
 
 struct Segment {
   std::vector<Chunk> chunks;
-  std::vector<Partial> arriving, arrived;  // in this round, in the one before
+  std::vector<Partial> arriving, arrived;  // in this round; in the previous round
   std::vector<Chunks> final_arriving, final_arrived;
 
   int64_t bytes_of(const Chunks& range) const {
@@ -125,7 +125,7 @@ class Lowering {
   }
 
   Program run() {
-    // A segment passes one tick beyond its last round, in which it uses what that round brought.
+    // A segment has one tick after its last round, in which it uses the messages of that round.
     program_.first = lower_receives(0, 0);
     program_.ticks.resize(rounds_ + segments_.size());
     for (int tick = 0; tick < static_cast<int>(program_.ticks.size()); ++tick) {
@@ -147,11 +147,11 @@ class Lowering {
     for (const Step& step : plan_.rounds[round]) {
       const int64_t bytes = segment.bytes_of(step.chunks);
       if (!receives(step.op) || bytes == 0) continue;
-      Location location{Room::slots, segment.chunks[step.chunks.begin].slot};
+      Location location{Area::slots, segment.chunks[step.chunks.begin].slot};
       if (step.op == Op::recv_final) {
         segment.final_arriving.push_back(step.chunks);
       } else {
-        location = {Room::receive_buffer, receive_buffer_.take(segment.filled(step.chunks))};
+        location = {Area::receive_buffer, receive_buffer_.take(segment.filled(step.chunks))};
         segment.arriving.push_back({step.peer, step.chunks, location.offset});
       }
       out.push_back({step.peer, round, index, location, bytes});
@@ -165,7 +165,7 @@ class Lowering {
     take_arrived(segment, part);
     if (round == rounds_) {
       for (Chunk& chunk : segment.chunks) {
-        const bool given_away = chunk.encoded_in >= 0 && chunk.received.empty();  // by half an all-reduce, which leaves it to its owner
+        const bool given_away = chunk.encoded_in >= 0 && chunk.received.empty();  // in a reduce-scatter or reduce, to another rank
         if (!chunk.final && !given_away) sum(chunk, false, true, part);
       }
       return part;
@@ -181,9 +181,9 @@ class Lowering {
       }
       const int64_t bytes = segment.bytes_of(step.chunks);
       if (!sends(step.op) || bytes == 0) continue;
-      part.sends.push_back({step.peer, round, index, {Room::slots, segment.chunks[step.chunks.begin].slot}, bytes});
+      part.sends.push_back({step.peer, round, index, {Area::slots, segment.chunks[step.chunks.begin].slot}, bytes});
     }
-    // In the order in which the peers send: by tick, then by segment. A segment's first round follows the one of the segment before it.
+    // Receives are in the order in which the peers send: by tick, then by segment. The next segment begins one tick after this one.
     part.ahead = lower_receives(index, round + 1);
     if (round == 0) {
       const auto next = lower_receives(index + 1, 0);
@@ -193,16 +193,16 @@ class Lowering {
   }
 
   void take_arrived(Segment& segment, SegmentWork& part) {
-    std::map<int, std::map<int, Location>> partials;  // chunk -> peer -> where it came
+    std::map<int, std::map<int, Location>> partials;  // chunk -> peer -> its message
     for (const Partial& partial : segment.arrived) {
       const int64_t first = segment.chunks[partial.chunks.begin].slot;
       for (int c = partial.chunks.begin; c < partial.chunks.end; ++c) {
         const Chunk& chunk = segment.chunks[c];
-        if (chunk.bytes > 0) partials[c][partial.peer] = {Room::receive_buffer, partial.place + chunk.slot - first};
+        if (chunk.bytes > 0) partials[c][partial.peer] = {Area::receive_buffer, partial.offset + chunk.slot - first};
       }
     }
     segment.arrived = std::exchange(segment.arriving, {});
-    // What was folded in before counts as mine.
+    // What arrived in earlier rounds counts as a part of this rank's own value: later messages are added before or after all of it.
     for (const auto& [c, by_peer] : partials) {
       Chunk& chunk = segment.chunks[c];
       std::vector<Location> lower, upper;
@@ -222,14 +222,14 @@ class Lowering {
     segment.final_arrived = std::exchange(segment.final_arriving, {});
   }
 
-  // What is in the chunk's slot becomes an operand in place of my own contribution, which it holds.
+  // Once the chunk has been encoded, the message in its slot is an operand instead of the own contribution, which it contains.
   void sum(Chunk& chunk, bool encodes, bool decodes, SegmentWork& part) {
     const bool own = chunk.encoded_in < 0;
     const int own_position = std::exchange(chunk.own_position, 0);
     std::vector<Location> received = std::exchange(chunk.received, {});
     if (chunk.bytes == 0) return;
     for (const Location& location : received) receive_buffer_.use_chunk(location.offset);
-    if (!own) received.insert(received.begin() + own_position, {Room::slots, chunk.slot});
+    if (!own) received.insert(received.begin() + own_position, {Area::slots, chunk.slot});
     for (size_t i = 0; i < chunk.regions.size(); ++i) {
       const int64_t offset = chunk.offsets[i], slot = encodes ? chunk.slot + offset : -1;
       std::vector<Location> messages = received;
@@ -266,8 +266,8 @@ Program handshake_program(int rank, int world_size) {
   Program program;
   if (world_size == 1) return program;
   program.rounds = program.segments = 1;
-  const Transfer to{(rank + 1) % world_size, 0, 0, {Room::receive_buffer, 0}, 0},
-      from{(rank + world_size - 1) % world_size, 0, 0, {Room::receive_buffer, 0}, 0};
+  const Transfer to{(rank + 1) % world_size, 0, 0, {Area::receive_buffer, 0}, 0},
+      from{(rank + world_size - 1) % world_size, 0, 0, {Area::receive_buffer, 0}, 0};
   program.first = {from};
   program.ticks = {{SegmentWork{0, {}, {to}, {}, {}}}, {SegmentWork{0, {}, {}, {}, {}}}};
   return program;

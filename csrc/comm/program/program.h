@@ -1,16 +1,16 @@
 #pragma once
 
-// A program is a plan lowered onto a tensor: chunks became spans of elements, their messages got places, and the rounds of all segments
-// were laid out in ticks. Segment s runs round t in tick s + t, so that while one segment is on the wire another is encoded:
+// A program is a plan lowered onto a tensor: chunks are spans of elements, messages have locations in memory, and the rounds of all
+// segments are ordered by ticks. Segment s runs round t in tick s + t, so that one segment is sent while another one is encoded:
 //
 //   tick         0    1    2    3    4
 //   segment 0   r0   r1   r2
 //   segment 1        r0   r1   r2
 //   segment 2             r0   r1   r2
 //
-// Each chunk has a slot for its one message: what this rank encodes of it, piece by piece, and later the final bytes. The slots of a
-// segment lie side by side, so that several chunks travel as one message. Partials of the peers come into the inbox, and stay there until
-// what they are part of is encoded: each element is added up and encoded in one pass.
+// Each chunk has a slot for its message. The slot first holds what this rank encodes of the chunk, piece by piece, and later the final
+// bytes. The slots of a segment are adjacent, so that several chunks can travel as one message. Partials of the peers are received into
+// the receive buffer, and stay there until their chunk is encoded, so that each element is added up and encoded in one pass.
 
 #include <cstdint>
 #include <vector>
@@ -22,18 +22,18 @@
 namespace dltrain::comm {
 
 struct Location {  // of a message
-  enum class Room { slots, receive_buffer } room;
+  enum class Area { slots, receive_buffer } area;
   int64_t offset;  // bytes
 };
 
-// Adds up the messages of a region and, where it is not part of one of them, the rank's own contribution.
+// Adds up the messages of a region and, unless one of them contains it already, this rank's own contribution.
 struct SumStep {
   Region region;
   std::vector<Location> received;
   bool own;
-  int own_position;  // so many of the messages come before it
-  int64_t slot;      // where the sum's message goes; -1: nowhere
-  bool decodes;      // the tensor becomes what the message stands for or, where there is none, the sum
+  int own_position;  // the number of messages that are added before the own contribution
+  int64_t slot;      // the offset at which the sum is written as a message; -1: it is not encoded
+  bool decodes;      // the decoded message or, if there is none, the sum is written to the tensor
 };
 
 struct DecodeStep {
@@ -49,21 +49,21 @@ struct Transfer {
   int64_t bytes;
 };
 
-// One segment's share of a tick. It begins when the segment's round before is complete, whatever the other segments wait for.
+// The work of one segment in a tick. It begins when the previous round of this segment is complete; it does not wait for other segments.
 struct SegmentWork {
   int segment;
   std::vector<SumStep> sums;
   std::vector<Transfer> sends;
-  std::vector<Transfer> ahead;      // receives of the next tick, which may be posted once the sums have emptied their places
-  std::vector<DecodeStep> decodes;  // nobody waits for these
+  std::vector<Transfer> ahead;      // receives of the next tick; they may be posted when the sums have read the receive buffer
+  std::vector<DecodeStep> decodes;  // no message depends on these
 };
 
-// What becomes of the final bytes: the tensor's values, or, for a tensor evenly cut whose messages are its very bytes, they lie in the
-// tensor from the start, or they stay in the slots, which are the call's result.
+// values: the final bytes are decoded into the tensor. values_in_place: the slots are the tensor itself, which is divided evenly and whose
+// bytes are its messages. message: the final bytes stay in the slots, which are the result of the call.
 enum class Result { values, values_in_place, message };
 
 struct Program {
-  int algorithm = 0;  // the plan's number
+  int algorithm = 0;  // the number of the plan
   Result result = Result::values;
   int rounds = 0;
   int segments = 0;
@@ -73,17 +73,17 @@ struct Program {
   std::vector<std::vector<SegmentWork>> ticks;
 };
 
-// Lowers a verified plan onto what is to be reduced, by segment. A message needs a plan that leaves_final_bytes.
+// Lowers a verified plan onto the pieces of each segment. Result::message needs a plan for which leaves_final_bytes is true.
 Program lower(const Plan& plan, const std::vector<std::vector<Piece>>& segments, Result result);
 
-// What a message, as a result, holds.
+// The content of the message that is the result of a call.
 struct Encoded {
   int64_t bytes = 0;  // a multiple of a cache line
   std::vector<DecodeStep> parts;
 };
 Encoded encoded(int chunks, const std::vector<std::vector<Piece>>& segments);
 
-// Where there is nothing to reduce: the ranks only say which call they are in, each to the next.
+// The program of a call without elements: each rank only reports to the next one in which call it is.
 Program handshake_program(int rank, int world_size);
 
 }  // namespace dltrain::comm

@@ -15,21 +15,21 @@ std::string_view plan_for(const std::string& algorithm, int world_size, int64_t 
   const bool small = nbytes <= 64 * kib;
   if (algorithm == "butterfly") return !lossy && small ? "recursive_doubling" : "halving_doubling";
   if (algorithm != "auto") return algorithm;
-  // Small messages want few rounds. direct has the fewest of those that do not send everything to everybody; from some size on the ring
-  // wins, since it never has several ranks send to one at a time.
+  // Small messages need few rounds. Of the plans that do not send all data to all ranks, direct has the fewest. For large messages the ring
+  // is faster, because at no time several ranks send to the same one.
   if (small && world_size == 2) return "oneshot";
   if (small && !lossy) return "recursive_doubling";
   return world_size > 2 && nbytes >= 8192 * kib ? "ring" : "direct";
 }
 
-// A tree has few messages, direct few bytes on each link. Where they change places was measured behind links of 1 Gbit/s, on 3 to 8 ranks.
+// A tree sends few messages, direct few bytes on each link. The limit was measured on links of 1 Gbit/s with 3 to 8 ranks.
 std::string_view rooted_plan_for(const std::string& algorithm, int world_size, int64_t wire_bytes) {
   if (algorithm != "auto") return algorithm;
   return world_size == 2 || wire_bytes <= 128 * kib ? "tree" : "direct";
 }
 
-// A few segments hide encoding behind sending, and more only add messages. Lossless ones have nothing to hide. By measurement: behind links
-// of 1 Gbit/s, and over loopback, where sending is the processor's work too, so that each segment costs.
+// A few segments hide encoding behind sending; more only add messages. Lossless codecs have no encoding to hide. The sizes were measured on
+// links of 1 Gbit/s, and over loopback, where sending needs the processor as well, so that each segment costs time.
 int segments_for(int64_t wire_bytes, bool lossy, bool pipelined) {
   const auto pieces = [wire_bytes](int64_t size, int64_t most) {
     return static_cast<int>(std::clamp<int64_t>(wire_bytes / size, 1, most));

@@ -9,14 +9,14 @@
 
 namespace dltrain::comm {
 
-// What a call runs, where it says only what it wants.
+// The plan and the number of segments that a call uses.
 struct Selection {
-  int algorithm;  // the plan's number
+  int algorithm;  // the number of the plan
   int segments;
 };
 
-// algorithm: a plan's name, or "auto" or "butterfly". segments: 0 for as many as suit a rank's message of wire_bytes. crossover: what auto
-// goes by for an all-reduce; by size alone, where it is null.
+// algorithm: the name of a plan, "auto" or "butterfly". segments: 0 selects the number by wire_bytes, the size of a rank's message.
+// crossover: the measurements by which "auto" selects the plan of an all-reduce; if null, it selects by size only.
 Selection select(Collective collective, const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec,
                  int64_t wire_bytes, const Crossover* crossover = nullptr);
 

@@ -12,27 +12,27 @@ namespace dltrain::comm {
 
 namespace {
 
-// What a program costs, without what it does.
+// The following types hold the costs of a program.
 struct Message {
-  int to;  // a walker
+  int to;  // a simulated rank
   bool leaves_host;
   int64_t bytes;
 };
 
-struct Share {                   // of a segment in a tick
-  double before = 0, after = 0;  // s of computing: before the sends can go, and behind them
+struct SegmentCosts {            // of a segment in a tick
+  double before = 0, after = 0;  // s of computing before and after the sends
   int receives = 0;
   std::vector<Message> sends;
 };
 
 struct Tick {
-  int first = 0;  // segment at work
-  std::vector<Share> shares;
+  int first = 0;  // the first segment that has work in this tick
+  std::vector<SegmentCosts> segments;
 };
 
 using Costs = std::vector<Tick>;
 
-// Where things go one after another, but for a while of `ahead` that was saved up in a pause.
+// Serves requests one after another. After a pause, requests of up to `ahead` seconds are served at once, as by a token bucket.
 class Resource {
  public:
   explicit Resource(double ahead = 0) : ahead_(ahead), free_(-ahead) {}
@@ -40,7 +40,7 @@ class Resource {
   struct Turn {
     double begins, ends;
   };
-  // Of what takes so many seconds and can begin at `from`.
+  // Serves a request that takes `seconds` and can begin at `from`.
   Turn serve(double from, double seconds) {
     const double begins = std::max(free_, from);
     free_ = std::max(free_, from - ahead_) + seconds;
@@ -55,7 +55,7 @@ class Cores {
  public:
   explicit Cores(int count) : lines_(count) {}
 
-  // Returns when the work is done that can begin at `from`.
+  // Returns the time at which work that can begin at `from` is done.
   double serve(double from, double seconds) {
     if (lines_.empty() || seconds == 0) return from + seconds;
     double& free = *std::min_element(lines_.begin(), lines_.end());
@@ -66,14 +66,14 @@ class Cores {
   std::vector<double> lines_;
 };
 
-// Ranks whose plans are the same, but for a rotation of the ranks by whole hosts, do the same at the same time: one of them is walked for
-// all. Where there is no symmetry each rank is.
+// Ranks whose plans differ only by a rotation of the ranks by whole hosts do the same at the same time, so one of them is simulated for
+// all. If there is no symmetry, each rank is simulated.
 class Simulation {
  public:
-  Simulation(int walkers, const Network& network, const std::vector<double>& late)
-      : network_(network), clocks_(late), cores_(network.cores), inside_(walkers) {
-    clocks_.resize(walkers);
-    const int hosts = (walkers + network.ranks_per_host - 1) / network.ranks_per_host;
+  Simulation(int simulated, const Network& network, const std::vector<double>& late)
+      : network_(network), clocks_(late), cores_(network.cores), intra_host_(simulated) {
+    clocks_.resize(simulated);
+    const int hosts = (simulated + network.ranks_per_host - 1) / network.ranks_per_host;
     const Resource link(network.burst / network.bandwidth);
     out_.resize(hosts, link);
     in_.resize(hosts, link);
@@ -91,30 +91,30 @@ class Simulation {
 
  private:
   struct Sending {
-    double time;  // when it is posted; then when its first byte could come
-    double last;  // byte could come, if nothing came before it
-    int walker;
+    double time;  // at which it is posted; later, at which its first byte can arrive
+    double last;  // the time at which its last byte can arrive, if no earlier message delays it
+    int rank;
     const Message* message;
   };
 
   void step(const std::vector<Costs>& programs, size_t tick, int segment) {
     order_.clear();
-    for (int walker = 0; walker < std::ssize(programs); ++walker) {
-      if (share(programs[walker], tick, segment)) {
-        clocks_[walker] = std::max(clocks_[walker], done_[walker][segment]);
-        done_[walker][segment] = 0;
-        order_.push_back(walker);
+    for (int rank = 0; rank < std::ssize(programs); ++rank) {
+      if (costs_in(programs[rank], tick, segment)) {
+        clocks_[rank] = std::max(clocks_[rank], done_[rank][segment]);
+        done_[rank][segment] = 0;
+        order_.push_back(rank);
       }
     }
     std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) { return clocks_[a] < clocks_[b]; });
     sendings_.clear();
-    for (const int walker : order_) {
-      const Share& mine = *share(programs[walker], tick, segment);
-      double& clock = clocks_[walker];
+    for (const int rank : order_) {
+      const SegmentCosts& mine = *costs_in(programs[rank], tick, segment);
+      double& clock = clocks_[rank];
       clock = cores_.serve(clock, mine.before);
       for (const Message& message : mine.sends) {
         clock += network_.overhead;
-        sendings_.push_back({clock, 0, walker, &message});
+        sendings_.push_back({clock, 0, rank, &message});
       }
       clock += network_.overhead * mine.receives;
     }
@@ -122,7 +122,7 @@ class Simulation {
     for (Sending& sending : sendings_) send(sending, segment);
     sort_by_time(sendings_);
     for (const Sending& sending : sendings_) receive(sending, segment);
-    for (const int walker : order_) clocks_[walker] = cores_.serve(clocks_[walker], share(programs[walker], tick, segment)->after);
+    for (const int rank : order_) clocks_[rank] = cores_.serve(clocks_[rank], costs_in(programs[rank], tick, segment)->after);
   }
 
   static void sort_by_time(std::vector<Sending>& sendings) {
@@ -136,68 +136,70 @@ class Simulation {
   void send(Sending& sending, int segment) {
     const Message& message = *sending.message;
     const double copying = static_cast<double>(message.bytes) * network_.copy, copied = cores_.serve(sending.time, copying);
-    Resource& link = message.leaves_host ? out_[sending.walker / network_.ranks_per_host] : inside_[sending.walker];
+    Resource& link = message.leaves_host ? out_[sending.rank / network_.ranks_per_host] : intra_host_[sending.rank];
     const Resource::Turn turn = link.serve(copied - copying, on_link(message));
     const double sent = std::max(turn.ends, copied), latency = message.leaves_host ? network_.latency : network_.inside_latency;
-    done_[sending.walker][segment] = std::max(done_[sending.walker][segment], sent);
+    done_[sending.rank][segment] = std::max(done_[sending.rank][segment], sent);
     sending.time = turn.begins + latency;
     sending.last = sent + latency;
   }
 
   void receive(const Sending& sending, int segment) {
     const Message& message = *sending.message;
-    double came = sending.last;
-    if (message.leaves_host) came = std::max(in_[message.to / network_.ranks_per_host].serve(sending.time, on_link(message)).ends, came);
-    came = std::max(cores_.serve(sending.time, static_cast<double>(message.bytes) * network_.copy), came);
-    done_[message.to][segment] = std::max(done_[message.to][segment], came);
+    double arrived = sending.last;
+    if (message.leaves_host)
+      arrived = std::max(in_[message.to / network_.ranks_per_host].serve(sending.time, on_link(message)).ends, arrived);
+    arrived = std::max(cores_.serve(sending.time, static_cast<double>(message.bytes) * network_.copy), arrived);
+    done_[message.to][segment] = std::max(done_[message.to][segment], arrived);
   }
 
-  static const Share* share(const Costs& costs, size_t tick, int segment) {
+  static const SegmentCosts* costs_in(const Costs& costs, size_t tick, int segment) {
     if (tick >= costs.size()) return nullptr;
-    const auto& [first, shares] = costs[tick];
-    return first <= segment && segment - first < std::ssize(shares) ? &shares[segment - first] : nullptr;
+    const auto& [first, segments] = costs[tick];
+    return first <= segment && segment - first < std::ssize(segments) ? &segments[segment - first] : nullptr;
   }
 
   const Network& network_;
-  std::vector<double> clocks_;             // by walker
-  std::vector<std::vector<double>> done_;  // by walker and segment: when its round is over
+  std::vector<double> clocks_;             // by simulated rank
+  std::vector<std::vector<double>> done_;  // by simulated rank and segment: the time at which its round is complete
   Cores cores_;
-  std::vector<Resource> out_, in_;  // the hosts' links
-  std::vector<Resource> inside_;    // by walker
+  std::vector<Resource> out_, in_;    // the links of the hosts
+  std::vector<Resource> intra_host_;  // by simulated rank
   std::vector<int> order_;
   std::vector<Sending> sendings_;
 };
 
 double seconds_of(const SumStep& step, const Speed& speed) {
-  const auto added = static_cast<double>(step.received.size()) - (step.own ? 0 : 1);  // else one of them is what there is
+  const auto added = static_cast<double>(step.received.size()) -
+                     (step.own ? 0 : 1);  // without an own contribution, the first message is not added to anything
   const double each = added * speed.decode + (step.slot >= 0 ? speed.encode : 0);
   return static_cast<double>(step.region.span.count) * each;
 }
 
-Costs costs_of(const Program& program, int walkers, int rank, const Network& network, const Speed& speed) {
+Costs costs_of(const Program& program, int simulated, int rank, const Network& network, const Speed& speed) {
   Costs costs;
   int posted = static_cast<int>(program.first.size());
   for (const auto& parts : program.ticks) {
     Tick& tick = costs.emplace_back();
     tick.first = parts.empty() ? 0 : parts.front().segment;
     for (const SegmentWork& part : parts) {
-      Share& share = tick.shares.emplace_back();
-      for (const SumStep& step : part.sums) share.before += seconds_of(step, speed);
-      for (const DecodeStep& step : part.decodes) share.after += static_cast<double>(step.region.span.count) * speed.decode;
-      share.receives = static_cast<int>(part.ahead.size()) + std::exchange(posted, 0);
+      SegmentCosts& segment = tick.segments.emplace_back();
+      for (const SumStep& step : part.sums) segment.before += seconds_of(step, speed);
+      for (const DecodeStep& step : part.decodes) segment.after += static_cast<double>(step.region.span.count) * speed.decode;
+      segment.receives = static_cast<int>(part.ahead.size()) + std::exchange(posted, 0);
       for (const Transfer& transfer : part.sends) {
         const bool leaves_host = transfer.peer / network.ranks_per_host != rank / network.ranks_per_host;
-        share.sends.push_back({transfer.peer % walkers, leaves_host, transfer.bytes});
+        segment.sends.push_back({transfer.peer % simulated, leaves_host, transfer.bytes});
       }
     }
   }
   return costs;
 }
 
-// How many ranks have to be walked.
-int walkers_of(int algorithm, int world_size, const Network& network, bool all_begin_together) {
+// The number of ranks that have to be simulated.
+int simulated_of(int algorithm, int world_size, const Network& network, bool all_begin_together) {
   const int per_host = network.ranks_per_host;
-  const int few = per_host == 1 ? 16 : 128;  // so that symmetry, which is not all there is to a shared link, saves little
+  const int few = per_host == 1 ? 16 : 128;  // up to this many are all simulated: symmetry saves little, and is not exact for shared links
   const bool whole_hosts = world_size % per_host == 0;
   if (world_size <= few || !whole_hosts || !all_begin_together || network.cores > 0) return world_size;
   switch (symmetry(algorithm, world_size)) {
@@ -211,7 +213,7 @@ int walkers_of(int algorithm, int world_size, const Network& network, bool all_b
 void check_arguments(int world_size, int64_t numel, int segments, const Network& network, const Speed& speed,
                      const std::vector<double>& late) {
   check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
-  constexpr int64_t largest = int64_t{1} << 46;  // times chunks or segments it is still a number
+  constexpr int64_t largest = int64_t{1} << 46;  // its product with the number of chunks or segments does not overflow
   check(world_size <= most_ranks, "world_size: expected at most ", most_ranks, ", got ", world_size);
   check(numel >= 0 && numel <= largest, "numel: expected 0 to ", largest, ", got ", numel);
   check(segments >= 0 && segments <= most_ranks, "segments: expected 0 to ", most_ranks, ", got ", segments);
@@ -230,12 +232,12 @@ void check_arguments(int world_size, int64_t numel, int segments, const Network&
   for (const double seconds : late) check(seconds >= 0, "late: expected at least 0 s, got ", seconds);
 }
 
-void check_effort(const Plan& plan, int walkers, int segments) {
-  constexpr int64_t most = 1 << 27;  // a few GiB, and minutes
+void check_effort(const Plan& plan, int simulated, int segments) {
+  constexpr int64_t most = 1 << 27;  // takes a few GiB and minutes
   int64_t each = plan.chunks;
   for (const Round& round : plan.rounds) each += std::ssize(round);
-  check(each <= most / walkers / segments, "world_size, segments: expected at most ", most, " steps and chunks to follow, got ", each,
-        " in each of ", segments, " segments on ", walkers, " ranks");
+  check(each <= most / simulated / segments, "world_size, segments: expected at most ", most, " steps and chunks to follow, got ", each,
+        " in each of ", segments, " segments on ", simulated, " ranks");
 }
 
 }  // namespace
@@ -245,22 +247,22 @@ Estimate simulate(Collective collective, const std::string& algorithm, int world
   check_arguments(world_size, numel, segments, network, speed, late);
   const auto [index, count] = select(collective, algorithm, segments, world_size, numel, codec, codec.bytes(numel));
   Estimate estimate{0, 0, 0, count, algorithm_of(index)};
-  const int walkers = walkers_of(index, world_size, network, late.empty());
+  const int simulated = simulated_of(index, world_size, network, late.empty());
   std::vector<Costs> programs;
-  for (int rank = 0; rank < walkers; ++rank) {
+  for (int rank = 0; rank < simulated; ++rank) {
     const Plan plan = make_plan(collective, estimate.algorithm, rank, world_size);
-    if (rank == 0) check_effort(plan, walkers, count);
-    // One rank's chunks stand for those of all, so they must not differ: then all are like the longest.
-    const int64_t grain = codec.alignment * plan.chunks * count;
-    const int64_t length = walkers < world_size ? (numel + grain - 1) / grain * grain : numel;
+    if (rank == 0) check_effort(plan, simulated, count);
+    // If one rank is simulated for others, all chunks must have the same length, that of the longest one.
+    const int64_t granularity = codec.alignment * plan.chunks * count;
+    const int64_t length = simulated < world_size ? (numel + granularity - 1) / granularity * granularity : numel;
     const Program program = lower(plan, cut_evenly(length, codec, count), codec.name == "raw" ? Result::values_in_place : Result::values);
-    programs.push_back(costs_of(program, walkers, rank, network, speed));
-    const double share = static_cast<double>(numel) / static_cast<double>(std::max<int64_t>(length, 1));
-    estimate.wire_bytes = std::max(estimate.wire_bytes, static_cast<int64_t>(static_cast<double>(program.sent) * share));
+    programs.push_back(costs_of(program, simulated, rank, network, speed));
+    const double part = static_cast<double>(numel) / static_cast<double>(std::max<int64_t>(length, 1));
+    estimate.wire_bytes = std::max(estimate.wire_bytes, static_cast<int64_t>(static_cast<double>(program.sent) * part));
     estimate.rounds = std::max(estimate.rounds, program.rounds);
     estimate.segments = program.segments;
   }
-  estimate.seconds = Simulation(walkers, network, late).run(programs, estimate.segments);
+  estimate.seconds = Simulation(simulated, network, late).run(programs, estimate.segments);
   return estimate;
 }
 

@@ -69,7 +69,7 @@ struct Invocation {
   uint32_t step = 0;
   Scratch* scratch = nullptr;
 
-  char* at(const Location& location) const { return (location.room == Location::Room::slots ? slots : receive_buffer) + location.offset; }
+  char* at(const Location& location) const { return (location.area == Location::Area::slots ? slots : receive_buffer) + location.offset; }
   // Those of some parts at once, which on a device are one launch for each codec.
   void sum(std::span<const SegmentWork* const> parts) const;
   void decode(std::span<const SegmentWork* const> parts) const;
