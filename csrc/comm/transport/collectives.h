@@ -10,15 +10,15 @@ namespace dltrain::comm {
 
 enum class ScalarType { int8, uint8, int32, int64, fp16, bf16, fp32, fp64 };
 
-// What a backend does by itself with values that lie at a place, in place and in the order of the context's work. Throws TransportError.
+// The collectives of a backend. They work in place, on memory of the context and in the order of its work. They throw TransportError.
 class Collectives {
  public:
   virtual ~Collectives() = default;
-  virtual void all_reduce(const ExecutionContext& context, void* values, int64_t numel, ScalarType number, bool average) = 0;
+  virtual void all_reduce(const ExecutionContext& context, void* values, int64_t numel, ScalarType type, bool average) = 0;
 
-  // shares[r] is rank r's. Afterwards that holds the sum (or average) of it over the ranks; what the others hold is undefined.
+  // shards[r] belongs to rank r, and holds the sum (or average) over the ranks afterwards. The content of the other shards is undefined.
   virtual void reduce_scatter(const ExecutionContext& context, float* values, const std::vector<Span>& shards, bool average) = 0;
-  // Afterwards all ranks hold each rank's share as that rank had it.
+  // Afterwards every rank has the shard of each rank.
   virtual void all_gather(const ExecutionContext& context, float* values, const std::vector<Span>& shards) = 0;
 };
 

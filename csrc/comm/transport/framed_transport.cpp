@@ -14,29 +14,29 @@ namespace dltrain::comm {
 
 namespace {
 
-constexpr int64_t most = 64 << 10;  // bytes of a message that travels inside
+constexpr int64_t most = 64 << 10;  // the size of the largest message that is sent inside the frame
 constexpr int64_t failed = -1;
 
 struct Header {
   Call call;
-  int64_t bytes;  // of the message; `failed` where none will come any more
+  int64_t bytes;  // of the message; `failed`: the sender has closed its end
 };
 
-static_assert(sizeof(Header) == cache_line);  // then a message that travels inside begins a line, too
+static_assert(sizeof(Header) == cache_line);  // so a message inside the frame begins a cache line, too
 
-using Stamp = uint8_t;  // counts the envelopes from one rank to another
+using Stamp = uint8_t;  // counts the frames from one rank to another
 
-constexpr size_t ahead = 2;  // envelopes posted for messages that nobody has asked for yet
+constexpr size_t ahead = 2;  // the number of receives of frames that are posted before recv needs them
 
-// Ranks whose messages differ in length have different ones. Not made of the call's number: connections may keep something for each tag.
-// The largest tag is left to the carrier.
+// Ranks whose messages differ in length have different tags. The number of the call is not part of the tag, because connections may keep
+// state for each tag. The largest tag is reserved for the carrier.
 int tag_of(const Call& call) {
   return static_cast<int>(dltrain::digest({call.numel, call.algorithm, call.codec, call.segments, call.average, call.root, call.layout}) %
                           0x7ffffffe) +
          1;
 }
 
-// What to say of a header that is not the expected one.
+// Describes a header that is not the expected one.
 std::string difference(const Header& header, const Call& call) {
   if (header.bytes == failed && header.call.number == 0) return "it has closed its end";
   const std::string theirs = text(header.bytes == failed ? "it has closed its end; its latest is " : "it is in ", describe(header.call));
@@ -61,21 +61,21 @@ struct FramedTransport::Frame {
 class FramedTransport::Sent : public Request {
  public:
   Sent(Peer& peer, std::unique_ptr<Frame> frame, std::unique_ptr<Request> rest)
-      : peer_(peer), envelope_(std::move(frame)), rest_(std::move(rest)) {}
-  ~Sent() override { give_back(peer_, std::move(envelope_)); }
+      : peer_(peer), frame_(std::move(frame)), rest_(std::move(rest)) {}
+  ~Sent() override { give_back(peer_, std::move(frame_)); }
 
   void wait(Deadline deadline) override {
-    if (envelope_) envelope_->request->wait(deadline);
+    if (frame_) frame_->request->wait(deadline);
     if (rest_) rest_->wait(deadline);
   }
   void abort() override {
-    if (envelope_) envelope_->request->abort();
+    if (frame_) frame_->request->abort();
     if (rest_) rest_->abort();
   }
 
  private:
   Peer& peer_;
-  std::unique_ptr<Frame> envelope_;
+  std::unique_ptr<Frame> frame_;
   std::unique_ptr<Request> rest_;
 };
 
@@ -83,47 +83,47 @@ class FramedTransport::Received : public Request {
  public:
   Received(Peer& peer, std::unique_ptr<Frame> frame, std::unique_ptr<Request> rest, const Call& call, void* data, int64_t bytes)
       : peer_(peer),
-        envelope_(std::move(frame)),
+        frame_(std::move(frame)),
         rest_(std::move(rest)),
         call_(call),
         data_(data),
         bytes_(bytes),
-        stamp_(static_cast<Stamp>(envelope_ ? ++peer.received : peer.received)) {}
-  ~Received() override { give_back(peer_, std::move(envelope_)); }
+        stamp_(static_cast<Stamp>(frame_ ? ++peer.received : peer.received)) {}
+  ~Received() override { give_back(peer_, std::move(frame_)); }
 
   void wait(Deadline deadline) override {
-    if (envelope_) open(deadline);
+    if (frame_) open(deadline);
     if (rest_) rest_->wait(deadline);
   }
   void abort() override {
-    if (envelope_) envelope_->request->abort();
+    if (frame_) frame_->request->abort();
     if (rest_) rest_->abort();
   }
 
  private:
   void open(Deadline deadline) {
     poll();
-    envelope_->request->wait(deadline);
-    const Header header = envelope_->header();
+    frame_->request->wait(deadline);
+    const Header header = frame_->header();
     const bool agrees = header.call == call_;
     if (header.bytes == failed && (agrees || header.call.number != call_.number)) throw PeerClosed(difference(header, call_));
     if (!agrees) throw Disagreement(difference(header, call_));
     if (header.bytes != bytes_) throw Disagreement(text("it sends ", header.bytes, " bytes, this rank expects ", bytes_));
-    if (!rest_ && bytes_ > 0) std::memcpy(data_, envelope_->message(), static_cast<size_t>(bytes_));
+    if (!rest_ && bytes_ > 0) std::memcpy(data_, frame_->message(), static_cast<size_t>(bytes_));
   }
 
-  // Looks for the stamp for a while, since to be woken takes longer than a small message does. What it sees is a hint: the wait that
-  // follows is what counts.
+  // Polls for the stamp for a while, because waking a thread takes longer than a small message. The stamp is only a hint: the wait after
+  // this decides whether the frame has arrived.
   void poll() {
-    constexpr auto answer_timeout = std::chrono::microseconds(100);
-    std::atomic_ref<char> seen(*(envelope_->message() + (rest_ ? 0 : bytes_)));
+    constexpr auto polling_time = std::chrono::microseconds(100);
+    std::atomic_ref<char> seen(*(frame_->message() + (rest_ ? 0 : bytes_)));
     const auto start = Clock::now();
-    while (static_cast<Stamp>(seen.load(std::memory_order_relaxed)) != stamp_ && Clock::now() < start + answer_timeout)
+    while (static_cast<Stamp>(seen.load(std::memory_order_relaxed)) != stamp_ && Clock::now() < start + polling_time)
       std::this_thread::yield();
   }
 
   Peer& peer_;
-  std::unique_ptr<Frame> envelope_;
+  std::unique_ptr<Frame> frame_;
   std::unique_ptr<Request> rest_;
   const Call call_;
   void* const data_;
@@ -138,18 +138,18 @@ FramedTransport::~FramedTransport() { FramedTransport::close(); }
 void FramedTransport::give_back(Peer& peer, std::unique_ptr<Frame> frame) {
   if (!frame) return;
   frame->request.reset();
-  peer.empty.push_back(std::move(frame));
+  peer.unused.push_back(std::move(frame));
 }
 
-std::unique_ptr<FramedTransport::Frame> FramedTransport::empty_one(Peer& peer) {
-  if (peer.empty.empty()) return std::make_unique<Frame>();
-  auto frame = std::move(peer.empty.back());
-  peer.empty.pop_back();
+std::unique_ptr<FramedTransport::Frame> FramedTransport::take_unused(Peer& peer) {
+  if (peer.unused.empty()) return std::make_unique<Frame>();
+  auto frame = std::move(peer.unused.back());
+  peer.unused.pop_back();
   return frame;
 }
 
 void FramedTransport::expect(const ExecutionContext& context, int peer) {
-  auto frame = empty_one(peers_[peer]);
+  auto frame = take_unused(peers_[peer]);
   frame->request = carrier_->recv(context, peer, frame->bytes.data(), std::ssize(frame->bytes));
   peers_[peer].expected.push_back(std::move(frame));
 }
@@ -157,9 +157,9 @@ void FramedTransport::expect(const ExecutionContext& context, int peer) {
 std::unique_ptr<Request> FramedTransport::send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int) {
   Peer& to = peers_[peer];
   std::unique_ptr<Frame> frame;
-  const bool first = std::exchange(to.told, call_.number) != call_.number;
+  const bool first = std::exchange(to.last_call_sent, call_.number) != call_.number;
   if (first || bytes <= most) {
-    frame = empty_one(to);
+    frame = take_unused(to);
     const Header header{call_, bytes};
     const int64_t inside = 0 < bytes && bytes <= most ? bytes : 0;
     const auto stamp = static_cast<Stamp>(++to.sent);
@@ -175,12 +175,12 @@ std::unique_ptr<Request> FramedTransport::send(const ExecutionContext& context, 
 std::unique_ptr<Request> FramedTransport::recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int) {
   Peer& from = peers_[peer];
   std::unique_ptr<Frame> frame;
-  const bool first = std::exchange(from.heard, call_.number) != call_.number;
+  const bool first = std::exchange(from.last_call_received, call_.number) != call_.number;
   if (first || bytes <= most) {
     try {
       while (from.expected.size() <= ahead) expect(context, peer);
     } catch (const TransportError&) {
-      if (from.expected.empty()) throw;  // else the peer may have left after its last message, which is here
+      if (from.expected.empty()) throw;  // otherwise the peer may have left after its last message, which has arrived
     }
     frame = std::move(from.expected.front());
     from.expected.pop_front();
@@ -191,33 +191,33 @@ std::unique_ptr<Request> FramedTransport::recv(const ExecutionContext& context, 
 
 void FramedTransport::close() noexcept {
   if (std::exchange(closed_, true)) return;
-  constexpr auto answer_timeout = std::chrono::milliseconds(100);
-  const Deadline deadline = Clock::now() + answer_timeout;
-  std::vector<std::unique_ptr<Request>> farewells;
-  std::vector<std::unique_ptr<Request>> unheard;  // by peers that may never listen
+  constexpr auto closing_time = std::chrono::milliseconds(100);
+  const Deadline deadline = Clock::now() + closing_time;
+  std::vector<std::unique_ptr<Request>> closing;
+  std::vector<std::unique_ptr<Request>> unexpected;  // to peers that may never post a receive
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer == rank()) continue;
-    auto& where = peers_[peer].sent > 0 ? farewells : unheard;
+    auto& requests = peers_[peer].sent > 0 ? closing : unexpected;
     try {
-      where.push_back(send({}, peer, "", failed));
+      requests.push_back(send({}, peer, "", failed));
     } catch (const std::exception&) {
-      continue;  // a peer that cannot be told finds out by itself
+      continue;  // a peer that cannot be reached detects this by itself
     }
   }
-  for (auto& farewell : farewells) {
+  for (auto& request : closing) {
     try {
-      farewell->wait(deadline);
+      request->wait(deadline);
     } catch (const std::exception&) {
-      farewell->abort();
+      request->abort();
     }
   }
-  for (auto& farewell : unheard) farewell->abort();
+  for (auto& request : unexpected) request->abort();
   for (Peer& peer : peers_) {
     for (auto& frame : peer.expected) frame->request->abort();
     peer.expected.clear();
   }
-  farewells.clear();
-  unheard.clear();
+  closing.clear();
+  unexpected.clear();
   carrier_->close();
 }
 

@@ -9,14 +9,14 @@
 
 namespace dltrain::comm {
 
-// Puts messages into envelopes that say to which call they belong, so that ranks that disagree find out. FramedTransport have one size, and
-// receives for some are always posted: nothing unexpected can come in too long, and a small message finds its receiver ready. What does
-// not fit follows as a message of its own, under a tag made of the call, which only ranks that agree have in common; and once a peer has
-// had an envelope of the call, the tag is all that such a message needs.
+// Sends messages in frames that say to which call they belong, so that ranks detect a disagreement. All frames have one maximum size, and
+// receives for some are always posted, so no unexpected frame is too long, and the receive of a small message is already posted. A message
+// that does not fit is sent separately, under a tag that is made of the call, so that only ranks that agree use the same tag. After the
+// first frame of a call to a peer, such messages need no further frame.
 //
 //   | Header | message of up to 64 KiB | stamp |        or        | Header | stamp |   and then the message
 //
-// For memory of the CPU.
+// Only for CPU memory.
 class FramedTransport : public Transport, public Framing {
  public:
   explicit FramedTransport(std::unique_ptr<Transport> carrier);
@@ -37,13 +37,13 @@ class FramedTransport : public Transport, public Framing {
   class Sent;
   class Received;
   struct Peer {
-    int64_t sent = 0, received = 0;               // envelopes
-    int64_t told = -1, heard = -1;                // the latest call that one has gone out, or come in, for
-    std::deque<std::unique_ptr<Frame>> expected;  // posted, for messages that are yet to be asked for
-    std::vector<std::unique_ptr<Frame>> empty;
+    int64_t sent = 0, received = 0;                        // frames
+    int64_t last_call_sent = -1, last_call_received = -1;  // the latest call of which a frame was sent or received
+    std::deque<std::unique_ptr<Frame>> expected;           // posted receives of frames that recv has not used yet
+    std::vector<std::unique_ptr<Frame>> unused;
   };
 
-  static std::unique_ptr<Frame> empty_one(Peer& peer);
+  static std::unique_ptr<Frame> take_unused(Peer& peer);
   static void give_back(Peer& peer, std::unique_ptr<Frame> frame);
   void expect(const ExecutionContext& context, int peer);
 

@@ -18,14 +18,14 @@ struct Parcel {
   Memory bytes;
   Event sent;
   int tag;
-  int64_t number;  // of those with its tag
+  int64_t number;  // counts the parcels with this tag
 };
 
 struct Pipe {  // from one rank to another
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Parcel> parcels;
-  std::map<int, int64_t> sent, expected;  // parcels and receives posted, by tag
+  std::map<int, int64_t> sent, expected;  // the numbers of parcels and of posted receives, by tag
   bool closed = false;
 
   auto find(int tag, int64_t number) {
@@ -50,13 +50,13 @@ class Received : public Request {
   void wait(Deadline deadline) override {
     std::unique_lock lock(pipe_.mutex);
     auto found = pipe_.parcels.end();
-    const bool came = pipe_.changed.wait_until(lock, deadline, [&] {
+    const bool arrived = pipe_.changed.wait_until(lock, deadline, [&] {
       found = pipe_.find(tag_, number_);
       return aborted_ || pipe_.closed || found != pipe_.parcels.end();
     });
     if (aborted_) throw TransportError("aborted");
     if (found == pipe_.parcels.end() && pipe_.closed) throw TransportError("the peer has closed its end");
-    if (!came) throw TransportError("nothing came");
+    if (!arrived) throw TransportError("nothing came");
     Parcel parcel = std::move(*found);
     pipe_.parcels.erase(found);
     lock.unlock();

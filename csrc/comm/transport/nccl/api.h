@@ -1,7 +1,7 @@
 #pragma once
 
-// The part of NCCL's binary interface that is used here, as of version 2.14, which later versions keep: no header of NCCL is needed to
-// build. A test holds it against NCCL's own header. Source: NCCL's documentation, "API".
+// The part of NCCL's binary interface that is used here, as of version 2.14. Later versions keep it, and the build needs no header of NCCL.
+// A test compares it with NCCL's own header. Source: NCCL's documentation, "API".
 
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +12,7 @@ struct ncclComm;
 
 namespace dltrain::comm::nccl {
 
-inline constexpr int oldest = 21400;  // configurations
+inline constexpr int oldest = 21400;  // the first version with ncclConfig_t
 
 using Comm = ncclComm*;
 using Result = int;
@@ -25,8 +25,8 @@ struct UniqueId {
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
-  unsigned version = oldest;  // what this struct holds
-  int blocking = 1;           // else each group is launched by a new thread
+  unsigned version = oldest;  // the version of this struct
+  int blocking = 1;           // 0: NCCL launches each group from a new thread
 };
 
 using DataType = int;

@@ -11,14 +11,14 @@ namespace dltrain::comm::nccl {
 
 const Library& Library::get() {
   static const Library library = [] {
-    const char* const wish = std::getenv("DLTRAIN_NCCL");
-    return Library(wish && *wish ? wish : "libnccl.so.2");
+    const char* const path = std::getenv("DLTRAIN_NCCL");
+    return Library(path && *path ? path : "libnccl.so.2");
   }();
   return library;
 }
 
 Library::Library(const std::string& path) {
-  void* const library = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);  // of that name: the one that is loaded, if there is one
+  void* const library = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);  // returns a loaded library of that name if there is one
   if (!library) throw std::runtime_error(text("NCCL cannot be loaded: ", dlerror()));
   const auto find = [&](const char* name) {
     void* const function = dlsym(library, name);

@@ -6,13 +6,13 @@
 
 namespace dltrain::comm::nccl {
 
-// NCCL as this process has it, found at run time.
+// The NCCL of this process, which is found at run time.
 class Library {
  public:
-  // The one that is loaded already, torch's as a rule, or the system's; DLTRAIN_NCCL in the environment names another. Throws
-  // std::runtime_error that says why there is none, or that it is too old.
+  // The NCCL that is loaded already (usually torch's), or else the system's; the environment variable DLTRAIN_NCCL names another one.
+  // Throws std::runtime_error, which says why there is none or that it is too old.
   static const Library& get();
-  explicit Library(const std::string& path);  // without a folder: searched for as the system does
+  explicit Library(const std::string& path);  // without a folder, the dynamic loader searches for it
 
   const Api* operator->() const { return &api_; }
   int version() const { return version_; }  // 22809: 2.28.9

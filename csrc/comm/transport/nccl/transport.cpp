@@ -16,15 +16,15 @@ class Launched : public Request {
  public:
   Launched(const ExecutionContext& context, Event done) : context_(context), done_(std::move(done)) {}
   void wait(Deadline) override { done_.wait(context_); }
-  void abort() override {}  // the transport's does it
+  void abort() override {}  // Transport::abort ends all messages
 
  private:
   ExecutionContext context_;
   Event done_;
 };
 
-DataType type_of(ScalarType number) {
-  switch (number) {
+DataType type_of(ScalarType type) {
+  switch (type) {
     case ScalarType::int8: return int8;
     case ScalarType::uint8: return uint8;
     case ScalarType::int32: return int32;
@@ -34,10 +34,10 @@ DataType type_of(ScalarType number) {
     case ScalarType::fp32: return fp32;
     case ScalarType::fp64: return fp64;
   }
-  throw std::invalid_argument("number: expected one of those that NCCL knows");
+  throw std::invalid_argument("type: expected an element type that NCCL supports");
 }
 
-// As NCCL wants them: side by side, and as long as each other.
+// Whether the shards are adjacent and have the same length, as NCCL's collectives need it.
 bool are_equal(const std::vector<Span>& shards) {
   for (const Span& shard : shards) {
     if (shard.count != shards[0].count || shard.first != (&shard - shards.data()) * shard.count) return false;
@@ -45,22 +45,22 @@ bool are_equal(const std::vector<Span>& shards) {
   return true;
 }
 
-// NCCL takes what the current device is for the communicator's.
+// NCCL assumes that the current device is the communicator's device.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
     if constexpr (built_with_cuda) {
-      if (device >= 0) guard_ = std::make_shared<cuda::DeviceGuard>(device, std::nothrow);  // of a faulty device NCCL says itself
+      if (device >= 0) guard_ = std::make_shared<cuda::DeviceGuard>(device, std::nothrow);  // NCCL reports a faulty device itself
     }
   }
 
  private:
-  std::shared_ptr<cuda::DeviceGuard> guard_;  // shared: a build without CUDA has no destructor of it
+  std::shared_ptr<cuda::DeviceGuard> guard_;  // shared_ptr because a build without CUDA has no destructor of DeviceGuard
 };
 
-constexpr auto most_for_an_end = std::chrono::milliseconds(2000);  // that whoever closes waits
-// That whoever ends a communicator waits for who is in it: to give NCCL messages takes a moment, but to launch them may take for ever.
-constexpr auto most_for_giving = std::chrono::milliseconds(1000), most_for_a_launch = std::chrono::milliseconds(50);
+constexpr auto end_timeout = std::chrono::milliseconds(2000);  // for NCCL to end the communicator
+// How long abort and close wait for a thread that is in an NCCL call: posting messages is short, but launching them may never end.
+constexpr auto post_timeout = std::chrono::milliseconds(1000), launch_timeout = std::chrono::milliseconds(50);
 
 struct Initialised {
   Result result;
@@ -90,9 +90,9 @@ Transport::Transport(const Library& library, const UniqueId& id, int rank, int w
     const Result result = library->comm_init_rank_config(&comm, world_size, id, rank, &config);
     return Initialised{result, comm};
   };
-  const auto found = in_time(timeout, initialise, [&library, device](const Initialised& late) {
+  const auto found = in_time(timeout, initialise, [&library, device](const Initialised& too_late) {
     const OnDevice guard(device);
-    if (late.result == success) library->comm_abort(late.comm);
+    if (too_late.result == success) library->comm_abort(too_late.comm);
   });
   if (!found) throw TransportError(text(what, ": not done in ", std::chrono::duration<double>(timeout).count(), " s"));
   check(what, found->result);
@@ -117,10 +117,10 @@ std::unique_ptr<Request> Transport::exchange(const ExecutionContext& context, co
                                     }));
 }
 
-void Transport::all_reduce(const ExecutionContext& context, void* values, int64_t numel, ScalarType number, bool average) {
+void Transport::all_reduce(const ExecutionContext& context, void* values, int64_t numel, ScalarType type, bool average) {
   launch(context, [&](CUstream_st* stream) {
     check("ncclAllReduce",
-          library_->all_reduce(values, values, static_cast<size_t>(numel), type_of(number), average ? avg : sum, comm_, stream));
+          library_->all_reduce(values, values, static_cast<size_t>(numel), type_of(type), average ? avg : sum, comm_, stream));
   }).wait(context);
 }
 
@@ -155,9 +155,10 @@ void Transport::all_gather(const ExecutionContext& context, float* values, const
   }).wait(context);
 }
 
-// One grouped launch of what `give` gives, after the context's work so far. Events may keep the host, too, and then nobody is in NCCL.
-template <class Give>
-Event Transport::launch(const ExecutionContext& context, Give&& give) {
+// Launches the messages that `post` posts as one group, after the context's previous work. Events may block the host, so they are recorded
+// and waited for without the mutex.
+template <class Post>
+Event Transport::launch(const ExecutionContext& context, Post&& post) {
   const OnDevice guard(device_);
   ExecutionContext mine = context;
   if constexpr (built_with_cuda) {
@@ -168,16 +169,16 @@ Event Transport::launch(const ExecutionContext& context, Give&& give) {
     const std::lock_guard lock(mutex_);
     if (!comm_ || aborted_) throw TransportError("the connections were closed");
     check("ncclGroupStart", library_->group_start());
-    std::optional<TransportError> error;  // a group that was begun has to be ended
+    std::optional<TransportError> error;  // kept, because a group that has begun must be ended
     try {
-      give(mine.stream);
+      post(mine.stream);
     } catch (const TransportError& caught) {
       error = caught;
     }
     launches_ = true;
     const Result result = library_->group_end();
     launches_ = false;
-    if (aborted_) throw TransportError("aborted");  // and the communicator may be gone
+    if (aborted_) throw TransportError("aborted");  // the communicator may not exist any more
     if (error) throw *error;
     check("ncclGroupEnd", result);
   }
@@ -191,18 +192,19 @@ void Transport::check(const char* what, Result result) const {
 std::string Transport::error() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   const Comm comm = comm_;
-  if (!lock || !comm) return {};  // whoever has it is told himself
+  if (!lock || !comm) return {};  // the thread that has the mutex gets the error from its own NCCL call
   Result result = success;
   const Result asked = library_->comm_get_async_error(comm, &result);
   if (asked != success) result = asked;
   return result == success ? "" : text("NCCL ", library_.version_text(), ": ", library_.describe("in the background", result, comm));
 }
 
-// Nobody else gives it anything from now on. Whoever is in it for long waits for a peer, and is to be ended.
+// Takes the communicator, so that no other thread uses it from now on. A thread that stays in an NCCL call waits for a peer, and is not
+// waited for: ending the communicator ends its call.
 Transport::Taken Transport::take() noexcept {
   std::unique_lock lock(mutex_, std::defer_lock);
   for (const auto start = Clock::now(); !lock.try_lock();) {
-    if (Clock::now() > start + (launches_ ? most_for_a_launch : most_for_giving)) break;
+    if (Clock::now() > start + (launches_ ? launch_timeout : post_timeout)) break;
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   return {comm_.exchange(nullptr), lock.owns_lock()};
@@ -213,7 +215,7 @@ void Transport::abort() noexcept {
   end(take().comm, [&library = library_](Comm comm) { library->comm_abort(comm); });
 }
 
-// Ranks of one host are to do this together.
+// The ranks of a host must call this together.
 void Transport::close() noexcept {
   const bool in_good_order = !aborted_.exchange(true);
   const Taken taken = take();
@@ -230,7 +232,7 @@ void Transport::end(Comm comm, End end) const noexcept {
     end(comm);
     return true;
   };
-  in_time(std::min(timeout_, most_for_an_end), ended, [](bool) {});
+  in_time(std::min(timeout_, end_timeout), ended, [](bool) {});
 }
 
 }  // namespace dltrain::comm::nccl
