@@ -6,30 +6,30 @@
 
 namespace dltrain::comm {
 
-// What the lookouts of a group tell each other.
+// A message between the failure detectors of a group.
 struct ControlMessage {
   enum class Kind : int32_t { question, answer, diagnosis };
   Kind kind = Kind::question;
   RankState state;      // of an answer
-  Diagnosis diagnosis;  // of a verdict
-  int64_t asked = 0;    // of a question and its answer: when, by the asker's clock
+  Diagnosis diagnosis;  // of a diagnosis
+  int64_t asked = 0;    // of a question and its answer: the time of the question, by the clock of the rank that asks
 };
 
-// Carries notices between the ranks of one group, beside the connections that their data goes over. From any thread.
+// Carries control messages between the ranks of one group, apart from the connections of their data. Any thread may call it.
 class ControlChannel {
  public:
   virtual ~ControlChannel() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
 
-  // Returns at once, whatever the peer does. False where its end is closed; true promises nothing.
-  virtual bool send(int peer, const ControlMessage& notice) noexcept = 0;
+  // Returns at once, whatever the peer does. False: the peer's end is closed. True does not guarantee that the message arrives.
+  virtual bool send(int peer, const ControlMessage& message) noexcept = 0;
 
   struct Received {
     int from;
     ControlMessage notice;
   };
-  // The next notice, from whomever it comes; nothing once this end is closed.
+  // Waits for the next message of any peer. Returns nothing after this end has been closed.
   virtual std::optional<Received> receive() = 0;
 
   virtual void close() noexcept = 0;

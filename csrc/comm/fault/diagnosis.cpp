@@ -11,7 +11,7 @@ namespace {
 
 using Cause = Diagnosis::Cause;
 
-// How a rank is to blame for a call that has not come to its end.
+// Why a rank is the culprit for a call that has not completed; none if it is not.
 Cause cause_of(const Known& known, int64_t call) {
   if (known.left) return Cause::left;
   if (!known.state) return Cause::silent;
@@ -39,7 +39,7 @@ std::string describe_cause(const Diagnosis& diagnosis) {
 RankState RankState::of(int64_t begun, const Waiting& waiting) {
   RankState state;
   state.begun = begun;
-  state.count = waiting.peers.size() > most ? everybody : static_cast<int32_t>(waiting.peers.size());
+  state.count = waiting.peers.size() > most ? too_many : static_cast<int32_t>(waiting.peers.size());
   for (int i = 0; i < state.count; ++i) state.peers[i] = waiting.peers[i];
   return state;
 }
@@ -47,7 +47,7 @@ RankState RankState::of(int64_t begun, const Waiting& waiting) {
 Diagnosis judge(int rank, int64_t call, const Waiting& waiting, const std::map<int, Known>& others) {
   Diagnosis diagnosis{Cause::none, waiting.peers.size() == 1 ? waiting.peers[0] : -1, rank, waiting.round, call};
   const auto blame = [&](int peer, Cause cause) {
-    if (cause >= diagnosis.cause) return;  // the surest counts, and of those the nearest
+    if (cause >= diagnosis.cause) return;  // the most certain cause counts, and then the nearest rank
     diagnosis.cause = cause;
     diagnosis.culprit = peer;
   };
@@ -62,7 +62,7 @@ Diagnosis judge(int rank, int64_t call, const Waiting& waiting, const std::map<i
     blame(next.front(), cause_of(known, call));
     if (known.left || !known.state) continue;
     for (int i = 0; i < known.state->count; ++i) follow(known.state->peers[i]);
-    if (known.state->count != RankState::everybody) continue;
+    if (known.state->count != RankState::too_many) continue;
     for (const auto& [peer, _] : others) follow(peer);
   }
   if (diagnosis.cause != Cause::none) return diagnosis;

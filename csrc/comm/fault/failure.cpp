@@ -13,11 +13,11 @@ void Failure::set(const std::string& reason) { set(reason, true); }
 
 void Failure::set_for_now(const std::string& reason) { set(reason, false); }
 
-void Failure::set(const std::string& reason, bool whole) {
+void Failure::set(const std::string& reason, bool complete) {
   std::lock_guard lock(mutex_);
-  if (!reason_.empty() && (whole_ || !whole)) return;
+  if (!reason_.empty() && (complete_ || !complete)) return;
   reason_ = reason;
-  whole_ = whole;
+  complete_ = complete;
   if (flag_) __atomic_store_n(static_cast<int*>(flag_->data()), 1, __ATOMIC_SEQ_CST);
 }
 
@@ -28,7 +28,7 @@ std::string Failure::reason() const {
 
 bool Failure::is_set() const {
   std::lock_guard lock(mutex_);
-  return whole_;
+  return complete_;
 }
 
 int* Failure::flag_on(int device) {
@@ -49,7 +49,7 @@ void Failure::poison(const ExecutionContext& context, const TypedPointer& values
   for_each(context, list, Poison{static_cast<const int*>(flag.data())});
 }
 
-// Nobody is told when a graph goes. So what it reads stays.
+// There is no notification when a graph is destroyed, so the flag that it reads is never freed.
 void Failure::captured() {
   static std::mutex guards;
   static auto& read_by_graphs = *new std::vector<std::shared_ptr<Memory>>;

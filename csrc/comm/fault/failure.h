@@ -11,31 +11,31 @@
 
 namespace dltrain::comm {
 
-// Why the calls of a group fail from some moment on: the first reason that it is given, by any thread.
+// The reason why the calls of a group fail. The first reason that is set counts. Any thread may set it.
 class Failure {
  public:
   void set(const std::string& reason);
-  // The same, but for a reason that is not the whole one: it makes room for the one that set brings.
+  // Sets a provisional reason, which set() replaces.
   void set_for_now(const std::string& reason);
-  std::string reason() const;  // empty where there is none
-  bool is_set() const;         // to the whole one
+  std::string reason() const;  // empty if there is none
+  bool is_set() const;         // whether there is a reason that is not provisional
 
-  // Enqueues: if there is a reason when the device comes to it, the values become NaN, so that nobody takes them for a result.
+  // Enqueues a kernel: if there is a reason when the device executes it, the values become NaN, so that they are not taken for a result.
   void poison(const ExecutionContext& context, const TypedPointer& values, int64_t numel);
-  void captured();  // what was enqueued last is part of a graph, which runs when it likes, for as long as it likes
+  void captured();  // the latest poison() is part of a CUDA graph, which may run at any later time
 
-  // Returns when the device has read what it was told to.
+  // Returns when the device has read the flag for the latest poison().
   void drain() const { read_.synchronize(); }
 
  private:
-  void set(const std::string& reason, bool whole);
+  void set(const std::string& reason, bool complete);
   int* flag_on(int device);
 
   mutable std::mutex mutex_;
   std::string reason_;
-  bool whole_ = false;
-  std::shared_ptr<Memory> flag_;  // an int that the device reads; null before it is to
-  Event read_;                    // for the last time
+  bool complete_ = false;
+  std::shared_ptr<Memory> flag_;  // an int that the device reads; null before the first poison()
+  Event read_;                    // passed when the device has read the flag
 };
 
 }  // namespace dltrain::comm

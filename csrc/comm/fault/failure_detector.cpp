@@ -12,12 +12,12 @@ namespace dltrain::comm {
 
 namespace {
 
-constexpr auto settling = std::chrono::seconds(1);        // who has not heard by then, or by when answers come, is not waited for
-constexpr auto interval = std::chrono::milliseconds(50);  // between two attempts, at least; they show whether a peer has left
+constexpr auto passing_on = std::chrono::seconds(1);      // how long a failed call waits for others; or the answer timeout
+constexpr auto interval = std::chrono::milliseconds(50);  // between two attempts to send, at least; they show whether a peer has left
 
 }  // namespace
 
-// While there is one, the lookout is not closed for good; under its mutex.
+// close() waits until no object of this class exists. The mutex must be held to create or destroy one.
 class FailureDetector::Busy {
  public:
   explicit Busy(FailureDetector& failure_detector) : failure_detector_(failure_detector) { ++failure_detector_.busy_; }
@@ -55,27 +55,27 @@ void FailureDetector::close() {
 }
 
 void FailureDetector::run() {
-  while (const auto received = channel_->receive()) hear(received->from, received->notice);
+  while (const auto received = channel_->receive()) handle(received->from, received->notice);
 }
 
-void FailureDetector::hear(int peer, const ControlMessage& notice) {
+void FailureDetector::handle(int peer, const ControlMessage& message) {
   ControlMessage answer;
-  if (notice.kind == ControlMessage::Kind::question)
-    answer = {ControlMessage::Kind::answer, RankState::of(begun_, calls_.waiting()), {}, notice.asked};
+  if (message.kind == ControlMessage::Kind::question)
+    answer = {ControlMessage::Kind::answer, RankState::of(begun_, calls_.waiting()), {}, message.asked};
   Lock lock(mutex_);
-  switch (notice.kind) {
+  switch (message.kind) {
     case ControlMessage::Kind::question:
-      tell(peer, diagnosis_ ? ControlMessage{ControlMessage::Kind::diagnosis, {}, *diagnosis_} : answer);
+      send(peer, diagnosis_ ? ControlMessage{ControlMessage::Kind::diagnosis, {}, *diagnosis_} : answer);
       break;
     case ControlMessage::Kind::answer:
-      answer_timeout_.measure(Clock::now().time_since_epoch() - Clock::duration(notice.asked));
-      peers_[peer].known.state = notice.state;
+      answer_timeout_.measure(Clock::now().time_since_epoch() - Clock::duration(message.asked));
+      peers_[peer].known.state = message.state;
       changed_.notify_all();
       break;
     case ControlMessage::Kind::diagnosis:
-      peers_[peer].knows = true;
+      peers_[peer].has_diagnosis = true;
       changed_.notify_all();
-      learn(lock, notice.diagnosis);
+      adopt(lock, message.diagnosis);
       break;
   }
 }
@@ -85,7 +85,7 @@ std::string FailureDetector::explain(const Waiting& waiting) {
   if (closed_) return {};
   const Busy busy(*this);
   if (!diagnosis_ && !std::exchange(inquiring_, true)) inquire(lock, waiting);
-  return settle(lock);
+  return wait_for_others(lock);
 }
 
 std::string FailureDetector::declare(Diagnosis::Cause cause, const Waiting& waiting) {
@@ -94,8 +94,8 @@ std::string FailureDetector::declare(Diagnosis::Cause cause, const Waiting& wait
   const Busy busy(*this);
   const int self = global(channel_->rank());
   const int culprit = cause == Diagnosis::Cause::disagreement ? waiting.peers.at(0) : self;
-  learn(lock, {cause, culprit, self, waiting.round, begun_});
-  return settle(lock);
+  adopt(lock, {cause, culprit, self, waiting.round, begun_});
+  return wait_for_others(lock);
 }
 
 void FailureDetector::inquire(Lock& lock, const Waiting& waiting) {
@@ -113,34 +113,34 @@ void FailureDetector::inquire(Lock& lock, const Waiting& waiting) {
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
     if (peer != channel_->rank()) others[global(peer)] = peers_[peer].known;
   }
-  learn(lock, judge(global(channel_->rank()), begun_, waiting, others));
+  adopt(lock, judge(global(channel_->rank()), begun_, waiting, others));
 }
 
-// The first one counts. Everybody passes it on, so who has heard of it from all others may leave.
-void FailureDetector::learn(Lock& lock, const Diagnosis& diagnosis) {
+// The first diagnosis counts. Every rank passes it on, so a rank that has received it from all others may leave.
+void FailureDetector::adopt(Lock& lock, const Diagnosis& diagnosis) {
   if (diagnosis_ || closed_) return;
   diagnosis_ = diagnosis;
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
-    if (peer != channel_->rank()) tell(peer, {ControlMessage::Kind::diagnosis, {}, diagnosis});
+    if (peer != channel_->rank()) send(peer, {ControlMessage::Kind::diagnosis, {}, diagnosis});
   }
   changed_.notify_all();
-  if (diagnosis.cause == Diagnosis::Cause::disagreement) return;  // who meets the other call has more to say
+  if (diagnosis.cause == Diagnosis::Cause::disagreement) return;  // not aborted: a rank that receives the other call reports more
   lock.unlock();
   calls_.give_up(describe(diagnosis));
   lock.lock();
 }
 
-// Returns when there is a verdict and the others know it.
-std::string FailureDetector::settle(Lock& lock) {
+// Returns when there is a diagnosis and the other ranks have it, or when the time for that is over.
+std::string FailureDetector::wait_for_others(Lock& lock) {
   changed_.wait(lock, [this] { return diagnosis_ || closed_; });
   if (!diagnosis_) return {};
   const Diagnosis diagnosis = *diagnosis_;
-  const auto end = Clock::now() + std::max<AdaptiveTimeout::Seconds>(settling, answer_timeout_.get());
-  const auto settled = [&] { return closed_ || all_know(diagnosis); };
-  while (!settled() && Clock::now() < end) {
-    changed_.wait_for(lock, std::min<AdaptiveTimeout::Seconds>(pause(), end - Clock::now()), settled);
+  const auto end = Clock::now() + std::max<AdaptiveTimeout::Seconds>(passing_on, answer_timeout_.get());
+  const auto is_over = [&] { return closed_ || all_have(diagnosis); };
+  while (!is_over() && Clock::now() < end) {
+    changed_.wait_for(lock, std::min<AdaptiveTimeout::Seconds>(pause(), end - Clock::now()), is_over);
     for (int peer = 0; peer < std::ssize(peers_); ++peer) {
-      if (peer != channel_->rank() && !peers_[peer].knows) tell(peer, {ControlMessage::Kind::diagnosis, {}, diagnosis});
+      if (peer != channel_->rank() && !peers_[peer].has_diagnosis) send(peer, {ControlMessage::Kind::diagnosis, {}, diagnosis});
     }
   }
   return describe(diagnosis);
@@ -148,10 +148,10 @@ std::string FailureDetector::settle(Lock& lock) {
 
 AdaptiveTimeout::Seconds FailureDetector::pause() const { return std::max<AdaptiveTimeout::Seconds>(interval, answer_timeout_.estimate()); }
 
-void FailureDetector::ask(int peer) { tell(peer, {ControlMessage::Kind::question, {}, {}, Clock::now().time_since_epoch().count()}); }
+void FailureDetector::ask(int peer) { send(peer, {ControlMessage::Kind::question, {}, {}, Clock::now().time_since_epoch().count()}); }
 
-void FailureDetector::tell(int peer, const ControlMessage& notice) {
-  if (!channel_->send(peer, notice)) peers_[peer].known.left = true;
+void FailureDetector::send(int peer, const ControlMessage& message) {
+  if (!channel_->send(peer, message)) peers_[peer].known.left = true;
 }
 
 bool FailureDetector::all_have_answered() const {
@@ -162,11 +162,11 @@ bool FailureDetector::all_have_answered() const {
   return true;
 }
 
-bool FailureDetector::all_know(const Diagnosis& diagnosis) const {
+bool FailureDetector::all_have(const Diagnosis& diagnosis) const {
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
     const bool silent = inquired_ && !peers_[peer].known.state;
     const bool blamed = diagnosis.cause == Diagnosis::Cause::silent && diagnosis.culprit == global(peer);
-    if (peer != channel_->rank() && !peers_[peer].knows && !peers_[peer].known.left && !silent && !blamed) return false;
+    if (peer != channel_->rank() && !peers_[peer].has_diagnosis && !peers_[peer].known.left && !silent && !blamed) return false;
   }
   return true;
 }

@@ -16,58 +16,58 @@
 
 namespace dltrain::comm {
 
-// Finds out, when a call fails, which rank is to blame, and has all ranks fail at once and for the same reason. A thread answers the
-// others' questions, whatever this rank is busy with.
+// Finds the culprit when a call fails, and makes all ranks fail at once and for the same reason. A thread answers the questions of the
+// other ranks, whatever this rank does.
 //
-//   a wait fails  --->  question to all  --->  answers: whom each waits for  --->  verdict to all, who pass it on
+//   a wait fails  --->  question to all  --->  answers: for whom each waits  --->  diagnosis to all, which they pass on
 //                                                                                     |
-//                                        calls under way are aborted, later ones fail <
+//                                      calls in progress are aborted, later ones fail <
 //
-// A failed call returns when the others are known to know: this process may then end, and is not taken for the culprit.
+// A failed call returns when the other ranks have sent the diagnosis, too. This process may then end without being taken for the culprit.
 class FailureDetector {
  public:
-  // What it has to do with the rank's calls: from its thread, or that of a call that has failed.
+  // Functions on the calls of this rank. The detector's thread calls them, or the thread of a failed call.
   struct Calls {
-    std::function<Waiting()> waiting;                         // of the call under way
-    std::function<void(const std::string& finding)> give_up;  // all of them, now and later
+    std::function<Waiting()> waiting;                         // returns what the call in progress waits for
+    std::function<void(const std::string& finding)> give_up;  // makes all calls fail, now and later
   };
 
-  // global_ranks: what the ranks of the channel are called; by their place in it where empty.
+  // global_ranks: the global rank of each rank of the channel; if empty, they are the same.
   FailureDetector(std::unique_ptr<ControlChannel> channel, std::vector<int> global_ranks, Calls calls,
                   const AdaptiveTimeout& answer_timeout);
   ~FailureDetector() { close(); }
 
-  // A call of the group begins.
+  // To be called when a call of the group begins.
   void begin() { ++begun_; }
 
-  // For a call whose wait has failed, or was aborted for a verdict: what to say of it. Empty once closed.
+  // For a call whose wait has failed, or was aborted because of a diagnosis. Returns the text of the diagnosis; empty after close().
   std::string explain(const Waiting& waiting);
 
-  // For a call whose failure has a reason that is known: it met another call, or this rank's own part cannot be done. The others need not
-  // look for a culprit.
+  // For a call whose cause of failure is known: a message of a different call arrived, or this rank's own part has failed. Other ranks then
+  // need not search for a culprit.
   std::string declare(Diagnosis::Cause cause, const Waiting& waiting);
 
-  // At once, from any thread but its own. The other ranks see that this one has left.
+  // Does not wait for other ranks, which see that this rank has left. Any thread but the detector's own may call it.
   void close();
 
  private:
   struct Peer {
     Known known;
-    bool knows = false;  // the verdict
+    bool has_diagnosis = false;
   };
   class Busy;
   using Lock = std::unique_lock<std::mutex>;
 
   void run();
-  void hear(int peer, const ControlMessage& notice);
+  void handle(int peer, const ControlMessage& message);
   void inquire(Lock& lock, const Waiting& waiting);
-  void learn(Lock& lock, const Diagnosis& diagnosis);
-  std::string settle(Lock& lock);
+  void adopt(Lock& lock, const Diagnosis& diagnosis);
+  std::string wait_for_others(Lock& lock);
   void ask(int peer);
   AdaptiveTimeout::Seconds pause() const;
-  void tell(int peer, const ControlMessage& notice);
+  void send(int peer, const ControlMessage& message);
   bool all_have_answered() const;
-  bool all_know(const Diagnosis& diagnosis) const;
+  bool all_have(const Diagnosis& diagnosis) const;
   int global(int peer) const { return global_ranks_.empty() ? peer : global_ranks_[peer]; }
 
   const std::unique_ptr<ControlChannel> channel_;
@@ -81,7 +81,7 @@ class FailureDetector {
   AdaptiveTimeout answer_timeout_;
   std::optional<Diagnosis> diagnosis_;
   bool inquiring_ = false, inquired_ = false, closed_ = false;
-  int busy_ = 0;  // calls that are being explained
+  int busy_ = 0;  // calls of explain and declare in progress
   std::thread thread_;
 };
 

@@ -12,7 +12,7 @@ namespace {
 struct End {
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<ControlChannel::Received> notices;
+  std::deque<ControlChannel::Received> messages;
   bool closed = false;
 };
 
@@ -26,11 +26,11 @@ class InProcessControlChannel : public ControlChannel {
   int rank() const override { return rank_; }
   int world_size() const override { return static_cast<int>(ends_->size()); }
 
-  bool send(int peer, const ControlMessage& notice) noexcept override {
+  bool send(int peer, const ControlMessage& message) noexcept override {
     End& end = (*ends_)[peer];
     std::lock_guard lock(end.mutex);
     if (end.closed) return false;
-    end.notices.push_back({rank_, notice});
+    end.messages.push_back({rank_, message});
     end.changed.notify_all();
     return true;
   }
@@ -38,10 +38,10 @@ class InProcessControlChannel : public ControlChannel {
   std::optional<Received> receive() override {
     End& end = (*ends_)[rank_];
     std::unique_lock lock(end.mutex);
-    end.changed.wait(lock, [&] { return end.closed || !end.notices.empty(); });
+    end.changed.wait(lock, [&] { return end.closed || !end.messages.empty(); });
     if (end.closed) return {};
-    const Received received = end.notices.front();
-    end.notices.pop_front();
+    const Received received = end.messages.front();
+    end.messages.pop_front();
     return received;
   }
 

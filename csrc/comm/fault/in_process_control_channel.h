@@ -7,7 +7,7 @@
 
 namespace dltrain::comm {
 
-// The ends of a group whose ranks are threads of this process.
+// The control channels of a group whose ranks are threads of this process.
 std::vector<std::unique_ptr<ControlChannel>> in_process_control_channels(int world_size);
 
 }  // namespace dltrain::comm

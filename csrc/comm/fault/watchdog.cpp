@@ -17,12 +17,12 @@ Watchdog::~Watchdog() {
   for (Call& call : calls_) forget(std::move(call));
 }
 
-// After a fault to destroy events may take for ever, so they stay.
+// After a fault, destroying events may block for ever, so they are never destroyed.
 void Watchdog::forget(Call call) {
   static std::mutex guards;
-  static auto& of_faults = *new std::vector<Call>;
+  static auto& never_destroyed = *new std::vector<Call>;
   const std::lock_guard lock(guards);
-  if (failed_) of_faults.push_back(std::move(call));
+  if (failed_) never_destroyed.push_back(std::move(call));
 }
 
 int64_t Watchdog::begin(Call call) {
@@ -47,9 +47,9 @@ void Watchdog::drain() {
   changed_.wait(lock, [this] { return closed_ || calls_.empty(); });
 }
 
-bool Watchdog::is_over(std::chrono::milliseconds moment) {
+bool Watchdog::is_over(std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, moment, [this] { return calls_.empty(); });
+  return changed_.wait_for(lock, timeout, [this] { return calls_.empty(); });
 }
 
 Waiting Watchdog::waiting() {
@@ -68,8 +68,8 @@ void Watchdog::run() {
       changed_.wait(lock, [this] { return closed_ || !calls_.empty(); });
       continue;
     }
-    Call& call = calls_.front();                                       // adding others does not move it
-    const auto* const stages = call.stages ? &*call.stages : nullptr;  // which change no more
+    Call& call = calls_.front();                                       // begin() does not move it
+    const auto* const stages = call.stages ? &*call.stages : nullptr;  // they are set only once
     lock.unlock();
     size_t done = 0;
     bool over = false;
@@ -83,7 +83,7 @@ void Watchdog::run() {
       over = stages && done == stages->size();
       if (!over) why = error_();
     } catch (const std::exception& error) {
-      why = error.what();  // the device's own
+      why = error.what();  // an error of the device
     }
     if (!over && why.empty() && Clock::now() > call.deadline) why = "nothing came";
     if (!over && !why.empty()) call.give_up(stages ? &(*stages)[done].waiting : nullptr, why);
@@ -94,7 +94,7 @@ void Watchdog::run() {
       Call ended = std::move(call);
       calls_.pop_front();
       changed_.notify_all();
-      lock.unlock();  // as long as its events take to go, nobody is kept
+      lock.unlock();  // destroying its events may take long, and blocks no other thread
       forget(std::move(ended));
       lock.lock();
     } else {

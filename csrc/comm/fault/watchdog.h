@@ -15,34 +15,34 @@
 
 namespace dltrain::comm {
 
-// Of a call that has only been enqueued: passed when what was waited for has come.
+// A part of a call that has only been enqueued. `passed` is passed when the messages that it waits for have arrived.
 struct Stage {
   Event passed;
   Waiting waiting;
 };
 
-// Looks after calls whose work is only enqueued: gives up on the one that is not done at its deadline, or when the connections fail. Also
-// while it is being enqueued, since that may have to wait for peers.
+// Watches calls whose work is only enqueued. It gives up a call that is not done at its deadline, or when the connections fail, also while
+// the call is being enqueued, because that may have to wait for peers.
 class Watchdog {
  public:
   struct Call {
     int device;
     Deadline deadline;
-    std::function<void(const Waiting* waiting, const std::string& why)> give_up;  // waiting: null before all is enqueued
+    std::function<void(const Waiting* waiting, const std::string& why)> give_up;  // waiting: null until all is enqueued
     int64_t number = 0;
-    std::optional<std::vector<Stage>> stages = {};  // in the order of the context's work, when all is enqueued
+    std::optional<std::vector<Stage>> stages = {};  // in the order of the context's work; none until all is enqueued
   };
 
-  // error: what has become of the connections, asked from the watch's thread; empty while they are well.
+  // error: returns the error of the connections; empty if there is none. The watchdog's thread calls it.
   explicit Watchdog(std::function<std::string()> error) : error_(std::move(error)) {}
   ~Watchdog();
 
   int64_t begin(Call call);
-  void enqueued(int64_t number, std::vector<Stage> stages);  // or nothing, of a call that has failed, or whose events never pass
+  void enqueued(int64_t number, std::vector<Stage> stages);  // no stages: the call has failed, or its events never pass
   void drain();                                              // returns when all calls are done or given up
-  bool is_over(std::chrono::milliseconds moment);            // whether they are, then or before
+  bool is_over(std::chrono::milliseconds timeout);           // whether all calls are done or given up within the timeout
 
-  // What the first call that is not done waits for; none where all are.
+  // What the first call that is not done waits for; nothing if all calls are done.
   Waiting waiting();
 
  private:
@@ -54,7 +54,7 @@ class Watchdog {
   std::condition_variable changed_;
   std::deque<Call> calls_;
   int64_t begun_ = 0;
-  size_t passed_ = 0;  // stages of the first
+  size_t passed_ = 0;  // stages of the first call that have been passed
   bool closed_ = false, failed_ = false;
   std::thread thread_;  // started by the first call
 };
