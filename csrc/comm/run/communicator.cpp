@@ -45,7 +45,7 @@ std::string Communicator::failure() const {
   return reason.empty() && inside_ ? inside_->failure() : reason;
 }
 
-// Before a call fails: nobody is told that this rank is well, and a call that asks for the culprit need not wait for an answer.
+// Closes the detector before calls fail: it must not report that this rank is well, and calls that ask for the culprit need not wait.
 void Communicator::end(const std::string& reason) {
   on_each_level([&](Executor& level) { level.refuse(reason); });
   if (failure_detector_) failure_detector_->close();
@@ -60,7 +60,7 @@ void Communicator::drain() const {
   on_each_level([](Executor& level) { level.drain(); });
 }
 
-// In two levels either may wait, or both.
+// In two levels the call may wait in either level, or in both.
 Waiting Communicator::waiting() const {
   Waiting waiting = across_->waiting();
   if (!inside_) return waiting;

@@ -15,36 +15,37 @@
 
 namespace dltrain::comm {
 
-// The calls of one rank of a group, one at a time: over all ranks at once or, all-reduces with levels inside and across the hosts, in two.
-// What becomes of one level becomes of the other, since peers of one may wait in the other.
+// Runs the calls of one rank of a group, one at a time: in one level of all ranks or, for all-reduces, in two levels, within and between
+// the hosts. A failure of one level ends the other one, because peers of this rank may wait in either.
 class Communicator {
  public:
-  // inside: null where there is one level. control: of all ranks, whose names in errors are `ranks`; null where there is one rank.
+  // across: the level of all ranks, or between the hosts. inside: the level within the host; null if there is one level. control: connects
+  // all ranks, whose global ranks are `ranks`; null if there is only one rank.
   Communicator(std::shared_ptr<Executor> across, std::shared_ptr<Executor> inside, const Hosts& hosts,
                std::unique_ptr<ControlChannel> control, const std::vector<int>& ranks, const AdaptiveTimeout& answer_timeout);
   ~Communicator();
 
   bool is_in_two_levels() const { return inside_ != nullptr; }
   Executor& across() const { return *across_; }
-  Executor* inside() const { return inside_.get(); }  // null where there is one level
+  Executor* inside() const { return inside_.get(); }  // null if there is one level
   const Hosts& hosts() const { return hosts_; }
 
-  // As Executor::run has it. In two levels: an all-reduce of fp32.
+  // Like Executor::run. In two levels only an all-reduce of fp32 is possible.
   void run(const ExecutionContext& context, const TypedPointer& values, int64_t numel, const CallOptions& options);
 
-  // Does the work of a call, which begins with it. Whatever fails in it is the end of both levels.
+  // Begins a call and does its work. If it throws CollectiveError, both levels are aborted.
   void attempt(const std::function<void()>& work);
 
-  std::string failure() const;  // why calls fail now; empty while they do not
+  std::string failure() const;  // why calls fail; empty while they do not
 
-  // From any thread: what is under way and all that comes later fails with `reason`.
+  // Makes the call in progress and all later calls fail with `reason`. Any thread may call it.
   void end(const std::string& reason);
-  // When nothing is under way any more: lets the peers know.
+  // Notifies the peers. To be called when no call is in progress.
   void close() const noexcept;
-  void drain() const;  // returns when what has been enqueued is done, or has failed
+  void drain() const;  // returns when all enqueued work is done or has failed
 
   int64_t calls() const { return calls_; }
-  // Sent by this rank, in two levels across the hosts and inside.
+  // The bytes that this rank has sent: in one level or between the hosts; within the host.
   int64_t wire_bytes() const { return across_->wire_bytes(); }
   int64_t inside_bytes() const { return inside_ ? inside_->wire_bytes() : 0; }
 
@@ -60,7 +61,7 @@ class Communicator {
   const Hosts hosts_;
   std::optional<TwoLevels> two_levels_;
   std::atomic<int64_t> calls_ = 0;
-  std::shared_ptr<FailureDetector> failure_detector_;  // null where there is one rank
+  std::shared_ptr<FailureDetector> failure_detector_;  // null if there is only one rank
 };
 
 }  // namespace dltrain::comm

@@ -13,8 +13,8 @@ struct Posted {
   std::unique_ptr<Request> request;
 };
 
-struct Pending {                   // what it has under way
-  std::vector<Posted> now, ahead;  // of its round; the next round's receives
+struct Pending {                   // the messages of a segment in progress
+  std::vector<Posted> now, ahead;  // of its round; the receives of its next round
 };
 
 class EagerSchedule : public MessageSchedule {
@@ -34,6 +34,8 @@ class EagerSchedule : public MessageSchedule {
         const SegmentWork* const alone[] = {&part};
         work.sum(alone);
         post(work, part.sends, true);
+        // Final bytes may be received into the slot one round ahead (rule R4): a rank encodes each chunk once, and adds nothing to it that
+        // it does not send on, so final bytes arrive only after this rank's part has been sent.
         post(work, part.ahead, false);
         work.decode(alone);
       }
@@ -75,7 +77,7 @@ class EagerSchedule : public MessageSchedule {
     }
   }
 
-  // Waits for what the segment has under way; the receives posted ahead are under way from now on.
+  // Waits for the messages of the segment's round. Then the receives that were posted ahead belong to its current round.
   void complete(const Invocation& work, Pending& segment, Deadline deadline) {
     const PhaseScope during(work.call.observer, Phase::wait);
     for (Posted& posted : segment.now) {

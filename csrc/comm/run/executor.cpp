@@ -31,19 +31,19 @@ class BusyFlag {
   std::atomic<bool>& flag_;
 };
 
-// "reduce_scatter with direct": what errors begin with.
-std::string called(const Invocation& work) {
+// The beginning of error messages, e.g. "reduce_scatter with direct".
+std::string call_name(const Invocation& work) {
   return text(work.call.is_half ? "all_reduce in two levels, " : "", name(work.call.collective), " with ", work.algorithm);
 }
 
-// For what may be messages as well as values: two of its NaNs make one of fp32, in a value or a scale.
+// For memory that may hold messages or values: two bf16 NaNs make one fp32 NaN, in a value or in a scale.
 TypedPointer as_bytes(void* data) { return {data, Dtype::bf16}; }
 
 int codec_index(const Codec& codec) { return static_cast<int>(&codec - codecs().data()); }
 
 const std::string native = "native";
 
-Selection choice(const CallOptions& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr) {
+Selection selection_of(const CallOptions& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr) {
   const int64_t wire_bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
   return select(call.collective, call.algorithm, call.segments, world_size, numel, codec, wire_bytes, crossover);
 }
@@ -53,7 +53,7 @@ std::vector<std::vector<Piece>> cut(const CallOptions& call, const Codec& codec,
   return has_owners(call.collective) ? cut_in_shards(call.shards, codec, segments) : cut_evenly(numel, codec, segments);
 }
 
-// What the ranks have to agree on beside what all calls have.
+// A digest of what ranks have to agree on in addition to the other members of Call.
 int64_t digest_of(const CallOptions& call) {
   if (call.layout) return digest(*call.layout);
   if (call.agreement) return call.agreement;
@@ -78,7 +78,7 @@ void check_names(Collective collective, const std::string& algorithm, const std:
 
 Encoded encoded(const CallOptions& call, int64_t numel, int world_size) {
   const Codec& codec = find_codec(call.codec);
-  const auto [algorithm, segments] = choice(call, codec, numel, world_size);
+  const auto [algorithm, segments] = selection_of(call, codec, numel, world_size);
   if (!leaves_final_bytes(algorithm)) return {};
   const int chunks = make_plan(call.collective, algorithm_of(algorithm), 0, world_size).chunks;
   return encoded(chunks, cut(call, codec, numel, segments));
@@ -106,7 +106,7 @@ void Executor::run(const ExecutionContext& context, const TypedPointer& values, 
   }
   check(call.segments >= 0, "segments: expected at least 0, got ", call.segments);
   check_open();
-  if (numel == 0 && enqueues()) {  // nobody could tell of a disagreement
+  if (numel == 0 && enqueues()) {  // without frames no rank could detect a disagreement
     ++calls_;
     return;
   }
@@ -118,22 +118,22 @@ void Executor::run(const ExecutionContext& context, const TypedPointer& values, 
   const Result result = call.message ? Result::message : is_its_message ? Result::values_in_place : Result::values;
   const Program& program = this->program(call, codec, numel, result);
   const int64_t number = calls_ + 1;
-  Call said{number,
-            numel,
-            static_cast<int16_t>(program.algorithm),
-            static_cast<int16_t>(codec_index(codec)),
-            program.segments,
-            call.average,
-            call.root,
-            digest_of(call)};
-  call.type.copy(said.type.data(), said.type.size() - 1);
-  begin(said);
+  Call identity{number,
+                numel,
+                static_cast<int16_t>(program.algorithm),
+                static_cast<int16_t>(codec_index(codec)),
+                program.segments,
+                call.average,
+                call.root,
+                digest_of(call)};
+  call.type.copy(identity.type.data(), identity.type.size() - 1);
+  begin(identity);
   Invocation work = invocation_of(numel > 0 ? program : handshake_, algorithm_of(program.algorithm), call, context, values, numel);
   work.slots = slots(work);
   work.receive_buffer = static_cast<char*>(receive_buffer_.reserve(context, program.receive_buffer));
   work.step = call.step.value_or(static_cast<uint32_t>(number));
-  attend(work, [&](Deadline deadline) { return schedule_->run(work, deadline); });
-  if (context.on_cuda()) {  // a captured graph has memory of its own
+  supervise(work, [&](Deadline deadline) { return schedule_->run(work, deadline); });
+  if (context.on_cuda()) {  // not kept, because memory that is allocated during a capture belongs to the graph
     slots_ = {};
     receive_buffer_ = {};
   }
@@ -167,10 +167,10 @@ void Executor::handshake(Call call, std::chrono::milliseconds timeout) {
   check_open();
   call.number = calls_ + 1;
   begin(call);
-  CallOptions waits;
-  waits.timeout = timeout;
-  const Invocation work = invocation_of(handshake_, native, waits, {}, {}, 0);
-  attend(work, [&](Deadline deadline) { return schedule_->run(work, deadline); });
+  CallOptions options;
+  options.timeout = timeout;
+  const Invocation work = invocation_of(handshake_, native, options, {}, {}, 0);
+  supervise(work, [&](Deadline deadline) { return schedule_->run(work, deadline); });
   calls_ = call.number;
 }
 
@@ -205,14 +205,14 @@ void Executor::all_gather(const ExecutionContext& context, float* values, int64_
   run(context, {values}, numel, call);
 }
 
-void Executor::all_reduce_natively(const ExecutionContext& context, void* values, int64_t numel, ScalarType number, bool average,
+void Executor::all_reduce_natively(const ExecutionContext& context, void* values, int64_t numel, ScalarType type, bool average,
                                    std::chrono::milliseconds timeout) {
   TypedPointer poisoned{nullptr};
-  if (number == ScalarType::fp32) poisoned = {values};
-  if (number == ScalarType::fp16) poisoned = {values, Dtype::fp16};
-  if (number == ScalarType::bf16) poisoned = {values, Dtype::bf16};
+  if (type == ScalarType::fp32) poisoned = {values};
+  if (type == ScalarType::fp16) poisoned = {values, Dtype::fp16};
+  if (type == ScalarType::bf16) poisoned = {values, Dtype::bf16};
   enqueue(Collective::all_reduce, context, poisoned, numel, timeout,
-          [&] { transport_->collectives()->all_reduce(context, values, numel, number, average); });
+          [&] { transport_->collectives()->all_reduce(context, values, numel, type, average); });
 }
 
 void Executor::all_reduce_natively(std::chrono::milliseconds timeout, const std::function<void()>& collective) {
@@ -233,7 +233,7 @@ void Executor::enqueue(Collective collective, const ExecutionContext& context, c
       if (rank != this->rank()) waiting.peers.push_back(rank);
     }
     schedule_->wait_for(waiting);
-    attend(work, [&](Deadline) {
+    supervise(work, [&](Deadline) {
       enqueue_it();
       std::vector<Stage> stages;
       if (context.on_cuda()) stages.push_back({Event::record(context), waiting});
@@ -245,7 +245,7 @@ void Executor::enqueue(Collective collective, const ExecutionContext& context, c
 
 const Program& Executor::program(const CallOptions& call, const Codec& codec, int64_t numel, Result result) {
   constexpr size_t most = 256;
-  const auto [algorithm, segments] = choice(call, codec, numel, world_size(), call.measures && crossover_ ? &*crossover_ : nullptr);
+  const auto [algorithm, segments] = selection_of(call, codec, numel, world_size(), call.measures && crossover_ ? &*crossover_ : nullptr);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
   const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, result, call.root);
@@ -266,9 +266,9 @@ void Executor::check_open() const {
   if (const std::string reason = failure(); !reason.empty()) throw CollectiveError(reason);
 }
 
-// enqueue: returns when all is done or, on a device, the stages. There it may have to wait for peers, so the watch looks after it, too.
+// enqueue: returns when all is done or, on a device, the stages. There it may have to wait for peers, so the watchdog starts before it.
 template <class Enqueue>
-void Executor::attend(const Invocation& work, Enqueue enqueue) {
+void Executor::supervise(const Invocation& work, Enqueue enqueue) {
   const auto start = Clock::now();
   const Deadline deadline = start + work.call.timeout;
   latest_ = work.call.is_half ? Collective::all_reduce : work.call.collective;
@@ -278,7 +278,7 @@ void Executor::attend(const Invocation& work, Enqueue enqueue) {
     if (work.context.on_cuda()) watched = watchdog_.begin({work.context.device, deadline, giving_up(work, start)});
     std::vector<Stage> stages = enqueue(deadline);
     if (!stages.empty()) poison(work);
-    if (!stages.empty() && is_captured(work.context)) {  // its events never pass
+    if (!stages.empty() && is_captured(work.context)) {  // the events of a captured call never pass
       failure_.captured();
       stages.clear();
     }
@@ -289,7 +289,7 @@ void Executor::attend(const Invocation& work, Enqueue enqueue) {
   }
 }
 
-// What is not to be taken for a result, if this fails.
+// Poisons the memory of the result if the call fails.
 void Executor::poison(const Invocation& work) {
   if (work.call.message) {
     failure_.poison(work.context, as_bytes(work.call.message), work.program.slots / 2);
@@ -303,33 +303,33 @@ void Executor::poison(const Invocation& work) {
 }
 
 std::function<void(const Waiting*, const std::string&)> Executor::giving_up(const Invocation& work, Clock::time_point start) {
-  return [this, start, called = called(work), timeout = work.call.timeout, rounds = work.program.rounds](const Waiting* enqueued,
-                                                                                                         const std::string& why) {
+  return [this, start, call_name = call_name(work), timeout = work.call.timeout, rounds = work.program.rounds](const Waiting* enqueued,
+                                                                                                               const std::string& why) {
     const Waiting waiting = enqueued ? *enqueued : schedule_->waiting();
     const auto after = Clock::now() - start;
     const std::string finding = find_culprit(waiting);
-    abort(describe(called, waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
+    abort(describe(call_name, waiting, rounds, after, timeout, finding.empty() ? why : text(why, "; ", finding)));
   };
 }
 
 std::string Executor::find_culprit(const Waiting& waiting, const std::exception* error) {
   if (!failure_detector_ || failure_.is_set()) return {};
-  const Waiting by_name = in_the_world(waiting);
-  if (dynamic_cast<const Disagreement*>(error)) return failure_detector_->declare(Diagnosis::Cause::disagreement, by_name);
-  if (error && !dynamic_cast<const TransportError*>(error)) return failure_detector_->declare(Diagnosis::Cause::failure, by_name);
-  return failure_detector_->explain(by_name);
+  const Waiting global_waiting = with_global_ranks(waiting);
+  if (dynamic_cast<const Disagreement*>(error)) return failure_detector_->declare(Diagnosis::Cause::disagreement, global_waiting);
+  if (error && !dynamic_cast<const TransportError*>(error)) return failure_detector_->declare(Diagnosis::Cause::failure, global_waiting);
+  return failure_detector_->explain(global_waiting);
 }
 
-// Whatever it was, messages are out of step from now on.
+// After any error the messages of the group are out of step, so later calls fail, too.
 void Executor::fail(const Invocation& work, const Waiting& waiting, const std::exception& error, Clock::duration after) {
   broken_ = true;
-  const std::string finding = find_culprit(waiting, &error);  // before this rank closes: the others shall not take it for the culprit
+  const std::string finding = find_culprit(waiting, &error);  // before this rank closes, so that others do not take it for the culprit
   {
     std::lock_guard lock(closing_);
     if (!failure_.is_set()) failure_.set(describe_failure(work, waiting, error, after, finding));
   }
   abort_connections();
-  close();  // while sends are under way still: they are ahead of what it tells
+  close();  // before forget(), because the notification of the peers must follow the sends in progress
   schedule_->forget();
   throw CollectiveError(failure());
 }
@@ -337,24 +337,24 @@ void Executor::fail(const Invocation& work, const Waiting& waiting, const std::e
 std::string Executor::describe_failure(const Invocation& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
                                        const std::string& finding) const {
   std::string what = error.what();
-  const bool named = dynamic_cast<const Disagreement*>(&error) || dynamic_cast<const PeerClosed*>(&error);  // what the peer does is said
+  const bool named = dynamic_cast<const Disagreement*>(&error) || dynamic_cast<const PeerClosed*>(&error);  // the text describes the peer
   for (int peer = 0; peer < world_size() && !named; ++peer) {
     const std::string words = peer == rank() || !transport_->framing() ? "" : transport_->framing()->last_words(peer);
     if (!words.empty()) what += text("; rank ", global(peer), ": ", words);
   }
   if (!finding.empty()) what += "; " + finding;
-  return describe(called(work), waiting, work.program.rounds, after, work.call.timeout, what);
+  return describe(call_name(work), waiting, work.program.rounds, after, work.call.timeout, what);
 }
 
-std::string Executor::describe(const std::string& called, const Waiting& waiting, int rounds, Clock::duration after,
+std::string Executor::describe(const std::string& call_name, const Waiting& waiting, int rounds, Clock::duration after,
                                Clock::duration timeout, const std::string& what) const {
   std::string peers = waiting.peers.size() > 1 ? "one of the ranks " : "rank ";
   for (const int& peer : waiting.peers) peers += text(&peer == waiting.peers.data() ? "" : ", ", global(peer));
-  return text(called, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for ", peers, " in round ", waiting.round,
+  return text(call_name, " on rank ", global(rank()), " in a group of ", world_size(), ": waiting for ", peers, " in round ", waiting.round,
               " of ", rounds, " failed after ", seconds(after), " s (deadline ", seconds(timeout), " s): ", what);
 }
 
-// The reason comes first: what then comes to its end on a device must find it.
+// The reason is set first, because a poison kernel that runs when the connections have been aborted must read it.
 void Executor::abort(const std::string& reason) {
   broken_ = true;
   failure_.set(reason);
@@ -376,8 +376,8 @@ void Executor::abort_connections() {
 }
 
 void Executor::end(const std::string& reason) {
-  constexpr auto moment = std::chrono::milliseconds(50);  // in which it is seen that what is done is done
-  if (!enqueues() || broken_ || !watchdog_.is_over(moment)) return abort(reason);
+  constexpr auto detection_time = std::chrono::milliseconds(50);  // the watchdog needs less to detect that a call is done
+  if (!enqueues() || broken_ || !watchdog_.is_over(detection_time)) return abort(reason);
   failure_.set(reason);
   close();
 }
@@ -389,9 +389,9 @@ void Executor::give_up(const std::string& finding) {
   abort_connections();
 }
 
-Waiting Executor::waiting() { return in_the_world(under_way_ ? schedule_->waiting() : watchdog_.waiting()); }
+Waiting Executor::waiting() { return with_global_ranks(under_way_ ? schedule_->waiting() : watchdog_.waiting()); }
 
-Waiting Executor::in_the_world(Waiting waiting) const {
+Waiting Executor::with_global_ranks(Waiting waiting) const {
   for (int& peer : waiting.peers) peer = global(peer);
   return waiting;
 }

@@ -23,80 +23,80 @@
 
 namespace dltrain::comm {
 
-// A call that cannot complete. The text names the rank waited for, the algorithm, the round and the deadline.
+// A call cannot complete. The text names the rank that was waited for, the algorithm, the round and the deadline.
 class CollectiveError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Throws std::invalid_argument naming what there is, and what fits what.
+// Throws std::invalid_argument if there is no such name, or if the algorithm does not fit the codec. The text lists the names that fit.
 void check_names(Collective collective, const std::string& algorithm, const std::string& codec);
 
-// How the message of a call that leaves one is laid out; nothing where its plan leaves none. "auto" goes by size.
+// The layout of the message that is the result of a call; empty if the plan leaves no message. "auto" selects by size only.
 Encoded encoded(const CallOptions& call, int64_t numel, int world_size);
 
-// Runs plans over a transport, one at a time: whoever calls brings the order (a Queue).
+// Runs plans over a transport, one call at a time. The caller keeps the calls in order (with a Queue).
 class Executor {
  public:
-  // global_ranks: what the ranks of the group are called in errors; by their place in the group where empty.
+  // global_ranks: the global rank of each rank of the group, for errors; if empty, they are the same.
   explicit Executor(std::unique_ptr<Transport> transport, std::vector<int> global_ranks = {});
-  ~Executor();  // what is enqueued and not done is aborted
+  ~Executor();  // aborts work that is enqueued and not done
 
-  // A collective over the values, in place: on the CPU before it returns, on a CUDA device in the order of the stream. What is to hold no
-  // result is undefined afterwards, but for the values of a reduce-scatter whose share goes elsewhere. After an error the messages of the
-  // group are out of step, so every later call fails. On a device errors come after the call: its values are NaN then, and the next call
-  // says why.
+  // Runs a collective on the values, in place: on the CPU before it returns, on a CUDA device in the order of the stream. Values that are
+  // not a part of the result are undefined afterwards, except those of a reduce-scatter whose shard is written elsewhere. After an error
+  // the messages of the group are out of step, so every later call fails. On a device errors occur after the call: its values become NaN,
+  // and the next call throws the reason.
   void run(const ExecutionContext& context, const TypedPointer& values, int64_t numel, const CallOptions& options);
 
-  // The halves of an all-reduce in two levels: in fp32, in place; shares by rank. By the backend itself where the transport has that, else
-  // by plans.
+  // The halves of an all-reduce in two levels, on fp32 values in place; shards[r] belongs to rank r. If the transport has Collectives, the
+  // backend executes them, otherwise plans do.
   void reduce_scatter(const ExecutionContext& context, float* values, int64_t numel, const std::vector<Span>& shards, bool average,
                       std::chrono::milliseconds timeout);
   void all_gather(const ExecutionContext& context, float* values, int64_t numel, const std::vector<Span>& shards,
                   std::chrono::milliseconds timeout);
 
-  // The backend's own; for transports that have it. In the second form the caller does it, and throws TransportError.
-  void all_reduce_natively(const ExecutionContext& context, void* values, int64_t numel, ScalarType number, bool average,
+  // The backend's own all-reduce, for transports that have one. In the second form `collective` executes it, and throws TransportError.
+  void all_reduce_natively(const ExecutionContext& context, void* values, int64_t numel, ScalarType type, bool average,
                            std::chrono::milliseconds timeout);
   void all_reduce_natively(std::chrono::milliseconds timeout, const std::function<void()>& collective);
 
-  // For a call that is none of the executor's: returns when the rank before this one is in the same.
+  // For a call that the executor does not run: returns when the previous rank is in the same call.
   void handshake(Call call, std::chrono::milliseconds timeout);
 
-  // From any thread: what is under way and all that comes later fails with `reason`.
+  // Makes the call in progress and all later calls fail with `reason`. Any thread may call it.
   void abort(const std::string& reason);
 
-  // What comes later fails with `reason`. Connections of a device that are well and have nothing under way close in good order, since a
-  // peer may still be reading what this rank has sent last; else, and on the CPU, this is an abort.
+  // Makes later calls fail with `reason`. Connections of a device without an error and without work in progress are closed, not aborted,
+  // because a peer may still be reading the last message of this rank. Otherwise, and on the CPU, this is an abort.
   void end(const std::string& reason);
 
-  // An abort where only the finding is known: the call that is under way, if there is one, will say the rest.
+  // An abort with a provisional reason, the detector's finding. The call in progress, if there is one, sets the complete reason.
   void give_up(const std::string& finding);
 
-  // Whom to ask why a wait has failed; before the first call. Without one the error says what this rank alone can know.
+  // Sets the detector that explains why a wait has failed, before the first call. Without one, errors say only what this rank can detect.
   void set_failure_detector(std::shared_ptr<FailureDetector> failure_detector) { failure_detector_ = std::move(failure_detector); }
 
-  // What the call under way waits for, by the global ranks; nothing where there is none. From any thread.
+  // What the call in progress waits for, with global ranks; nothing if there is none. Any thread may call it.
   Waiting waiting();
 
-  // Returns when what has been enqueued is done, or has failed.
+  // Returns when all enqueued work is done or has failed.
   void drain() { watchdog_.drain(); }
 
-  // What comes from now on fails with `reason`; what is under way goes on.
+  // Makes later calls fail with `reason`. Calls in progress continue.
   void refuse(const std::string& reason) { failure_.set(reason); }
 
-  // When nothing is under way any more: lets the peers know.
+  // Notifies the peers. To be called when no call is in progress.
   void close() noexcept;
 
-  std::string failure() const { return failure_.reason(); }  // why calls fail now; empty while they do not
+  std::string failure() const { return failure_.reason(); }  // why calls fail; empty while they do not
 
   int rank() const { return transport_->rank(); }
   int world_size() const { return transport_->world_size(); }
   int64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank
 
  private:
-  bool enqueues() const { return transport_->grouping() != nullptr; }  // messages, on a device; else each is waited for
-  Waiting in_the_world(Waiting waiting) const;
+  bool enqueues() const { return transport_->grouping() != nullptr; }  // on a device; otherwise messages are waited for
+  Waiting with_global_ranks(Waiting waiting) const;
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[rank]; }
   const Program& program(const CallOptions& call, const Codec& codec, int64_t numel, Result result);
   char* slots(const Invocation& work);
@@ -105,10 +105,10 @@ class Executor {
   void look_for_crossover(const ExecutionContext& context, std::chrono::milliseconds timeout);
   void check_open() const;
   void begin(const Call& call);
-  std::string connection_error() const;  // empty while they are well
+  std::string connection_error() const;  // empty if there is none
   void abort_connections();
   template <class Enqueue>
-  void attend(const Invocation& work, Enqueue enqueue);
+  void supervise(const Invocation& work, Enqueue enqueue);
   void poison(const Invocation& work);
   void enqueue(Collective collective, const ExecutionContext& context, const TypedPointer& values, int64_t numel,
                std::chrono::milliseconds timeout, const std::function<void()>& enqueue_it);
@@ -117,7 +117,7 @@ class Executor {
   std::string find_culprit(const Waiting& waiting, const std::exception* error = nullptr);
   std::string describe_failure(const Invocation& work, const Waiting& waiting, const std::exception& error, Clock::duration after,
                                const std::string& finding) const;
-  std::string describe(const std::string& called, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
+  std::string describe(const std::string& call_name, const Waiting& waiting, int rounds, Clock::duration after, Clock::duration timeout,
                        const std::string& what) const;
 
   std::unique_ptr<Transport> transport_;
@@ -130,12 +130,12 @@ class Executor {
   std::map<Key, Program, std::less<>> programs_;
   std::atomic<int64_t> calls_ = 0, wire_bytes_ = 0;
   std::atomic<bool> under_way_ = false, broken_ = false;
-  std::atomic<Collective> latest_ = Collective::all_reduce;  // of the calls
+  std::atomic<Collective> latest_ = Collective::all_reduce;  // the collective of the latest call
   std::optional<Crossover> crossover_;
   std::shared_ptr<FailureDetector> failure_detector_;
   std::mutex closing_;
   Failure failure_;
-  Watchdog watchdog_{[this] { return connection_error(); }};  // the last: its thread uses the others
+  Watchdog watchdog_{[this] { return connection_error(); }};  // the last member: its thread uses the others
 };
 
 }  // namespace dltrain::comm

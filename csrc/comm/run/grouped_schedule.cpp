@@ -1,9 +1,9 @@
-// The even segments' messages of a tick are one group, the odd ones' another, so that one half is encoded while the other is under way:
+// In each tick the messages of the even segments are one group, those of the odd ones another. One half is encoded while the other is sent:
 //
 //   encoding   even, tick 0 | odd, tick 0  | even, tick 1 | odd, tick 1  | ...
 //   messages                | even, tick 0 | odd, tick 0  | even, tick 1 | ...
 //
-// All ranks have the same groups in the same order, so none waits for a group that its peer posts only behind another one of its own.
+// All ranks have the same groups in the same order, so no rank waits for a group that its peer posts only after waiting for another one.
 
 #include <algorithm>
 #include <mutex>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int halves = 2;
 
-struct Group {  // of messages under way
+struct Group {  // of messages in progress
   std::unique_ptr<Request> request;
   Waiting waiting;
 };

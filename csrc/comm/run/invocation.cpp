@@ -2,7 +2,7 @@
 
 namespace dltrain::comm {
 
-// Each codec's are given to it together: they are of different regions, or of different chunks of one.
+// The sums of a codec are computed together. They are independent: they are of different regions, or of different chunks of a region.
 void Invocation::sum(std::span<const SegmentWork* const> parts) const {
   const PhaseScope during(call.observer, Phase::encode);
   size_t messages = 0;
@@ -10,7 +10,7 @@ void Invocation::sum(std::span<const SegmentWork* const> parts) const {
     for (const SumStep& step : part->sums) messages += step.received.size();
   }
   scratch->received.clear();
-  scratch->received.reserve(messages);  // where they lie is noted
+  scratch->received.reserve(messages);  // because sums keep pointers into it
   for (const Codec& codec : codecs()) {
     scratch->sums.clear();
     for (const SegmentWork* part : parts) {
@@ -33,7 +33,7 @@ std::optional<Sum> Invocation::sum_of(const SumStep& step) const {
     if (call.average) sum.scale = call.weight > 0 ? call.weight : 1.0f / static_cast<float>(world_size);
     const int64_t origin = call.collective == Collective::all_gather ? call.shards[rank].first : 0;
     if (encodes) sum.feedback = call.feedback.from(step.region.span.first - origin);
-    // The message of what is there already.
+    // The slot is the tensor itself, so the message is there already.
     if (program.result == Result::values_in_place && step.received.empty() && sum.scale == 1.0f && !sum.feedback.residual.data) return {};
   }
   sum.received = scratch->received.data() + scratch->received.size();

@@ -14,41 +14,41 @@
 
 namespace dltrain::comm {
 
-// What a call is to do.
+// The options of a call.
 struct CallOptions {
   Collective collective = Collective::all_reduce;
   std::string algorithm = "auto";
   std::string codec = "raw";
   bool average = false;
-  float weight = 0;       // of this rank in an average; 0: as much as each of the others
-  int root = 0;           // where there is one
-  bool is_half = false;   // of an all-reduce in two levels, which is what errors then name
-  int segments = 0;       // 0: chosen by size
-  bool measures = false;  // on the CPU "auto" goes by times, for which its first call makes some more; else by size
+  float weight = 0;       // of this rank in an average; 0: all ranks have the same weight
+  int root = 0;           // 0 if the collective has no root
+  bool is_half = false;   // one half of an all-reduce in two levels, which errors then name
+  int segments = 0;       // 0: selected by size
+  bool measures = false;  // on the CPU "auto" selects by times, which its first call measures; otherwise by size
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 
-  char* message = nullptr;  // where given, the final bytes stay there, as Executor::encoded says, and the values as they are
+  char* message = nullptr;  // if not null, the final bytes are written here in the layout of encoded(), and the values do not change
 
-  std::vector<Span> shards;  // of the values, by rank, where chunk r is rank r's: as many for each where there are none
-  TypedPointer shard;        // where given, this rank's share of a reduce-scatter goes there, and the values stay as they are
+  std::vector<Span> shards;  // of the values, by rank, if chunk r belongs to rank r; empty: equal shards
+  TypedPointer shard;        // if not null, this rank's shard of a reduce-scatter is written here, and the values do not change
 
-  std::string type;       // of what the values stand for, where it is not theirs: ranks have to agree on it
-  int64_t agreement = 0;  // and on this digest, where it is not 0
+  std::string type;       // the element type of the tensor if the values are only its bytes; ranks have to agree on it
+  int64_t agreement = 0;  // a digest on which ranks have to agree, too; 0: none
 
-  const Layout* layout = nullptr;  // null: the tensor as a whole, in the codec; not null: that codec is the one to choose by
-  Feedback feedback;               // for the values or, of an all-gather, for this rank's share
+  const Layout* layout = nullptr;  // null: the whole tensor is encoded by `codec`; otherwise `codec` only selects the plan
+  Feedback feedback;               // for the values or, in an all-gather, for this rank's shard
   bool stochastic = false;         // rounding
   uint64_t seed = 0;
-  int64_t first = 0;             // the number of the first element: each draws its own random numbers
-  std::optional<uint32_t> step;  // of the stream of random numbers; the number of the call where there is none
+  int64_t first = 0;             // the number of the first element; each element has random numbers of its own
+  std::optional<uint32_t> step;  // of the stream of random numbers; by default the number of the call
   Observer* observer = nullptr;
 };
 
-// Has the messages decoded that lie at such distances from `messages`, those of a codec together. decodings: room, which is kept.
+// Decodes the messages at the slots of the steps, which are offsets from `messages`; those of a codec together. decodings: scratch memory.
 void decode(const ExecutionContext& context, std::span<const DecodeStep> steps, const char* messages, const TypedPointer& values,
             std::vector<Decoding>& decodings);
 
-// Room for what is done at once, kept from call to call.
+// Scratch memory for steps that are executed together, kept from call to call.
 struct Scratch {
   std::vector<const uint8_t*> received;
   std::vector<Sum> sums;
@@ -56,7 +56,7 @@ struct Scratch {
   std::vector<Decoding> decodings;
 };
 
-// One call: its program, where its bytes lie, and what is done with them between the messages.
+// One call: its program, the memory of its messages, and the work between the messages.
 struct Invocation {
   const Program& program;
   const std::string& algorithm;
@@ -70,7 +70,7 @@ struct Invocation {
   Scratch* scratch = nullptr;
 
   char* at(const Location& location) const { return (location.area == Location::Area::slots ? slots : receive_buffer) + location.offset; }
-  // Those of some parts at once, which on a device are one launch for each codec.
+  // Execute the steps of several parts together; on a device this is one launch for each codec.
   void sum(std::span<const SegmentWork* const> parts) const;
   void decode(std::span<const SegmentWork* const> parts) const;
 

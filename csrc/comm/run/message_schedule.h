@@ -11,18 +11,18 @@
 
 namespace dltrain::comm {
 
-// How the messages of a call go out over a transport, and what is done between them; one call at a time.
+// Decides when the messages of a call are sent over a transport, and runs the work between them; one call at a time.
 class MessageSchedule {
  public:
   virtual ~MessageSchedule() = default;
 
-  // Returns when all is done or, on a CUDA device, enqueued: then the stages, in the order of the context's work. Throws TransportError.
+  // Returns when all is done or, on a CUDA device, enqueued; there it returns the stages in the order of the work. Throws TransportError.
   virtual std::vector<Stage> run(const Invocation& work, Deadline deadline) = 0;
 
-  virtual void abort() = 0;   // from any thread: what is under way fails, and what is posted from then on
-  virtual void forget() = 0;  // what was under way, after a failure
+  virtual void abort() = 0;   // makes messages in progress and later ones fail; any thread may call it
+  virtual void forget() = 0;  // drops the messages in progress after a failure
 
-  // What the call under way waits for; any thread may ask.
+  // What the call in progress waits for. Any thread may call it.
   Waiting waiting() const;
   void wait_for(const Waiting& waiting);
   void wait_for(int peer, int round);
@@ -32,10 +32,10 @@ class MessageSchedule {
   Waiting waiting_;
 };
 
-// Each message by itself, as soon as it can go, and receives a round ahead, so that a sender finds them.
+// Sends each message on its own as soon as possible, and posts receives one round ahead, so that they are ready when a peer sends.
 std::unique_ptr<MessageSchedule> eager_schedule(Transport& transport);
 
-// All messages of a tick together, each receive beside its round's sends.
+// Posts the messages of half a tick together, each receive with the sends of its round.
 std::unique_ptr<MessageSchedule> grouped_schedule(Transport& transport);
 
 }  // namespace dltrain::comm

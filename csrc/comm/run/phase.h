@@ -2,11 +2,11 @@
 
 namespace dltrain::comm {
 
-// What a call is busy with.
+// The phases of a call.
 enum class Phase { encode, send, wait, decode };
 inline constexpr int phases = 4;
 
-// Is told when a thread begins and ends a phase; they do not nest.
+// Is called when a thread begins and ends a phase. Phases do not nest.
 class Observer {
  public:
   virtual ~Observer() = default;

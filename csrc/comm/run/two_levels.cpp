@@ -6,7 +6,7 @@
 
 namespace dltrain::comm {
 
-// Enough to hide one level behind the other; more only add messages.
+// A few pieces hide one level behind the other; more only add messages.
 int64_t pieces_of(int64_t numel) {
   constexpr int64_t size = 1 << 20, most = 8;  // elements
   return std::clamp<int64_t>(numel / size, 1, most);
@@ -14,16 +14,16 @@ int64_t pieces_of(int64_t numel) {
 
 void TwoLevels::all_reduce(const ExecutionContext& context, float* values, int64_t numel, const CallOptions& call) {
   const std::vector<Slice>& pieces = this->pieces(numel, call);
-  const int rank = inside_.rank();
-  std::vector<Wait> under_way;
+  const int rank = intra_host_.rank();
+  std::vector<Wait> in_progress;
   std::vector<char*> messages(pieces.size(), nullptr);
   messages_.resize(std::max(messages_.size(), pieces.size()));
   try {
     for (size_t i = 0; i < pieces.size(); ++i) {
       const Slice& piece = pieces[i];
-      inside_.reduce_scatter(context, values + piece.span.first, piece.span.count, piece.inside, call.average, call.timeout);
+      intra_host_.reduce_scatter(context, values + piece.span.first, piece.span.count, piece.local_shards, call.average, call.timeout);
       CallOptions part = call;
-      part.weight = static_cast<float>(inside_.world_size()) / static_cast<float>(hosts_.ranks);  // of this host's average
+      part.weight = static_cast<float>(intra_host_.world_size()) / static_cast<float>(hosts_.ranks);  // the weight of this host's average
       part.first = piece.shards[rank].first;
       part.feedback = call.feedback.from(part.first);
       if (call.layout) {
@@ -34,20 +34,21 @@ void TwoLevels::all_reduce(const ExecutionContext& context, float* values, int64
         messages[i] = static_cast<char*>(messages_[i].reserve(context, piece.message_bytes * hosts_.shards));
         if (rank < hosts_.shards) part.message = messages[i] + piece.message_bytes * rank;
       }
-      under_way.push_back(start_across(context, values + piece.shards[rank].first, piece.shards[rank].count, part, pieces.size() == 1));
+      in_progress.push_back(
+          start_inter_host(context, values + piece.shards[rank].first, piece.shards[rank].count, part, pieces.size() == 1));
     }
     for (size_t i = 0; i < pieces.size(); ++i) {
-      std::exchange(under_way[i], {})();
-      share_out(context, values, pieces[i], messages[i], call.timeout);
-      if (context.on_cuda()) messages_[i] = {};  // a captured graph has memory of its own
+      std::exchange(in_progress[i], {})();
+      all_gather(context, values, pieces[i], messages[i], call.timeout);
+      if (context.on_cuda()) messages_[i] = {};  // memory that is allocated during a capture belongs to the graph
     }
-  } catch (const std::exception& error) {  // also of who finds no memory: what is under way writes to the values
-    for (Executor* level : {&inside_, &across_}) level->abort(error.what());
-    for (const Wait& wait : under_way) {
+  } catch (const std::exception& error) {  // all errors, because work in progress writes to the values
+    for (Executor* level : {&intra_host_, &inter_host_}) level->abort(error.what());
+    for (const Wait& wait : in_progress) {
       try {
         if (wait) wait();
       } catch (const std::exception&) {
-        continue;  // the first says why
+        continue;  // the first error gives the reason
       }
     }
     throw;
@@ -70,12 +71,12 @@ const std::vector<TwoLevels::Slice>& TwoLevels::pieces(int64_t numel, const Call
 TwoLevels::Slice TwoLevels::piece(const Span& span, const CallOptions& call) const {
   Slice piece;
   piece.span = span;
-  piece.inside = shards_of(span.count, hosts_.shards, inside_.world_size());
-  for (int rank = 0; rank < inside_.world_size(); ++rank) {
-    piece.shards.push_back({span.first + piece.inside[rank].first, piece.inside[rank].count});
+  piece.local_shards = shards_of(span.count, hosts_.shards, intra_host_.world_size());
+  for (int rank = 0; rank < intra_host_.world_size(); ++rank) {
+    piece.shards.push_back({span.first + piece.local_shards[rank].first, piece.local_shards[rank].count});
     if (call.layout) piece.layouts.push_back(within(*call.layout, piece.shards.back()));
   }
-  if (call.measures && call.algorithm == "auto") return piece;  // times decide about the plan, and may find another for each share
+  if (call.measures && call.algorithm == "auto") return piece;  // times select the plan, which may differ between shards
   std::vector<Encoded> messages;
   for (int rank = 0; rank < hosts_.shards; ++rank) {
     CallOptions part = call;
@@ -95,38 +96,39 @@ TwoLevels::Slice TwoLevels::piece(const Span& span, const CallOptions& call) con
   return piece;
 }
 
-void TwoLevels::share_out(const ExecutionContext& context, float* values, const Slice& piece, char* messages,
-                          std::chrono::milliseconds timeout) {
-  if (!messages) return inside_.all_gather(context, values + piece.span.first, piece.span.count, piece.inside, timeout);
+void TwoLevels::all_gather(const ExecutionContext& context, float* values, const Slice& piece, char* messages,
+                           std::chrono::milliseconds timeout) {
+  if (!messages) return intra_host_.all_gather(context, values + piece.span.first, piece.span.count, piece.local_shards, timeout);
   const int64_t words = piece.message_bytes * hosts_.shards / static_cast<int64_t>(sizeof(float));
-  inside_.all_gather(context, reinterpret_cast<float*>(messages), words, shards_of(words, hosts_.shards, inside_.world_size()), timeout);
+  intra_host_.all_gather(context, reinterpret_cast<float*>(messages), words, shards_of(words, hosts_.shards, intra_host_.world_size()),
+                         timeout);
   decode(context, piece.decodes, messages, {values}, decodings_);
 }
 
-TwoLevels::Wait TwoLevels::start_across(const ExecutionContext& context, float* values, int64_t numel, const CallOptions& call,
-                                        bool alone) {
+TwoLevels::Wait TwoLevels::start_inter_host(const ExecutionContext& context, float* values, int64_t numel, const CallOptions& call,
+                                            bool alone) {
   if constexpr (built_with_cuda) {
     if (context.on_cuda()) {
       if (!stream_) stream_ = std::make_shared<cuda::Stream>(context.device);
       const ExecutionContext side = stream_->context(context.allocator);
       Event::record(context).wait(side);
-      across_.run(side, {values}, numel, call);
+      inter_host_.run(side, {values}, numel, call);
       return [done = Event::record(side), context] { done.wait(context); };
     }
   }
-  const auto across = [=, this](const ExecutionContext& where) {
+  const auto run = [=, this](const ExecutionContext& where) {
     try {
-      across_.run(where, {values}, numel, call);
+      inter_host_.run(where, {values}, numel, call);
     } catch (const CollectiveError& error) {
-      inside_.abort(error.what());  // whose peers may never come
+      intra_host_.abort(error.what());  // its peers may never make this call
       throw;
     }
   };
   if (alone) {
-    across(context);
+    run(context);
     return [] {};
   }
-  auto task = std::make_shared<std::packaged_task<void()>>([across] { across({}); });  // the other threads are busy inside
+  auto task = std::make_shared<std::packaged_task<void()>>([run] { run({}); });  // in one thread: the others work within the host
   worker_.submit([task] { (*task)(); });
   return [task] { task->get_future().get(); };
 }
