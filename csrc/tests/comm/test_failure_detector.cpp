@@ -11,7 +11,7 @@
 namespace dltrain::comm {
 namespace {
 
-using Manner = Diagnosis::Manner;
+using Cause = Diagnosis::Cause;
 using Ms = std::chrono::milliseconds;
 const AdaptiveTimeout answer_timeout(Ms(500));
 
@@ -20,29 +20,29 @@ Known is_idle(int64_t begun) { return waits(begun, {}); }
 const Known has_left{true, {}}, is_silent{};
 
 // By rank 0, which waits for rank 1 in call 7.
-void expect_verdict(const std::map<int, Known>& others, Manner manner, int culprit, const std::vector<int>& waited_for = {1}) {
+void expect_verdict(const std::map<int, Known>& others, Cause cause, int culprit, const std::vector<int>& waited_for = {1}) {
   const Diagnosis diagnosis = judge(0, 7, {waited_for, 2}, others);
-  EXPECT_EQ(diagnosis.manner, manner) << describe(diagnosis);
+  EXPECT_EQ(diagnosis.cause, cause) << describe(diagnosis);
   EXPECT_EQ(diagnosis.culprit, culprit) << describe(diagnosis);
 }
 
 TEST(Diagnosis, IsAtTheEndOfTheChain) {
-  expect_verdict({{1, has_left}, {2, is_silent}, {3, is_idle(6)}}, Manner::left, 1);
-  expect_verdict({{1, waits(7, {2})}, {2, waits(7, {3})}, {3, is_silent}}, Manner::silent, 3);
-  expect_verdict({{1, waits(7, {3})}, {2, is_idle(6)}, {3, has_left}}, Manner::left, 3);
-  expect_verdict({{1, waits(7, {2})}, {2, is_idle(6)}, {3, is_idle(7)}}, Manner::late, 2);
-  expect_verdict({{1, waits(6, {3})}, {2, is_idle(6)}, {3, is_idle(5)}}, Manner::late, 3);  // which is behind even that call
+  expect_verdict({{1, has_left}, {2, is_silent}, {3, is_idle(6)}}, Cause::left, 1);
+  expect_verdict({{1, waits(7, {2})}, {2, waits(7, {3})}, {3, is_silent}}, Cause::silent, 3);
+  expect_verdict({{1, waits(7, {3})}, {2, is_idle(6)}, {3, has_left}}, Cause::left, 3);
+  expect_verdict({{1, waits(7, {2})}, {2, is_idle(6)}, {3, is_idle(7)}}, Cause::late, 2);
+  expect_verdict({{1, waits(6, {3})}, {2, is_idle(6)}, {3, is_idle(5)}}, Cause::late, 3);  // which is behind even that call
 }
 
 TEST(Diagnosis, TakesTheSurestOfSeveralEnds) {
-  expect_verdict({{1, waits(7, {2, 3})}, {2, is_idle(6)}, {3, is_silent}}, Manner::silent, 3);
-  expect_verdict({{1, is_silent}, {2, is_idle(6)}, {3, has_left}}, Manner::left, 3, {1, 2, 3});
+  expect_verdict({{1, waits(7, {2, 3})}, {2, is_idle(6)}, {3, is_silent}}, Cause::silent, 3);
+  expect_verdict({{1, is_silent}, {2, is_idle(6)}, {3, has_left}}, Cause::left, 3, {1, 2, 3});
 }
 
 TEST(Diagnosis, LooksBeyondTheChainForTheDeadAlone) {
-  expect_verdict({{1, waits(7, {0})}, {2, is_silent}, {3, is_idle(6)}}, Manner::silent, 2);
-  expect_verdict({{1, waits(7, {0})}, {2, waits(7, {1})}, {3, is_idle(6)}}, Manner::none, 1);
-  expect_verdict({{1, is_idle(7)}, {2, is_idle(8)}}, Manner::none, 1);
+  expect_verdict({{1, waits(7, {0})}, {2, is_silent}, {3, is_idle(6)}}, Cause::silent, 2);
+  expect_verdict({{1, waits(7, {0})}, {2, waits(7, {1})}, {3, is_idle(6)}}, Cause::none, 1);
+  expect_verdict({{1, is_idle(7)}, {2, is_idle(8)}}, Cause::none, 1);
 }
 
 TEST(Diagnosis, FollowsARankThatWaitsForMoreThanItCanName) {
@@ -54,21 +54,21 @@ TEST(Diagnosis, FollowsARankThatWaitsForMoreThanItCanName) {
   }
   others[1] = waits(7, all);
   others[39] = is_idle(6);
-  expect_verdict(others, Manner::late, 39);
+  expect_verdict(others, Cause::late, 39);
 }
 
 TEST(Diagnosis, IsToldInOneSentence) {
-  const auto said = [](Manner manner, int culprit) { return describe({manner, culprit, 0, 2, 7}); };
-  EXPECT_EQ(said(Manner::left, 3), "the culprit is rank 3: it has left (found by rank 0 in round 2 of call 7)");
-  EXPECT_EQ(said(Manner::silent, 3), "the culprit is rank 3: it does not answer (found by rank 0 in round 2 of call 7)");
-  EXPECT_EQ(said(Manner::late, 3), "the culprit is rank 3: it is alive, but has not made call 7 (found by rank 0 in round 2 of call 7)");
-  EXPECT_EQ(said(Manner::none, 3),
+  const auto said = [](Cause cause, int culprit) { return describe({cause, culprit, 0, 2, 7}); };
+  EXPECT_EQ(said(Cause::left, 3), "the culprit is rank 3: it has left (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Cause::silent, 3), "the culprit is rank 3: it does not answer (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Cause::late, 3), "the culprit is rank 3: it is alive, but has not made call 7 (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Cause::none, 3),
             "all ranks answer and have made the call, so the connection of the ranks 0 and 3 is broken or too slow "
             "(found by rank 0 in round 2 of call 7)");
-  EXPECT_EQ(said(Manner::none, -1),
+  EXPECT_EQ(said(Cause::none, -1),
             "all ranks answer and have made the call, so a connection of rank 0 is broken or too slow "
             "(found by rank 0 in round 2 of call 7)");
-  EXPECT_EQ(said(Manner::disagreement, 3), "rank 0 does not agree with rank 3 on the call (found by rank 0 in round 2 of call 7)");
+  EXPECT_EQ(said(Cause::disagreement, 3), "rank 0 does not agree with rank 3 on the call (found by rank 0 in round 2 of call 7)");
 }
 
 // Ranks that each wait for the next one in call 1, with a lookout each; all are called ten times what they are. The last one has none: its
@@ -237,7 +237,7 @@ TEST(FailureDetector, ClosingEndsAnInquiry) {
 TEST(FailureDetector, ADisagreementAbortsNobodyButIsTheAnswer) {
   Chain ranks(3);
   ranks.last().close();
-  EXPECT_NE(ranks[0].declare(Manner::disagreement, {{10}, 0}), "");
+  EXPECT_NE(ranks[0].declare(Cause::disagreement, {{10}, 0}), "");
   EXPECT_EQ(ranks.explain(1), "rank 0 does not agree with rank 10 on the call (found by rank 0 in round 0 of call 1)");
   EXPECT_EQ(ranks.found(1), "");
 }
@@ -245,7 +245,7 @@ TEST(FailureDetector, ADisagreementAbortsNobodyButIsTheAnswer) {
 TEST(FailureDetector, ARankThatFailsByItselfIsTheCulprit) {
   Chain ranks(4);
   ranks.last().close();
-  const std::string finding = ranks[1].declare(Manner::failure, {{20}, 3});
+  const std::string finding = ranks[1].declare(Cause::failure, {{20}, 3});
   EXPECT_EQ(finding, "the culprit is rank 10: its part of the call has failed (found by rank 10 in round 3 of call 1)");
   for (int rank : {0, 1, 2}) EXPECT_EQ(ranks.found(rank), finding) << rank;
 }
