@@ -58,12 +58,12 @@ class TensorList {
 
   struct Row {
     std::array<void*, K> data;
-    void* copy;  // of the first stream, in the form's type: the half parameter beside its fp32 master
+    void* copy;  // of the first stream, in the signature's type: the half parameter beside its fp32 master
     int64_t numel;
     Numbers numbers;
   };
 
-  explicit TensorList(const Signature<K>& form = {}) : form_(form) {}
+  explicit TensorList(const Signature<K>& signature = {}) : signature_(signature) {}
 
   void clear() {
     rows_.clear();
@@ -81,7 +81,7 @@ class TensorList {
       Row& last = rows_.back();
       bool follows = true;
       for (int k = 0; k < K; ++k) {
-        const Format& format = form_.formats[k];
+        const Format& format = signature_.formats[k];
         follows &= !format.is_coded() && data[k] == TypedPointer{last.data[k], format.dtype}.from(last.numel).data;
       }
       if (follows) {
@@ -99,7 +99,7 @@ class TensorList {
     for (const int64_t end : others.ends_) ends_.push_back(before + end);
   }
 
-  const Signature<K>& form() const { return form_; }
+  const Signature<K>& signature() const { return signature_; }
   int64_t size() const { return static_cast<int64_t>(rows_.size()); }
   Row& row(int64_t index) { return rows_[index]; }
   const Row& row(int64_t index) const { return rows_[index]; }
@@ -110,7 +110,7 @@ class TensorList {
 
   // The k-th stream of each row, by itself.
   TensorList<1> stream(int k) const {
-    TensorList<1> list(Signature<1>{{form_.formats[k]}});
+    TensorList<1> list(Signature<1>{{signature_.formats[k]}});
     for (const Row& row : rows_) list.add({row.data[k]}, row.numel);
     return list;
   }
@@ -130,7 +130,7 @@ class TensorList {
   }
 
  private:
-  Signature<K> form_;
+  Signature<K> signature_;
   std::vector<Row> rows_;
   std::vector<int64_t> ends_;
 };

@@ -14,7 +14,8 @@ namespace dltrain {
 template <class Operation>
 void for_each(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   for (int k = 0; k < Operation::streams; ++k) {
-    check(!list.form().formats[k].is_coded() || may_be_coded<Operation>(k), "list: expected elements in stream ", k, ", got a codec's");
+    check(!list.signature().formats[k].is_coded() || may_be_coded<Operation>(k), "list: expected elements in stream ", k,
+          ", got a codec's");
   }
   if constexpr (built_with_cuda) {
     if (context.on_cuda()) return std::get<cuda::ForEach<Operation>>(cuda::for_each_table).enqueue(context, list, operation);

@@ -13,7 +13,7 @@ namespace dltrain {
 // Streams hold elements.
 template <class Reduction>
 void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
-  check(!list.form().is_coded(), "list: expected elements in all streams, got a codec's");
+  check(!list.signature().is_coded(), "list: expected elements in all streams, got a codec's");
   if constexpr (built_with_cuda) {
     if (context.on_cuda()) return std::get<cuda::Reduce<Reduction>>(cuda::reduce_table).enqueue(context, list, reduction, results);
   }

@@ -95,11 +95,11 @@ class Updates {
       if (master) check_written(*master, c10::str("masters[", index, "]"));
     }
     const auto written = [&](const at::Tensor& tensor) { return (in_place ? tensor : copy(tensor)).mutable_data_ptr(); };
-    Signature<K> form;
+    Signature<K> signature;
     std::array<void*, K> data{};
     for (int k = 0; k < K; ++k) {
       const at::Tensor& tensor = master && k == 0 ? *master : *tensors[k];
-      form.formats[k] = dtype_of(tensor);
+      signature.formats[k] = dtype_of(tensor);
       if (k == 1) {
         // Kernels only read the gradient; the list has one pointer type for all its streams.
         data[k] = const_cast<void*>((in_place ? tensor : dense_grads_.emplace_back(tensor.contiguous())).const_data_ptr());
@@ -107,9 +107,9 @@ class Updates {
         data[k] = written(tensor);
       }
     }
-    form.copies = master;
-    if (master) form.copy = dtype_of(param);
-    DeviceList& part = of(param.device(), form, flag);
+    signature.copies = master;
+    if (master) signature.copy = dtype_of(param);
+    DeviceList& part = of(param.device(), signature, flag);
     typename Operation::Numbers numbers;
     if constexpr (counters > 0) {
       std::array<void*, counters> counts{};
@@ -128,7 +128,7 @@ class Updates {
   void append(const Updates& others) {
     for (const DeviceList& part : others.parts_) {
       if (part.list.size() == 0) continue;
-      DeviceList& ours = of(part.device, part.list.form(), part.flag);
+      DeviceList& ours = of(part.device, part.list.signature(), part.flag);
       ours.list.append(part.list);
       ours.counts.append(part.counts);
     }
@@ -173,11 +173,11 @@ class Updates {
     TensorList<std::max(counters, 1)> counts;
   };
 
-  DeviceList& of(const at::Device& device, const Signature<K>& form, bool flag) {
+  DeviceList& of(const at::Device& device, const Signature<K>& signature, bool flag) {
     for (DeviceList& part : parts_) {
-      if (part.device == device && part.flag == flag && part.list.form() == form) return part;
+      if (part.device == device && part.flag == flag && part.list.signature() == signature) return part;
     }
-    return parts_.emplace_back(DeviceList{device, flag, ListOf<Operation>(form), TensorList<std::max(counters, 1)>()});
+    return parts_.emplace_back(DeviceList{device, flag, ListOf<Operation>(signature), TensorList<std::max(counters, 1)>()});
   }
 
   static const char* name(int k) { return k == 0 ? "params" : k == 1 ? "grads" : lists_of<Rule>()[Operation::state_of[k]].c_str(); }

@@ -28,7 +28,7 @@ void for_each(const ExecutionContext& context, const ListOf<Operation>& list, co
       // Neighbours mostly share their element, and AdamW's costs as much as a small tensor's update.
       if (!known || !Operation::same(row.numbers, *known)) element = operation.at(row.numbers);
       known = &row.numbers;
-      loop.run(element, list.form(), row, first, last);
+      loop.run(element, list.signature(), row, first, last);
     });
   });
 }

@@ -14,7 +14,7 @@ namespace dltrain::cpu {
 // instruction set throughout.
 template <class Operation>
 struct ElementLoop {
-  void (*run)(const typename Operation::Element& element, const Signature<Operation::streams>& form,
+  void (*run)(const typename Operation::Element& element, const Signature<Operation::streams>& signature,
               const typename ListOf<Operation>::Row& row, int64_t begin, int64_t end);
 };
 template <class Operation>
@@ -23,7 +23,7 @@ struct BlockLoop {
 };
 template <class Reduction>
 struct ReduceLoop {
-  void (*run)(const typename Reduction::Element& element, const Signature<Reduction::streams>& form,
+  void (*run)(const typename Reduction::Element& element, const Signature<Reduction::streams>& signature,
               const typename ListOf<Reduction>::Row& row, int64_t begin, int64_t end, double* sums);
 };
 

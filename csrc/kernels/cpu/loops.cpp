@@ -81,22 +81,22 @@ template <class Operation, std::size_t... K>
 struct ElementRun<Operation, std::index_sequence<K...>> {
   using Element = typename Operation::Element;
 
-  static void run(const Element& given, const Signature<Operation::streams>& form, const typename ListOf<Operation>::Row& row,
+  static void run(const Element& given, const Signature<Operation::streams>& signature, const typename ListOf<Operation>::Row& row,
                   int64_t begin, int64_t end) {
     // Copies, which no store into a stream can change.
     const Element element = given;
-    if (form.is_plain()) {
+    if (signature.is_plain()) {
       float* const data[] = {static_cast<float*>(row.data[K])...};
       return over(element, data, begin, end);
     }
     alignas(cache_line) float room[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {
       const int64_t count = end - at < piece ? end - at : piece;
-      const Stretch stretches[] = {{row.data[K], form.formats[K], row.numel, at, count}...};
+      const Stretch stretches[] = {{row.data[K], signature.formats[K], row.numel, at, count}...};
       float* const data[] = {widened(stretches[K], room[K])...};
       over(element, data, 0, count);
       (narrow_if<Operation::writes(K)>(data[K], stretches[K]), ...);
-      if (form.copies) narrow_to(data[0], count, TypedPointer{row.copy, form.copy}.from(at));
+      if (signature.copies) narrow_to(data[0], count, TypedPointer{row.copy, signature.copy}.from(at));
     }
   }
 
@@ -156,7 +156,7 @@ struct ReduceRun<Reduction, std::index_sequence<K...>> {
   static constexpr int lanes = 32;
   using Running = double[lanes];
 
-  static void run(const Element& given, const Signature<Reduction::streams>& form, const typename ListOf<Reduction>::Row& row,
+  static void run(const Element& given, const Signature<Reduction::streams>& signature, const typename ListOf<Reduction>::Row& row,
                   int64_t begin, int64_t end, double* sums) {
     const Element element = given;
     Running running[Reduction::sums];
@@ -164,10 +164,10 @@ struct ReduceRun<Reduction, std::index_sequence<K...>> {
       for (double& value : each) value = math::SumSquares::none();
     }
     alignas(cache_line) float room[Reduction::streams][piece];
-    const int64_t step = Reduction::sums == 1 && form.is_plain() ? end - begin : piece;  // a multiple of the lanes, or all
+    const int64_t step = Reduction::sums == 1 && signature.is_plain() ? end - begin : piece;  // a multiple of the lanes, or all
     for (int64_t at = begin; at < end; at += step) {
       const int64_t count = end - at < step ? end - at : step;
-      const float* const data[] = {widened({row.data[K], form.formats[K], row.numel, at, count}, room[K])...};
+      const float* const data[] = {widened({row.data[K], signature.formats[K], row.numel, at, count}, room[K])...};
       add_all(element, data, count, running, std::make_integer_sequence<int, Reduction::sums>{});
     }
     for (int s = 0; s < Reduction::sums; ++s) sums[s] = merged(running[s]);

@@ -29,7 +29,7 @@ void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, cons
   context.parallel_for(static_cast<int64_t>(parts.size()), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       auto& [row, first, last, sums] = parts[i];
-      loop.run(reduction.at(list.row(row).numbers), list.form(), list.row(row), first, last, sums.data());
+      loop.run(reduction.at(list.row(row).numbers), list.signature(), list.row(row), first, last, sums.data());
     }
   });
   std::fill_n(results, list.size() * Reduction::sums, math::SumSquares::none());

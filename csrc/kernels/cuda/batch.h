@@ -54,7 +54,7 @@ inline constexpr int most =
 template <class Operation, class List, int capacity = most<Operation, List>>
 struct Batch {
   Operation operation;
-  Signature<List::streams> form;
+  Signature<List::streams> signature;
   int64_t chunks;
   int size;
   BatchRow<List> rows[capacity];
@@ -71,7 +71,7 @@ void in_batches(const List& list, const Operation& operation, Launch&& launch) {
   static_assert(sizeof(B) <= parameter_bytes && most<Operation, List> > 64);
   B batch;
   batch.operation = operation;
-  batch.form = list.form();
+  batch.signature = list.signature();
   for (int64_t first = 0; first < list.size(); first += batch.size) {
     batch.size = static_cast<int>(std::min<int64_t>(capacity, list.size() - first));
     batch.chunks = 0;

@@ -128,7 +128,7 @@ constexpr bool is_coded = coded && may_be_coded<Operation>(k);
 
 template <class Operation, bool coded, std::size_t k, class B>
 __device__ auto stream_of(const B& batch, const BatchRow<ListOf<Operation>>& row) {
-  return Stream<is_coded<Operation, coded, k>>{row.data[k], batch.form.formats[k], row.numel};
+  return Stream<is_coded<Operation, coded, k>>{row.data[k], batch.signature.formats[k], row.numel};
 }
 
 template <bool written, class Stream, class ExecutionContext, class Values>
@@ -147,18 +147,18 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
     const Quad<!coded> quad{i, static_cast<int>(last - i)};
     Raw raw[] = {stream_of<Operation, coded, K>(batch, row).load(quad)...};
     float values[sizeof...(K)][width];
-    (widen_to(values[K], raw[K], batch.form.formats[K].dtype), ...);
+    (widen_to(values[K], raw[K], batch.signature.formats[K].dtype), ...);
 #pragma unroll
     for (int c = 0; c < width; ++c) element(values[K][c]...);
     (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), quad, values[K]), ...);
-    if (batch.form.copies) store({row.copy, batch.form.copy}, quad, values[0]);
+    if (batch.signature.copies) store({row.copy, batch.signature.copy}, quad, values[0]);
   }
   if constexpr (!coded) {
     if (const int64_t i = end + threadIdx.x; i < last) {
       float values[] = {first_of(stream_of<Operation, coded, K>(batch, row).elements(i))...};
       element(values[K]...);
       (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), i, values[K]), ...);
-      if (batch.form.copies) store(TypedPointer{row.copy, batch.form.copy}.from(i), values[0]);
+      if (batch.signature.copies) store(TypedPointer{row.copy, batch.signature.copy}.from(i), values[0]);
     }
   }
 }
@@ -204,7 +204,7 @@ template <class Operation>
 void enqueue(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   constexpr int many = most<Operation, ListOf<Operation>>;
   if constexpr (takes_codes<Operation>) {
-    if (list.form().is_coded()) return enqueue_up_to<many, true>(context, list, operation);
+    if (list.signature().is_coded()) return enqueue_up_to<many, true>(context, list, operation);
   }
   if (list.size() <= few) return enqueue_up_to<few, false>(context, list, operation);
   enqueue_up_to<many, false>(context, list, operation);

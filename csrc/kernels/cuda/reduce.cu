@@ -41,7 +41,7 @@ __device__ void add_chunk(const BatchOf<Reduction>& batch, int64_t chunk, std::i
   double sums[Reduction::sums];
   for (double& sum : sums) sum = math::SumSquares::none();
   for (int64_t i = first + threadIdx.x; i < last; i += threads) {
-    const float values[] = {first_of(TypedPointer{row.data[K], batch.form.formats[K].dtype}.from(i))...};
+    const float values[] = {first_of(TypedPointer{row.data[K], batch.signature.formats[K].dtype}.from(i))...};
     ((sums[S] = math::SumSquares::add(sums[S], element(SumNumber<S>{}, values[K]...))), ...);
   }
   for (int s = 0; s < Reduction::sums; ++s) {

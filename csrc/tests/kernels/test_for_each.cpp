@@ -184,7 +184,7 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
     using Operation = std::decay_t<decltype(operation)>;
     RowsOf<Operation> rows({}, {1, 7, 1001, 20003}, false, form);
     for (const auto& row : rows.list) {
-      std::get<cpu::ElementLoop<Operation>>(set.loops->elements).run(operation.at(row.numbers), rows.list.form(), row, 0, row.numel);
+      std::get<cpu::ElementLoop<Operation>>(set.loops->elements).run(operation.at(row.numbers), rows.list.signature(), row, 0, row.numel);
     }
     return rows.values();
   };
@@ -257,7 +257,7 @@ TEST(ForEach, KeepsStatesInACodecsFormatOnEveryInstructionSet) {
   for (const auto& set : cpu::instruction_sets()) {
     check_each_codec({}, [&](const ListOf<AdamW>& list) {
       for (const auto& row : list) {
-        std::get<cpu::ElementLoop<AdamW>>(set.loops->elements).run(adamw.at(row.numbers), list.form(), row, 0, row.numel);
+        std::get<cpu::ElementLoop<AdamW>>(set.loops->elements).run(adamw.at(row.numbers), list.signature(), row, 0, row.numel);
       }
     });
   }
@@ -281,7 +281,7 @@ TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
       std::vector<uint16_t> values = all;
       ListOf<SGD> list(Signature<2>{{dtype, dtype}});
       list.add({values.data(), none.data()}, std::ssize(values));
-      std::get<cpu::ElementLoop<SGD>>(set.loops->elements).run(still.at({}), list.form(), list.row(0), 0, std::ssize(values));
+      std::get<cpu::ElementLoop<SGD>>(set.loops->elements).run(still.at({}), list.signature(), list.row(0), 0, std::ssize(values));
       for (size_t i = 0; i < all.size(); ++i) {
         const auto expected = dtype == fp16 ? narrow<Half>(widen(Half{all[i]})).bits : narrow<BFloat16>(widen(BFloat16{all[i]})).bits;
         ASSERT_EQ(values[i], expected) << set.name << " " << i;
