@@ -14,12 +14,12 @@ namespace dltrain {
 
 namespace {
 
-constexpr int64_t cache = 16 << 20;  // bytes: what is written and more than this will not be found there
+constexpr int64_t cache = 16 << 20;  // bytes; larger outputs would not stay in the cache
 
-// map_blocks of what makes a job of each of the list.
+// Runs map_blocks on the jobs that `make` returns for the items of the list.
 template <class Operation, class Given, class Make>
 void map_all(const ExecutionContext& context, std::span<const Given> list, Make make) {
-  static thread_local std::vector<Job<Operation>> jobs;  // room, which is kept
+  static thread_local std::vector<Job<Operation>> jobs;  // static, so that its memory is reused
   if (list.size() == 1) {
     const Job<Operation> job = make(list.front());
     return map_blocks(context, job.numel, job.operation);

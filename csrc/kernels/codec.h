@@ -11,24 +11,24 @@
 
 namespace dltrain {
 
-// Values that a message stands for.
+// One message to decode: `values` receives its `numel` elements.
 struct Decoding {
   int64_t numel;
   const uint8_t* message;
   TypedPointer values;
 };
 
-// A codec of kernels/codecs.h, by its name.
+// A codec of kernels/codecs.h, selected at run time by its name.
 struct Codec {
   std::string name;
-  int64_t block;      // elements that share a scale; 1 where there is none
-  int64_t alignment;  // elements; where a message that is one of several may begin
+  int64_t block;      // elements that share a scale; 1 if there are no scales
+  int64_t alignment;  // in elements; regions are divided among chunks at multiples of it
   bool scaled;
-  int bits;  // of a code
+  int bits;  // per code
   math::Bound nearest_error, stochastic_error;
   bool is_lossy() const { return nearest_error.max > 0.0; }
-  int64_t (*bytes)(int64_t numel);  // of a message
-  // Those of a list have nothing to do with each other: on CUDA they are one launch, or a few.
+  int64_t (*bytes)(int64_t numel);  // the size of a message
+  // The items of a list are independent of each other. On CUDA they become one launch, or a few.
   void (*encode_sums)(const ExecutionContext& context, std::span<const Sum> sums);
   void (*decode_all)(const ExecutionContext& context, std::span<const Decoding> messages);
   void (*decode)(const ExecutionContext& context, int64_t numel, const uint8_t* message, const TypedPointer& values,
@@ -40,7 +40,7 @@ struct Codec {
 const std::vector<Codec>& codecs();
 std::vector<std::string> codec_names();
 
-// Throws std::invalid_argument naming the codecs there are.
+// Throws std::invalid_argument, which lists the codecs, if none has this name.
 const Codec& find_codec(const std::string& name);
 
 }  // namespace dltrain

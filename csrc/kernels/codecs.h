@@ -1,6 +1,6 @@
 #pragma once
 
-// Every codec, once: what encodes and decodes is compiled for what stands here, and the names of them come from here.
+// The list of all codecs. The operations that encode and decode are compiled for each of them, and their names are taken from this list.
 
 #include <tuple>
 #include <type_traits>
@@ -19,10 +19,10 @@ namespace dltrain {
 
 using Codecs = std::tuple<math::Raw, math::FP16, math::BF16, math::FP8, math::Int8, math::Int4, math::Sign>;
 
-// Those that a stream of a tensor list may be kept in. A warp holds such a block with one access of each lane.
+// The codecs in which a stream of a tensor list may be stored. A warp loads a block of these codecs with one access per lane.
 using StreamCodecs = std::tuple<math::FP8, math::Int4>;
 
-// visit(type_identity<C>), of the codec of a stream.
+// Calls visit(type_identity<C>) for the codec C of a stream's format.
 template <class Visit>
 DLT_HD void with_codec(const Format& format, Visit&& visit) {
   const auto all = [&]<class... C>(std::type_identity<std::tuple<C...>>) DLT_HD_LAMBDA {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The elements of a tile, as map_blocks and for_each hold them, out of a message and into one.
+// Decodes a message into a tile, and encodes a tile into a message, for map_blocks and for for_each.
 
 #include <cstdint>
 
@@ -11,14 +11,14 @@
 
 namespace dltrain {
 
-// To nearest, unless it is stochastic.
+// How values are rounded to codes: to nearest, or stochastically with these random numbers.
 struct Rounding {
   bool stochastic = false;
   math::RandomStream random;
-  int64_t first = 0;  // where in the rank's tensor the message's elements begin; a multiple of 4
+  int64_t first = 0;  // index of the message's first element in the rank's tensor; a multiple of 4
 };
 
-// value <- f(value, x), for each x of the elements that the message has of this tile.
+// value <- f(value, x) for each element of the tile, where x is this element decoded from the message.
 template <class C, class F>
 DLT_HD void decode(Tile auto& tile, const uint8_t* message, int64_t numel, F f) {
   using Layout = MessageLayout<C>;
@@ -27,19 +27,19 @@ DLT_HD void decode(Tile auto& tile, const uint8_t* message, int64_t numel, F f) 
                           [=](float value, uint32_t code) DLT_HD_LAMBDA { return f(value, math::decoded<C>(code, scale)); });
 }
 
-// The statistic of a codec, of what the tile holds.
+// The statistic of codec C over the values of the tile.
 template <class C>
 DLT_HD float statistic(const Tile auto& tile, bool stochastic) {
   if (C::statistic == math::Statistic::absmax || stochastic) return float_of(tile.largest_magnitude());
   const float sum = tile.template sum<float>([](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)); });
   const auto count = static_cast<float>(tile.count());
   if (math::is_finite(sum)) return sum / count;
-  // Divided before they are added, so that the sum of finite ones is finite.
+  // The magnitudes are divided before they are added, so the sum of finite ones can only overflow by rounding.
   const float mean = tile.template sum<float>([=](int64_t, float x) DLT_HD_LAMBDA { return float_of(math::magnitude_bits(x)) / count; });
   return math::is_finite(float_of(tile.largest_magnitude())) && !math::is_finite(mean) ? math::largest_float : mean;
 }
 
-// The tile's place in the message <- its values. non_temporal: the message is more than a cache holds.
+// Encodes the values of the tile into its part of the message. non_temporal: the message is larger than the cache.
 template <class C>
 DLT_HD math::Scale encode(Tile auto& tile, uint8_t* message, int64_t numel, const Rounding& rounding = {}, bool non_temporal = false) {
   using Layout = MessageLayout<C>;
@@ -56,7 +56,7 @@ DLT_HD math::Scale encode(Tile auto& tile, uint8_t* message, int64_t numel, cons
     tile.template encode<C>(words, non_temporal,
                             [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
   } else {
-    // Where the statistic is the mean, a code is a sign and needs no scale.
+    // If the statistic is the mean, a code is a sign, and needs no scale.
     const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
       if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
       return C::nearest(x * found.encode);

@@ -10,7 +10,7 @@
 
 namespace dltrain {
 
-// An operation of map_blocks: values <- what the message stands for, and sums <- the sum of squares of each tile's values.
+// An operation of map_blocks. It writes the decoded message to `values`, and the sum of squares of each tile's values to `sums`.
 template <class C>
 struct Decode {
   static constexpr int elements = MessageLayout<C>::tile;
@@ -19,13 +19,13 @@ struct Decode {
   int64_t numel;
   const uint8_t* message;
   TypedPointer values;
-  double* sums;       // where wanted
-  bool non_temporal;  // the values are more than a cache holds
+  double* sums;       // one per tile; may be null
+  bool non_temporal;  // the values are larger than the cache
 
   DLT_HD void operator()(Tile auto& tile) const {
     decode<C>(tile, message, numel, [](float, float x) DLT_HD_LAMBDA { return x; });
     with_type(values, [&](auto* to) DLT_HD_LAMBDA {
-      // The sum is one of what is stored: a narrower type may make an infinity of a value.
+      // The sum is taken of the stored values: rounding to a narrower type may make a value infinite.
       tile.round(to);
       if (non_temporal) {
         tile.stream(to);
@@ -39,8 +39,8 @@ struct Decode {
   }
 };
 
-// An operation of map_blocks: the sums of 256 numbers each. Where found_inf is given there is one sum, and it becomes 1 if that is not
-// finite, else 0. (In double: no square of a float overflows, so a sum of squares is finite exactly if all elements are.)
+// An operation of map_blocks: adds up 256 numbers at a time. If found_inf is given, there is only one sum, and *found_inf becomes 1 if it
+// is not finite, else 0. (In double no square of a float overflows, so a sum of squares is finite exactly if all elements are.)
 struct SumTiles {
   static constexpr int elements = 256;
 

@@ -9,13 +9,13 @@
 
 namespace dltrain {
 
-// Error feedback, an element for each of the values: what encoding loses is added the next time.
+// Error feedback: the residual holds what encoding has lost of each value, and is added to the value the next time.
 struct Feedback {
   TypedPointer residual;              // in units of the unscaled, averaged gradient
-  TypedPointer spare;                 // where given, what is lost goes here and the residual stays as it is, so that a step can be undone
-  const uint8_t* swapped = nullptr;   // a number where the values lie: not 0 if the two have changed places
-  const float* loss_scale = nullptr;  // values are this times larger than residuals; null: 1
-  bool keeps_idle = false;            // where there are zeros only, the residual waits: nobody may take what it would become
+  TypedPointer spare;                 // if given, one of the two buffers is read and the other is written, so that a step can be undone
+  const uint8_t* swapped = nullptr;   // on the values' device; if it is not 0, `spare` is read and `residual` is written; null means 0
+  const float* loss_scale = nullptr;  // on the values' device; values are larger than residuals by this factor; null means 1
+  bool keeps_idle = false;            // a block of zeros keeps its residual, because its result may not be used
 
   DLT_HD Feedback from(int64_t first) const { return {residual.from(first), spare.from(first), swapped, loss_scale, keeps_idle}; }
   DLT_HD float scale() const { return loss_scale ? *loss_scale : 1.0f; }
@@ -24,36 +24,36 @@ struct Feedback {
   DLT_HD TypedPointer after() const { return spare.data && !is_swapped() ? spare : residual; }
 };
 
-// What the one operation of a codec is given: own contribution, received messages, residual -> message, decoded, residual.
+// The arguments of encode_sum: own contribution, received messages and residual as input; message, decoded and residual as output.
 struct Sum {
   int64_t numel = 0;
-  TypedPointer own;                          // null where it is part of a message: then there is at least one
-  float scale = 1.0f;                        // of my own contribution: 1 / p for an average
-  const uint8_t* const* received = nullptr;  // messages, in the order of adding
-  int count = 0;                             // of them
-  int own_position = 0;                      // so many of them come before my own contribution
-  Feedback feedback;                         // where something is encoded
-  uint8_t* message = nullptr;                // null: nothing is encoded
-  TypedPointer decoded;                      // what the message stands for or, where nothing is encoded, the sum itself; may be own
-  Rounding rounding;                         // where something is encoded
+  TypedPointer own;                          // null if a received message already includes it
+  float scale = 1.0f;                        // factor of the own contribution: 1 / p for an average over p ranks
+  const uint8_t* const* received = nullptr;  // the messages, in the order in which they are added
+  int count = 0;                             // of received messages
+  int own_position = 0;                      // how many received messages are added before the own contribution
+  Feedback feedback;                         // used only if there is a message to write
+  uint8_t* message = nullptr;                // null if nothing is encoded
+  TypedPointer decoded;                      // the decoded message or, if nothing is encoded, the sum itself; may be the same memory as own
+  Rounding rounding;                         // used only if there is a message to write
 
   DLT_HD int operands() const { return count + (own.data ? 1 : 0); }
   DLT_HD bool is_own(int k) const { return own.data && k == own_position; }
-  DLT_HD int position_of(int k) const { return own.data && k > own_position ? k - 1 : k; }  // of the k-th operand among the received
+  DLT_HD int position_of(int k) const { return own.data && k > own_position ? k - 1 : k; }  // index of operand k in `received`
 };
 
-// An operation of map_blocks, the one that encodes: message <- encode(the sum, in order, of received[0..own_place), own * scale,
-// received[own_place..count), residual). A block that is not finite leaves its residual as it is.
+// An operation of map_blocks: message <- encode(sum), where the sum adds, in this order, received[0..own_position), own * scale,
+// received[own_position..count) and the residual. A block that is not finite does not change its residual.
 template <class C>
 struct EncodeSum : Sum {
   static constexpr int elements = MessageLayout<C>::tile;
-  static constexpr bool in_lists = true;  // many of them are one launch
+  static constexpr bool in_lists = true;  // a list of jobs becomes one launch
 
-  bool non_temporal = false;  // the message is more than a cache holds
+  bool non_temporal = false;  // the message is larger than the cache
 
   DLT_HD void operator()(Tile auto& tile) const { (*this)(tile, received); }
 
-  // The messages lie elsewhere where this is run.
+  // On CUDA the pointers to the messages are in the kernel's parameters instead of in `received`.
   DLT_HD void operator()(Tile auto& tile, const uint8_t* const* messages) const {
     for (int k = 0; k < operands(); ++k) {
       if (is_own(k)) {
@@ -92,7 +92,8 @@ struct EncodeSum : Sum {
     }
   }
 
-  // Whether it has.
+  // Returns whether it has added the residual. The residual is added last, so that a block in which all contributions are zero can be told
+  // from one in which they are not.
   DLT_HD bool add_residual(Tile auto& tile) const {
     if (feedback.keeps_idle && tile.largest_magnitude() == 0) return false;
     const float up = feedback.scale();
@@ -115,7 +116,7 @@ struct EncodeSum : Sum {
     with_type(feedback.after(), [&](auto* to) DLT_HD_LAMBDA {
       tile.update(to, static_cast<decltype(to)>(before), [=](float sum, float value, float element) DLT_HD_LAMBDA {
         const float lost = (sum - value) * down;
-        // One that no later step could get rid of must not come to be.
+        // A loss that would overflow in bfloat16 is not stored, because no later step could remove it.
         return fed && math::is_finite(value) && math::magnitude_bits(lost) < bfloat16_overflow ? lost : element;
       });
     });

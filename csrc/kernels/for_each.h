@@ -8,14 +8,13 @@
 
 namespace dltrain {
 
-// element(x_0[i], ..., x_{K-1}[i]) for every element of every row, where element = operation.at(the row's numbers); nothing if
-// operation.skip(). K is Operation::streams; Operation::writes says which of them the element changes. Streams in a codec's format are
-// decoded as they are read, and encoded as they are written.
+// Calls element(x_0[i], ..., x_{K-1}[i]) for every element i of every row, where element = operation.at(the row's numbers), unless
+// operation.skip(). K is Operation::streams, and Operation::writes says which streams the call changes. Streams in a codec's format are
+// decoded when they are read, and encoded when they are written.
 template <class Operation>
 void for_each(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   for (int k = 0; k < Operation::streams; ++k) {
-    check(!list.signature().formats[k].is_coded() || may_be_coded<Operation>(k), "list: expected elements in stream ", k,
-          ", got a codec's");
+    check(!list.signature().formats[k].is_coded() || may_be_coded<Operation>(k), "list: expected elements in stream ", k, ", got a codec");
   }
   if constexpr (built_with_cuda) {
     if (context.on_cuda()) return std::get<cuda::ForEach<Operation>>(cuda::for_each_table).enqueue(context, list, operation);

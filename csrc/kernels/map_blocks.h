@@ -8,10 +8,10 @@
 
 namespace dltrain {
 
-// operation(tile) for each tile of Operation::elements out of numel. A tile holds the elements while they are worked on: in the first-level
-// cache, or in the registers of a warp.
+// Calls operation(tile) for each tile of Operation::elements elements, out of numel. A tile holds its elements while they are processed: in
+// the first-level cache on the CPU, in the registers of a warp on CUDA.
 //
-// The jobs have nothing to do with each other: on CUDA many are one launch.
+// The jobs are independent of each other. On CUDA many jobs become one launch.
 template <class Operation>
 void map_blocks(const ExecutionContext& context, std::span<const Job<Operation>> jobs) {
   if constexpr (built_with_cuda) {

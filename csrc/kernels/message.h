@@ -2,10 +2,10 @@
 
 // The bytes of a message, little-endian:
 //
-//   | scale 0 | scale 1 | ... | units of block 0 | units of block 1 | ...        scales fp32; only codecs of blocks have them
+//   | scale 0 | scale 1 | ... | words of block 0 | words of block 1 | ...        scales are fp32; not all codecs have them
 //
-// A unit holds one code or several: unit j of a block holds those of elements j, j + U, j + 2U, ..., lowest bits first, U being the units
-// of a block. The last block may be short: it keeps that order, and ends with the last unit that holds an element.
+// A word holds one code or several: word j of a block holds those of elements j, j + W, j + 2W, ..., lowest bits first, where W is the
+// number of words of a block. The last block may be short: it keeps that order, and ends with the last word that holds an element.
 
 #include <cstdint>
 #include <type_traits>
@@ -19,11 +19,11 @@ template <class Codec>
 struct MessageLayout {
   using Word = typename Codec::Word;
   static constexpr bool scaled = Codec::statistic != math::Statistic::none;
-  static constexpr int tile = scaled ? Codec::block : 256;                        // elements that are worked on together
-  static constexpr int codes = 8 * static_cast<int>(sizeof(Word)) / Codec::bits;  // of a unit
-  static constexpr int words = tile / codes;                                      // of a tile
+  static constexpr int tile = scaled ? Codec::block : 256;                        // elements that are processed together
+  static constexpr int codes = 8 * static_cast<int>(sizeof(Word)) / Codec::bits;  // per word
+  static constexpr int words = tile / codes;                                      // per tile
 
-  // What the twins of map_blocks build on: the lanes of a warp hold four elements each, and write four units.
+  // The CUDA implementation of map_blocks needs this: each lane of a warp holds four elements, and writes four words.
   static_assert(tile % 128 == 0 && tile % codes == 0 && words % 4 == 0 && (words % 128 == 0 || 128 % words == 0));
 
   static DLT_HD int64_t tiles(int64_t numel) { return (numel + tile - 1) / tile; }
@@ -33,7 +33,7 @@ struct MessageLayout {
     return scale_bytes(numel) + (numel / tile * words + (rest < words ? rest : words)) * static_cast<int64_t>(sizeof(Word));
   }
 
-  // Of the index-th tile, in a message of uint8_t or const uint8_t.
+  // The scale and the words of the index-th tile of a message. Byte is uint8_t or const uint8_t.
   template <class Byte>
   static DLT_HD auto* scale_at(Byte* message, int64_t index) {
     return as<float>(message) + index;

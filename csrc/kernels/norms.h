@@ -7,14 +7,14 @@
 #include "kernels/update.h"
 #include "math/optim/rule.h"
 
-// Operations of reduce. Their elements are called with the number of the sum, as a type, and one element of each stream.
+// Operations of reduce. An Element is called with the number of the sum, as a type, and one element of each stream.
 
 namespace dltrain {
 
 template <int sum>
 using SumNumber = std::integral_constant<int, sum>;
 
-// Of one stream.
+// The sum of squares of a stream.
 struct Squares {
   static constexpr int streams = 1, sums = 1;
   using Numbers = None;
@@ -25,7 +25,7 @@ struct Squares {
   DLT_HD Element at(const None&) const { return {}; }
 };
 
-// What the step of an optimizer has to know of each tensor, from the streams of its update.
+// The sums of squares that the step of an optimizer needs for each tensor, over the streams of its update.
 template <class Rule, unsigned states>
 struct Norms {
   static constexpr int streams = Update<Rule, states>::streams, sums = math::norms_of<Rule>();

@@ -1,6 +1,6 @@
 #pragma once
 
-// Every operation, once: the loops of each device and each instruction set are compiled for what stands here.
+// The lists of all operations. The loops of each device and each instruction set are compiled for the operations in these lists.
 
 #include <cstdint>
 #include <tuple>
@@ -34,7 +34,7 @@ template <class... C>
 std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles, UnscaleAndClip> blockwise_of(const std::tuple<C...>&);
 using Blockwise = decltype(blockwise_of(std::declval<Codecs>()));
 
-// One of map_blocks: an operation over so many elements.
+// A job of map_blocks: an operation over numel elements.
 template <class Operation>
 struct Job {
   int64_t numel;
@@ -51,7 +51,7 @@ auto reductions_of(const std::tuple<Rules...>&)
     -> decltype(std::tuple_cat(std::declval<std::tuple<Squares>>(), std::declval<NormsOf<Rules>>()...));
 using Reductions = decltype(reductions_of(std::declval<Optimizers>()));
 
-// Whether the operation takes its k-th stream in a codec's format, too; whether it takes any.
+// Whether the operation accepts a codec's format for its k-th stream; whether it accepts one for any stream.
 template <class Operation>
 constexpr bool may_be_coded(int k) {
   if constexpr (requires { Operation::may_be_coded(k); }) return Operation::may_be_coded(k);
@@ -64,7 +64,7 @@ inline constexpr bool takes_codes = [] {
   return any;
 }();
 
-// An entry for each operation of a list.
+// A tuple with one entry for each operation of a list.
 template <template <class> class Entry, class List>
 struct TableOf;
 template <template <class> class Entry, class... Operations>

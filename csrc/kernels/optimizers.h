@@ -1,6 +1,6 @@
 #pragma once
 
-// All optimizers: what else has to know of one goes over this list.
+// The list of all optimizers. Everything that is compiled or registered for each optimizer iterates over it.
 
 #include <tuple>
 

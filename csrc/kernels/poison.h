@@ -5,7 +5,7 @@
 
 namespace dltrain {
 
-// An operation of for_each: where the flag is set by then, the values become NaN, so that nobody takes them for a result.
+// An operation of for_each: if the flag is set when it runs, it sets all values to NaN, so that they are not mistaken for a result.
 struct Poison {
   static constexpr int streams = 1;
   DLT_HD static constexpr bool writes(int) { return true; }
@@ -15,7 +15,7 @@ struct Poison {
 
   using Numbers = None;
 
-  const int* flag;  // where the values lie
+  const int* flag;  // in memory of the values' device
 
   DLT_HD bool skip() const { return *flag == 0; }
   DLT_HD Element at(const None&) const { return {}; }

@@ -8,12 +8,12 @@
 
 namespace dltrain {
 
-// Sums of squares of the rows, Reduction::sums for each: results[row * sums + s] = sum over i of element(s, x_0[i], ..., x_{K-1}[i])^2,
-// where element = reduction.at(the row's numbers), in an order that depends on the row's length alone. The results lie where the list does.
-// Streams hold elements.
+// Computes Reduction::sums sums of squares for each row: results[row * sums + s] = sum over i of element(s, x_0[i], ..., x_{K-1}[i])^2,
+// where element = reduction.at(the row's numbers). The order of the additions depends only on the length of the row. The results are in
+// memory of the list's device. No stream may have a codec's format.
 template <class Reduction>
 void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
-  check(!list.signature().is_coded(), "list: expected elements in all streams, got a codec's");
+  check(!list.signature().is_coded(), "list: expected elements in all streams, got a codec");
   if constexpr (built_with_cuda) {
     if (context.on_cuda()) return std::get<cuda::Reduce<Reduction>>(cuda::reduce_table).enqueue(context, list, reduction, results);
   }

@@ -4,9 +4,9 @@
 
 namespace dltrain {
 
-// Numbers of a step that lie where its tensors lie, so that no host has to wait for them; null where there are none.
+// Numbers of a step in memory of its tensors' device, so that the host does not wait for them. Each may be null.
 struct Scalars {
-  const float* lr = nullptr;           // in the place of the number given
+  const float* lr = nullptr;           // replaces the lr of the Step
   const double* grad_scale = nullptr;  // gradients are divided by it
   const float* found_inf = nullptr;    // if not zero, the step changes nothing
 
@@ -16,7 +16,7 @@ struct Scalars {
   DLT_HD double grad_factor(bool maximize) const { return (maximize ? -1.0 : 1.0) / scale(); }
 };
 
-// What the steps of all optimizers are given.
+// The arguments that the steps of all optimizers have.
 struct Step {
   double lr;
   bool maximize = false;

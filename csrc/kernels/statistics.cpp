@@ -14,9 +14,9 @@ int64_t tiles_of(int64_t count) { return (count + SumTiles::elements - 1) / SumT
 }  // namespace
 
 int64_t rests_of(int64_t count) {
-  int64_t room = 0;
-  for (; count > SumTiles::elements; room += count) count = tiles_of(count);
-  return room;
+  int64_t size = 0;
+  for (; count > SumTiles::elements; size += count) count = tiles_of(count);
+  return size;
 }
 
 void add_up(const ExecutionContext& context, double* numbers, int64_t count, const Statistics& statistics) {

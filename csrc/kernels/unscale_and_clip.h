@@ -8,10 +8,10 @@
 
 namespace dltrain {
 
-// An operation of map_blocks, of one tile: what becomes of a step with these scalars whose gradients have this sum of squares. The numbers
-// lie where the gradients do; all are written.
+// An operation of map_blocks over one tile. From the sum of squares of the gradients and the scalars of a step, it writes the divisor of
+// the gradients, their norm, and found_inf, which is 1 if the step is not taken. All numbers are in memory of the gradients' device.
 struct UnscaleAndClip {
-  static constexpr int elements = 256;  // as many as a tile has to have
+  static constexpr int elements = 256;  // of a tile; the operation uses none of them
 
   const double* sum_squares;
   Scalars scalars;

@@ -10,7 +10,7 @@
 
 namespace dltrain {
 
-// Numbers of a row, where its tensors lie.
+// Pointers to numbers of a row, in memory of its tensors' device.
 template <class T, int count>
 struct Pointers {
   static constexpr int size = count;
@@ -23,17 +23,17 @@ struct Pointers<T, 0> {
   DLT_HD const T* operator[](int) const { return nullptr; }
 };
 
-// Bases, as those that are empty then take no room.
+// Counters and Sums are bases, because an empty base takes no space.
 template <class Rule, class Counters = Pointers<float, static_cast<int>(math::counters_of<Rule>().size())>,
           class Sums = Pointers<double, math::norms_of<Rule>()>>
 struct NumbersOf : Counters, Sums {
   DLT_HD Counters& counters() { return *this; }
   DLT_HD const Counters& counters() const { return *this; }
-  DLT_HD Sums& sums() { return *this; }  // null where the row has not the rule's flag
+  DLT_HD Sums& sums() { return *this; }  // null if the row does not have the rule's flag
   DLT_HD const Sums& sums() const { return *this; }
 };
 
-// As the rule has it, where the flag stands with the sums of its norms.
+// The numbers of a tensor for the rule. The sums of its norms are read only if the flag is set.
 template <class Rule>
 DLT_HD math::PerTensor per_tensor(const NumbersOf<Rule>& numbers, bool flag) {
   math::PerTensor tensor;
@@ -48,7 +48,7 @@ template <class Rule, unsigned states>
 struct Update {
   static constexpr int streams = 2 + std::popcount(states);
   DLT_HD static constexpr bool writes(int k) { return k != 1; }
-  // Of the rule's states the one that is the k-th stream.
+  // state_of[k] is the index, among the rule's states, of the state that is the k-th stream.
   static constexpr auto state_of = [] {
     std::array<int, streams> found{};
     for (int k = 2, state = 0; k < streams; ++state) {
@@ -62,13 +62,13 @@ struct Update {
 
   Rule rule;
   Step step;
-  bool flag = false;  // the rule's, of all rows
+  bool flag = false;  // the rule's flag, which is the same for all rows
 
   DLT_HD bool skip() const { return step.scalars.skip(); }
   DLT_HD Element at(const Numbers& numbers) const {
     return rule.at(per_tensor<Rule>(numbers, flag), step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize));
   }
-  // Whether two rows have the same element.
+  // Whether two rows have the same Element.
   static bool same(const Numbers& numbers, const Numbers& others) {
     bool equal = true;
     for (int i = 0; i < numbers.counters().size; ++i) equal = equal && *numbers.counters()[i] == *others.counters()[i];
@@ -77,7 +77,7 @@ struct Update {
   }
 };
 
-// Counts a step. Streams: the rule's counters.
+// An operation of for_each: it counts a step. Its streams are the rule's counters.
 template <class Rule>
 struct Advance {
   static constexpr int streams = static_cast<int>(Rule::counters.size());

@@ -1,7 +1,8 @@
 #pragma once
 
-// Runs of half elements to fp32 and back, with the processor's own conversions of fp16 where it has them. The values are those of widen and
-// narrow, so they are the same for every instruction set; NaNs, whose payloads the processor would keep, are left to narrow.
+// Converts arrays of half-precision elements to fp32 and back, by the processor's instructions for fp16 where it has them. The results are
+// those of widen and narrow, so they are the same for every instruction set. The processor would keep payloads of NaNs, so narrow converts
+// NaNs.
 
 #include <cstdint>
 
@@ -26,7 +27,7 @@ DLT_HD void narrow_run(T* to, const float* from, int64_t count) {
 
 #if defined(__F16C__)
 #if defined(__AVX512F__)
-constexpr __mmask16 all = 0xffff;  // GCC 12 warns of uninitialised memory where there is no mask
+constexpr __mmask16 all = 0xffff;  // without a mask GCC 12 warns of uninitialised memory
 #endif
 
 DLT_HD void widen_run(float* to, const Half* from, int64_t count) {

@@ -36,7 +36,7 @@ const std::vector<InstructionSet>& instruction_sets() {
 }
 
 const InstructionSet& instruction_set() {
-  static const InstructionSet& chosen = []() -> const InstructionSet& {
+  static const InstructionSet& selected = []() -> const InstructionSet& {
     const auto& sets = instruction_sets();
     const char* const wanted = std::getenv("DLTRAIN_INSTRUCTION_SET");
     if (!wanted || !*wanted) return sets.front();
@@ -47,7 +47,7 @@ const InstructionSet& instruction_set() {
     }
     unknown_name("DLTRAIN_INSTRUCTION_SET on this processor", names, wanted);
   }();
-  return chosen;
+  return selected;
 }
 
 }  // namespace dltrain::cpu

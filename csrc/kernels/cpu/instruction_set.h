@@ -10,8 +10,8 @@
 
 namespace dltrain::cpu {
 
-// The innermost loops of an operation. Each stretch of memory costs one call through a pointer, and what runs behind it uses one
-// instruction set throughout.
+// The innermost loops of an operation. Each contiguous part of a row costs one call through a pointer, and all code behind that pointer is
+// compiled for the same instruction set.
 template <class Operation>
 struct ElementLoop {
   void (*run)(const typename Operation::Element& element, const Signature<Operation::streams>& signature,
@@ -19,7 +19,7 @@ struct ElementLoop {
 };
 template <class Operation>
 struct BlockLoop {
-  void (*run)(const Operation& operation, int64_t numel, int64_t begin, int64_t end);  // tiles
+  void (*run)(const Operation& operation, int64_t numel, int64_t begin, int64_t end);  // begin and end count tiles
 };
 template <class Reduction>
 struct ReduceLoop {
@@ -39,11 +39,11 @@ struct InstructionSet {
   const Loops* loops;
 };
 
-// Those that this build has and this processor runs, best first. "portable" is always one of them.
+// The instruction sets that this build has and this processor supports, best first. The last one is always "portable", the baseline.
 const std::vector<InstructionSet>& instruction_sets();
 
-// The one in use: the best, or the one that the environment variable DLTRAIN_INSTRUCTION_SET names. Throws std::invalid_argument if that
-// one cannot be used here.
+// The instruction set in use: the best, or the one that the environment variable DLTRAIN_INSTRUCTION_SET names. Throws
+// std::invalid_argument if that one cannot be used here.
 const InstructionSet& instruction_set();
 
 inline const Loops& loops() { return *instruction_set().loops; }

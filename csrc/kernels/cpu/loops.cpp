@@ -1,5 +1,6 @@
-// Compiled once for each instruction set (csrc/build.json), with its flags and its name as DLT_INSTRUCTION_SET. Nothing in here may leave
-// a function that another file could be linked with: the loops have no linkage, what they call is inlined or the C library's.
+// This file is compiled once for each instruction set (csrc/build.json), with its flags and its name as DLT_INSTRUCTION_SET. It must not
+// export a function that the linker could use elsewhere: the loops have internal linkage, and call only inlined functions and the C
+// library.
 
 #include "kernels/codecs.h"
 #include "kernels/coding.h"
@@ -16,7 +17,7 @@ namespace dltrain::cpu {
 
 namespace {
 
-// What is not fp32 is widened so many elements at a time, in the first-level cache.
+// Streams that are not fp32 are widened this many elements at a time, in the first-level cache.
 constexpr int64_t piece = row_unit;
 
 // Elements [at, at + count) of a row's stream.
@@ -29,7 +30,7 @@ struct Stretch {
   DLT_HD TypedPointer elements() const { return TypedPointer{data, format.dtype}.from(at); }
 };
 
-// Calls visit(tile) for each tile of a codec in the stretch; its elements begin at a multiple of the tile's.
+// Calls visit(tile) for each tile of codec C in the stretch, whose first element is a multiple of the tile's size.
 template <class C, class Visit>
 DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
   constexpr int size = MessageLayout<C>::tile;
@@ -45,12 +46,12 @@ DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
   }
 }
 
-// Not inlined: they are the same for every operation.
-[[gnu::noinline]] void decode_to(float* room, const Stretch& from) {
+// These functions are not inlined, because they are the same for every operation.
+[[gnu::noinline]] void decode_to(float* buffer, const Stretch& from) {
   with_codec(from.format, [&]<class C>(std::type_identity<C>) DLT_HD_LAMBDA {
     each_tile<C>(from, [&](auto& tile) DLT_HD_LAMBDA {
       decode<C>(tile, static_cast<const uint8_t*>(from.data), from.numel, [](float, float x) DLT_HD_LAMBDA { return x; });
-      tile.store(room, [](float value, float) DLT_HD_LAMBDA { return value; });
+      tile.store(buffer, [](float value, float) DLT_HD_LAMBDA { return value; });
     });
   });
 }
@@ -63,16 +64,16 @@ DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
   });
 }
 
-// The elements as fp32: where they lie, or in the room.
-DLT_HD float* widened(const Stretch& from, float* room) {
+// The elements as fp32: the stream itself if it is fp32, otherwise the buffer.
+DLT_HD float* widened(const Stretch& from, float* buffer) {
   if (from.format.is_coded()) {
-    decode_to(room, from);
-    return room;
+    decode_to(buffer, from);
+    return buffer;
   }
   const TypedPointer elements = from.elements();
   if (elements.dtype == Dtype::fp32) return static_cast<float*>(elements.data);
-  with_type(elements, [&](const auto* values) DLT_HD_LAMBDA { widen_run(room, values, from.count); });
-  return room;
+  with_type(elements, [&](const auto* values) DLT_HD_LAMBDA { widen_run(buffer, values, from.count); });
+  return buffer;
 }
 
 template <class Operation, class Streams>
@@ -83,17 +84,17 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
 
   static void run(const Element& given, const Signature<Operation::streams>& signature, const typename ListOf<Operation>::Row& row,
                   int64_t begin, int64_t end) {
-    // Copies, which no store into a stream can change.
+    // A copy, which no store into a stream can change.
     const Element element = given;
     if (signature.is_plain()) {
       float* const data[] = {static_cast<float*>(row.data[K])...};
       return over(element, data, begin, end);
     }
-    alignas(cache_line) float room[Operation::streams][piece];
+    alignas(cache_line) float buffer[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {
       const int64_t count = end - at < piece ? end - at : piece;
       const Stretch stretches[] = {{row.data[K], signature.formats[K], row.numel, at, count}...};
-      float* const data[] = {widened(stretches[K], room[K])...};
+      float* const data[] = {widened(stretches[K], buffer[K])...};
       over(element, data, 0, count);
       (narrow_if<Operation::writes(K)>(data[K], stretches[K]), ...);
       if (signature.copies) narrow_to(data[0], count, TypedPointer{row.copy, signature.copy}.from(at));
@@ -103,7 +104,7 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
  private:
   DLT_HD static void over(const Element& element, float* const* data, int64_t begin, int64_t end) {
     float* const streams[] = {data[K]...};
-    // Rows never overlap, which lets the compiler work on many elements at once.
+    // The streams never overlap, so the compiler may vectorize the loop.
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) element(streams[K][i]...);
   }
@@ -124,7 +125,7 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
   }
 };
 
-// Cold, so compiled for size: for speed it would take longer to compile than all else in here.
+// This function is marked cold, so that it is optimized for size: otherwise compiling it takes longer than the rest of the file.
 template <class Operation>
 [[gnu::cold, gnu::noinline]] void run_last(const Operation& operation, int64_t index, int count) {
   Tile<Operation::elements, false> tile(index, count);
@@ -152,7 +153,7 @@ template <class Reduction, std::size_t... K>
 struct ReduceRun<Reduction, std::index_sequence<K...>> {
   using Element = typename Reduction::Element;
 
-  // As many running values for every instruction set, so that all of them give the same bits.
+  // The number of running sums is the same for every instruction set, so that all of them give the same bits.
   static constexpr int lanes = 32;
   using Running = double[lanes];
 
@@ -163,11 +164,11 @@ struct ReduceRun<Reduction, std::index_sequence<K...>> {
     for (auto& each : running) {
       for (double& value : each) value = math::SumSquares::none();
     }
-    alignas(cache_line) float room[Reduction::streams][piece];
-    const int64_t step = Reduction::sums == 1 && signature.is_plain() ? end - begin : piece;  // a multiple of the lanes, or all
+    alignas(cache_line) float buffer[Reduction::streams][piece];
+    const int64_t step = Reduction::sums == 1 && signature.is_plain() ? end - begin : piece;  // a multiple of `lanes`, or all elements
     for (int64_t at = begin; at < end; at += step) {
       const int64_t count = end - at < step ? end - at : step;
-      const float* const data[] = {widened({row.data[K], signature.formats[K], row.numel, at, count}, room[K])...};
+      const float* const data[] = {widened({row.data[K], signature.formats[K], row.numel, at, count}, buffer[K])...};
       add_all(element, data, count, running, std::make_integer_sequence<int, Reduction::sums>{});
     }
     for (int s = 0; s < Reduction::sums; ++s) sums[s] = merged(running[s]);

@@ -12,10 +12,10 @@
 
 namespace dltrain::cpu {
 
-// Parts of fixed length, reduced in any order, then merged in theirs.
+// The rows are divided into parts of fixed length, which are reduced in any order and then merged in the order of the parts.
 template <class Reduction>
 void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
-  constexpr int64_t length = 1 << 14, grain = 16;
+  constexpr int64_t length = 1 << 14, grain_size = 16;
   struct Partial {
     int64_t row, first, last;
     std::array<double, Reduction::sums> sums;
@@ -26,7 +26,7 @@ void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, cons
     for (int64_t first = 0; first < numel; first += length) parts.push_back({row, first, std::min(first + length, numel), {}});
   }
   const auto loop = std::get<ReduceLoop<Reduction>>(loops().reductions);
-  context.parallel_for(static_cast<int64_t>(parts.size()), grain, [&](int64_t begin, int64_t end) {
+  context.parallel_for(static_cast<int64_t>(parts.size()), grain_size, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       auto& [row, first, last, sums] = parts[i];
       loop.run(reduction.at(list.row(row).numbers), list.signature(), list.row(row), first, last, sums.data());

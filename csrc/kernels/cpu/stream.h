@@ -1,6 +1,6 @@
 #pragma once
 
-// Stores that go around the cache: what is written is not read first, and nothing else is pushed out. For memory that nobody reads soon.
+// Non-temporal stores, for memory that is not read soon: a line is not read before it is written, and evicts no other line from the cache.
 
 #include <cstdint>
 #include <cstring>
@@ -14,7 +14,7 @@
 
 namespace dltrain::cpu {
 
-// To a line's border.
+// Writes one cache line; `to` is aligned to it.
 DLT_HD void stream_line(void* to, const void* from) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
@@ -31,7 +31,7 @@ DLT_HD void stream_line(void* to, const void* from) {
 #endif
 }
 
-// Lines that are written in part, at the ends, go through the cache.
+// Writes `bytes` bytes. The lines at the ends that are written only in part are written through the cache.
 DLT_HD void stream(void* to, const void* from, int64_t bytes) {
   auto* const out = static_cast<char*>(to);
   const auto* const in = static_cast<const char*>(from);
@@ -42,7 +42,7 @@ DLT_HD void stream(void* to, const void* from, int64_t bytes) {
   std::memcpy(out + at, in + at, bytes - at);
 }
 
-// What this thread has streamed comes before what it writes from now on.
+// Orders the non-temporal stores of this thread before its later stores.
 DLT_HD void finish_stores() {
 #if defined(__x86_64__)
   _mm_sfence();

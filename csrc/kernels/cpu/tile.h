@@ -1,6 +1,6 @@
 #pragma once
 
-// The elements of a tile on the CPU, in the first-level cache. All loops have a length that the compiler knows, but in the last tile.
+// The tile on the CPU: arrays in the first-level cache. The compiler knows the length of every loop, except in the last tile.
 
 #include <cstdint>
 #include <cstring>
@@ -19,7 +19,7 @@ template <int size, bool full>
 class Tile {
  public:
   DLT_HD Tile(int64_t index, int count) : Tile(index, count, index * size) {}
-  // first: where its elements begin, behind the pointers to elements that it is given.
+  // first: the index of the tile's first element in the arrays of elements that the methods receive.
   DLT_HD Tile(int64_t index, int count, int64_t first) : index_(index), first_(first), count_(full ? size : count) {
     if constexpr (!full) std::memset(held_, 0, sizeof(held_));
   }
@@ -83,9 +83,10 @@ class Tile {
   template <class Codec, class F>
   DLT_HD void encode(typename Codec::Word* to, bool non_temporal, F f) {
     using Layout = MessageLayout<Codec>;
-    const float* const value = value_;  // which no store of a byte can change
+    const float* const value = value_;  // a copy, which no store of a byte can change
     alignas(cache_line) Wide<Codec> scratch[Layout::words];
     Wide<Codec>* wide = scratch;
+    // Messages whose words hold several codes are small, so they are written through the cache.
     if constexpr (full && Layout::codes == 1) wide = non_temporal ? scratch : to;
 #pragma GCC ivdep
     for (int j = 0; j < Layout::words; ++j) {
@@ -156,15 +157,15 @@ class Tile {
   }
 
  private:
-  // Into the second-level cache: memory would else be idle while a tile is worked on.
+  // Prefetches into the second-level cache: memory would otherwise be idle while a tile is processed.
   template <class T>
   DLT_HD static void fetch_ahead(const T* elements) {
     constexpr int distance = 2048, second_level = 2;
-    const auto* const ahead = reinterpret_cast<const char*>(elements) + distance;  // a hint: it may lie beyond the end
+    const auto* const ahead = reinterpret_cast<const char*>(elements) + distance;  // only a hint, so it may be beyond the end
     for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += cache_line) __builtin_prefetch(ahead + at, 0, second_level);
   }
 
-  // Several codes are put together and taken apart in whole words: the compiler would else narrow or widen each by itself.
+  // Words of several codes are packed and unpacked as uint32_t: otherwise the compiler narrows or widens each code on its own.
   template <class Codec>
   using Wide = std::conditional_t<MessageLayout<Codec>::codes == 1, typename Codec::Word, uint32_t>;
 

@@ -1,11 +1,11 @@
 #pragma once
 
-// What one launch works on: so many rows of a tensor list as fit into a kernel's parameters. They travel by value, so a list of any length
-// is a few launches, nothing has to be copied to the device first, and a captured graph holds all it needs. Short lists have kernels of
-// their own, since all that there is room for is copied at each launch.
+// What one launch processes: as many rows of a tensor list as fit into a kernel's parameters. They are passed by value, so a list of any
+// length takes a few launches, nothing has to be copied to the device first, and a captured graph contains all it needs. Short lists have
+// kernels of their own, because every launch copies the whole parameters, with unused rows.
 //
 //   rows       |------ row 0 ------|- row 1 -|row 2|
-//   chunks     |   0   |   1   | 2 |    3    |  4  |        a thread block each
+//   chunks     |   0   |   1   | 2 |    3    |  4  |        a thread block processes one chunk at a time
 
 #include <algorithm>
 #include <array>
@@ -19,22 +19,22 @@
 
 namespace dltrain::cuda {
 
-inline constexpr unsigned threads = 256;        // of a block
-inline constexpr int resident = 4;              // blocks of a multiprocessor at once, which leaves a thread 64 registers
-inline constexpr int64_t chunk_size = 1 << 13;  // elements; a multiple of the four that a 16-byte access takes
+inline constexpr unsigned threads = 256;        // per block
+inline constexpr int resident = 4;              // blocks per multiprocessor at the same time, which leaves a thread 64 registers
+inline constexpr int64_t chunk_size = 1 << 13;  // in elements; a multiple of four, which are one 16-byte access
 
 static_assert(CUDART_VERSION >= 12010, "kernels with 32 KiB of parameters need CUDA 12.1");
 inline constexpr int64_t parameter_bytes = 32764;
 
 template <class List>
-struct BatchRow : List::RowNumbers {  // a base, as one that is empty then takes no room
+struct BatchRow : List::RowNumbers {  // a base, because an empty base takes no space
   void* data[List::streams];
   void* copy;
   int64_t numel;
   int64_t first_chunk;
 };
 
-// Which of some stretches an index lies in: the last that begins there or before, since those without elements have none.
+// The stretch that contains an index: the last one that begins at the index or before it, since stretches may be empty.
 template <class First>
 DLT_HD int stretch_of(int64_t index, int count, const First& first) {
   int low = 0, high = count;
@@ -45,7 +45,7 @@ DLT_HD int stretch_of(int64_t index, int count, const First& first) {
   return low;
 }
 
-inline constexpr int few = 8;  // rows
+inline constexpr int few = 8;  // rows of a short list
 
 template <class Operation, class List>
 inline constexpr int most =
@@ -64,7 +64,7 @@ struct Batch {
   }
 };
 
-// Calls launch(batch, index of the batch's first row) for the list, batch by batch.
+// Calls launch(batch, index of the batch's first row) for each batch of the list.
 template <int capacity, class List, class Operation, class Launch>
 void in_batches(const List& list, const Operation& operation, Launch&& launch) {
   using B = Batch<Operation, List, capacity>;
@@ -88,8 +88,8 @@ void in_batches(const List& list, const Operation& operation, Launch&& launch) {
   }
 }
 
-// Every kernel takes one struct of parameters; all of its loops go on by the size of the grid, so that the grid may be cut. It is cut to a
-// few times what the device holds at once: what a block works out before its loop it then does seldom, and the last blocks still even out.
+// Every kernel takes one struct of parameters, and its loops work with a grid of any size. The grid is limited to a few times the number of
+// blocks that run at once: then few blocks repeat what they compute before their loop, and the load is still balanced at the end.
 template <class Parameters>
 void launch(const ExecutionContext& context, void (*kernel)(Parameters), int64_t blocks, const Parameters& parameters, const char* what) {
   if (blocks == 0) return;

@@ -11,7 +11,7 @@ namespace dltrain::cuda {
 
 namespace {
 
-// What a lane works on of a row: four elements, from i on, of which so many are there, or all for certain.
+// The part of a row that a lane processes: four elements from i on, of which `present` exist. If `all` is true, all four exist.
 template <bool all>
 struct Quad {
   int64_t i;
@@ -21,7 +21,7 @@ struct Quad {
   __device__ bool has(int c) const { return all || c < present; }
 };
 
-// Four elements as they lie in memory: all streams are on their way before the first is widened.
+// Four elements in their type in memory, so that all streams are being loaded before the first one is widened.
 union Raw {
   Pack<float> fp32;
   Pack<Half> fp16;
@@ -70,7 +70,7 @@ __device__ void store(const TypedPointer& to, float value) {
   with_type(to, [&]<class T>(T* out) { *out = narrow<T>(value); });
 }
 
-// A row's stream, which may be kept in a codec's format: then the quads of a warp are a block.
+// A stream of a row. If it is in a codec's format, the quads of a warp are one block.
 template <bool coded>
 struct Stream {
   void* data;
@@ -122,7 +122,7 @@ struct Stream {
   }
 };
 
-// Not in device code, since what it asks is the host's.
+// A constant outside of device code, because may_be_coded is a host function.
 template <class Operation, bool coded, std::size_t k>
 constexpr bool is_coded = coded && may_be_coded<Operation>(k);
 
@@ -131,16 +131,16 @@ __device__ auto stream_of(const B& batch, const BatchRow<ListOf<Operation>>& row
   return Stream<is_coded<Operation, coded, k>>{row.data[k], batch.signature.formats[k], row.numel};
 }
 
-template <bool written, class Stream, class ExecutionContext, class Values>
-__device__ void store_if(const Stream& to, const ExecutionContext& context, const Values& values) {
-  if constexpr (written) to.store(context, values);
+template <bool written, class Stream, class Position, class Values>
+__device__ void store_if(const Stream& to, const Position& position, const Values& values) {
+  if constexpr (written) to.store(position, values);
 }
 
-// The elements [first, last) of a row, by all threads of a block.
+// All threads of a block process the elements [first, last) of a row.
 template <class Operation, bool coded, class B, std::size_t... K>
 __device__ void run(const typename Operation::Element& element, const B& batch, const BatchRow<ListOf<Operation>>& row, int64_t first,
                     int64_t last, std::index_sequence<K...>) {
-  // A warp that holds blocks goes on together, and to the end. Else the last elements are worked on one by one.
+  // If there are codecs, the lanes of a warp stay together to the end of the row. Otherwise the last elements are processed one by one.
   const int64_t ahead = coded ? width * (threadIdx.x % warp) : 0;
   const int64_t end = coded ? last : first + (last - first) / width * width;
   for (int64_t i = first + width * threadIdx.x; i - ahead < end; i += width * threads) {
@@ -163,7 +163,7 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
   }
 }
 
-// Of a multiprocessor. Fewer where a thread's registers would not hold what it works on.
+// Blocks per multiprocessor: fewer where a thread needs more registers.
 template <class Operation, bool coded>
 constexpr int blocks_at_once = coded                    ? resident / 2
                                : Operation::streams > 4 ? resident - 1
@@ -174,14 +174,14 @@ __global__ void __launch_bounds__(threads, blocks_at_once<Operation, coded>)
     for_each_kernel(const __grid_constant__ Batch<Operation, ListOf<Operation>, capacity> batch) {
   if (batch.operation.skip()) return;
   __shared__ typename Operation::Element prepared;
-  int known = -1;  // the row that it is prepared for
-  // Side by side, so that most are of one row.
+  int known = -1;  // the row that `prepared` belongs to
+  // A block processes adjacent chunks, because most of them belong to the same row.
   const int64_t end = batch.chunks * (blockIdx.x + 1) / gridDim.x;
   for (int64_t chunk = batch.chunks * blockIdx.x / gridDim.x; chunk < end; ++chunk) {
     const int index = batch.row_of(chunk);
     const auto& row = batch.rows[index];
     if (index != known) {
-      __syncthreads();  // all have taken the one before
+      __syncthreads();  // all threads have read the previous one
       if (threadIdx.x == 0) prepared = batch.operation.at(row);
       __syncthreads();
       known = index;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The CUDA twins of the loops, compiled by nvcc for every operation of kernels/operations.h. They only enqueue.
+// The CUDA implementations of the loops, which nvcc compiles for every operation of kernels/operations.h. They only enqueue work.
 
 #include <span>
 

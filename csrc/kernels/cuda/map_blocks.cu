@@ -7,7 +7,7 @@ namespace dltrain::cuda {
 
 namespace {
 
-constexpr int warps = threads / warp;  // of a block, a tile each
+constexpr int warps = threads / warp;  // per block; each processes one tile at a time
 
 template <class Operation>
 concept Receives = requires(Operation operation) { operation.received; };
@@ -15,7 +15,7 @@ concept Receives = requires(Operation operation) { operation.received; };
 template <class Operation>
 concept InLists = requires { Operation::in_lists; };
 
-// Jobs and the messages that they receive, by value, as the host's lists of them are gone when the kernel runs.
+// Jobs, and the pointers to the messages that they receive, by value: the host's lists of them no longer exist when the kernel runs.
 template <class Operation, int capacity, int messages>
 struct Blocks {
   int size = 0, received_size = 0;
@@ -55,12 +55,12 @@ __global__ void __launch_bounds__(threads, resident)
   constexpr int size = Operation::elements;
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / warp; index < blocks.tiles;
        index += gridDim.x * int64_t{warps}) {
-    const int context = blocks.job_of(index);
-    const auto& [numel, operation] = blocks.jobs[context];
-    const int64_t own = index - (capacity == 1 ? 0 : blocks.first_tile[context]), rest = numel - own * size;
+    const int job = blocks.job_of(index);
+    const auto& [numel, operation] = blocks.jobs[job];
+    const int64_t own = index - (capacity == 1 ? 0 : blocks.first_tile[job]), rest = numel - own * size;
     Tile<size> tile(own, rest < size ? static_cast<int>(rest) : size);
     if constexpr (Receives<Operation>) {
-      operation(tile, blocks.received + (capacity == 1 ? 0 : blocks.first_received[context]));
+      operation(tile, blocks.received + (capacity == 1 ? 0 : blocks.first_received[job]));
     } else {
       operation(tile);
     }
@@ -93,7 +93,7 @@ bool fit(std::span<const Job<Operation>> jobs, size_t capacity, int messages) {
   return jobs.size() <= capacity && messages >= 0;
 }
 
-// A launch takes the longer the more parameters it has, also where most of them say nothing.
+// The time of a launch grows with the size of the parameters, also if most of them are unused, so few jobs have a kernel of their own.
 template <class Operation>
 void enqueue(const ExecutionContext& context, std::span<const Job<Operation>> jobs) {
   constexpr int few_messages = Receives<Operation> ? 128 : 1, messages = Receives<Operation> ? 1200 : 1;

@@ -10,7 +10,8 @@ namespace dltrain::cuda {
 
 namespace {
 
-// Both kernels of a batch: a part for each chunk, then the parts of each row. Every sum has one order, whatever the device.
+// The parameters of both kernels of a batch: the first one computes a part for each chunk, and the second one adds up the parts of each
+// row. The order of the additions does not depend on the device.
 template <class Reduction>
 struct Parts {
   Reduction reduction;
@@ -20,16 +21,16 @@ struct Parts {
 template <class Reduction>
 using BatchOf = Batch<Parts<Reduction>, ListOf<Reduction>>;
 
-// The threads' values merged as a tree, for thread 0.
+// Merges the values of the threads as a tree. The result is that of thread 0.
 __device__ double merge_threads(double mine) {
   __shared__ double values[threads];
-  __syncthreads();  // the tree before has been read
+  __syncthreads();  // the previous result has been read
   values[threadIdx.x] = mine;
   for (unsigned half = threads / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) values[threadIdx.x] = math::SumSquares::merge(values[threadIdx.x], values[threadIdx.x + half]);
   }
-  return values[threadIdx.x];  // what it wrote itself: another's may still be on its way
+  return values[threadIdx.x];  // each thread reads what it wrote itself: the writes of others may not be visible yet
 }
 
 template <class Reduction, std::size_t... K, int... S>

@@ -1,7 +1,7 @@
 #pragma once
 
-// The elements of a tile on CUDA, in the registers of a warp. Lane l holds the quads of four elements that begin at 4 l, 4 l + 128, ..., so
-// that a lane reads and writes them at once: 16 bytes in fp32.
+// The tile on CUDA: registers of a warp. Lane l holds the quads of four elements that begin at 4 l, 4 l + 128, ..., so that a lane reads
+// and writes a quad by one access: 16 bytes in fp32.
 
 #include <cstdint>
 #include <cstring>
@@ -69,7 +69,7 @@ class Tile {
     }
   }
 
-  // The lane's own values, where they need not come from memory.
+  // These set and return the lane's own values, without access to memory.
   __device__ void take(const float (&values)[held]) {
     for (int i = 0; i < held; ++i) value_[i] = is_present(i) ? values[i] : 0.0f;
   }
@@ -85,7 +85,7 @@ class Tile {
       code_[i] = is_present(i) ? f(value_[i], random_[i]) : 0;
       word[i % kept<Layout>] |= code_[i] << shift<Codec>(i);
     }
-    // Lanes whose codes share units put them together, and the first of them write.
+    // Lanes whose codes share words combine them, and the first of these lanes write the words.
     for (unsigned apart = Layout::words / 4; apart < warp; apart *= 2) {
       for (int c = 0; c < 4; ++c) word[c] |= __shfl_xor_sync(all_lanes, word[c], apart);
     }
@@ -147,17 +147,17 @@ class Tile {
   }
 
  private:
-  // What holds as many bytes in registers: four of four bytes, of two, or of one.
+  // The vector type of the size of four elements, which have four bytes, two or one.
   template <class T>
   using Vector = std::conditional_t<sizeof(T) == 4, uint4, std::conditional_t<sizeof(T) == 2, uint2, unsigned>>;
 
   static __device__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-  // Where in the tile my i-th element is, and whether the tile has it.
+  // The index in the tile of this lane's i-th element, and whether this element exists.
   __device__ int element(int i) const { return static_cast<int>(4 * lane_) + 128 * (i / 4) + i % 4; }
   __device__ bool is_present(int i) const { return element(i) < count_; }
 
-  // So many units a lane works on. My i-th code is in the (i % kept)-th of them, so far from its lowest bit.
+  // The number of words that a lane holds. The lane's i-th code is in word i % kept, `shift` bits above the lowest bit.
   template <class Layout>
   static constexpr int kept = Layout::words < 128 ? 4 : Layout::words / 32;
   template <class Codec>
@@ -165,8 +165,8 @@ class Tile {
     return element(i) / MessageLayout<Codec>::words * Codec::bits;
   }
 
-  // Four neighbours, of which only those below count() are there: at once where that can be. Of an assignment compilers make four, which
-  // they share with those of the other case, so stores are CUDA's intrinsic.
+  // Four adjacent elements, of which only those below count() exist: one access if that is possible. The store uses CUDA's intrinsic,
+  // because compilers turn an assignment into four stores, to share them with the other case.
   template <class T>
   __device__ Pack<T> read(const T* from, int first) const {
     __builtin_assume(__isGlobal(from));
