@@ -1,12 +1,12 @@
 #pragma once
 
-// What the codecs share: a block of elements has one scale, and an element's code stands for value(code) * scale.
+// What the codecs have in common: a block of elements has one scale, and an element is decoded as value(code) * scale.
 //
 //   statistic   the largest magnitude of the block or, for codecs of one bit, the mean magnitude
-//   scale       statistic / largest code           x  ~  value(code(x / scale)) * scale
+//   scale       statistic / largest code           x is approximately value(code(x / scale)) * scale
 //
-// A block that holds a NaN or an infinity has scale NaN and codes of zero. One whose statistic is below 2^-117 has scale 0: the
-// reciprocal of a smaller one might not be finite, nor the scale a normal number. (127 / absmax overflows below 4e-37, or 2^-121.)
+// A block that contains a NaN or an infinity has scale NaN and codes of zero. A block whose statistic is below 2^-117 has scale 0: its
+// reciprocal might not be finite, and its scale might not be a normal number. (127 / absmax overflows below 4e-37, or 2^-121.)
 
 #include "core/host_device.h"
 
@@ -20,26 +20,26 @@ inline constexpr float smallest_statistic = 0x1p-117f, largest_float = 0x1.fffff
 DLT_HD uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffff; }
 DLT_HD bool is_finite(float x) { return magnitude_bits(x) < 0x7f800000; }
 
-// Of a codec's error, relative to the largest magnitude of the block: of an element, and the root mean square over a block. Up to fp32
-// rounding, a factor of 1 + 1e-4; the rms of stochastic rounding is an expectation.
+// Bounds of a codec's error, relative to the largest magnitude of the block: the maximum over the elements, and the root mean square over a
+// block. They hold up to fp32 rounding, a factor of 1 + 1e-4. The rms of stochastic rounding is an expectation.
 struct Bound {
   double max, rms;
 };
 
 struct Scale {
   float decode;  // value(code) * decode is the element
-  float encode;  // element * encode is what is rounded to a code
+  float encode;  // element * encode is rounded to a code
 };
 
 DLT_HD Scale scale_of(float statistic, float largest) {
   if (!is_finite(statistic)) return {float_of(nan_bits), 0.0f};
   if (statistic < smallest_statistic) return {0.0f, 0.0f};
-  // The largest float divided by 127 is rounded up, and times 127 would be infinite.
+  // The largest float divided by 127 is rounded up, so the product with 127 would be infinite.
   const float scale = (statistic < 0x1.fffffcp127f ? statistic : 0x1.fffffcp127f) / largest;
   return {scale, largest / statistic};
 }
 
-// The element that a code stands for. A NaN is not left to the product, where its bits differ between processors.
+// The decoded element. A NaN is returned explicitly, because the bits of a product with NaN differ between processors.
 template <class Codec>
 DLT_HD float decoded(uint32_t code, float scale) {
   if constexpr (Codec::statistic == Statistic::none) {
@@ -55,7 +55,7 @@ DLT_HD float uniform(uint32_t random) {
   return number < 1.0f ? number : 0x1.fffffep-1f;
 }
 
-// yes or no; both are worked out, so that a compiler has no branch to keep.
+// Returns `yes` or `no`. Both are computed, so that the compiler needs no branch.
 DLT_HD uint32_t select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
@@ -63,7 +63,7 @@ DLT_HD uint32_t select(bool condition, uint32_t yes, uint32_t no) {
 
 DLT_HD float clamped(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }
 
-// A neighbouring whole number, each with the probability that makes the mean x. |x| < 2^23.
+// One of the two integers next to x, with such probabilities that the expectation is x. |x| < 2^23.
 DLT_HD int32_t stochastic_integer(float x, uint32_t random) {
   const auto whole = static_cast<int32_t>(x);
   const float rest = x - static_cast<float>(whole);
@@ -71,7 +71,7 @@ DLT_HD int32_t stochastic_integer(float x, uint32_t random) {
   return whole + ((away ^ negative) - negative);
 }
 
-// The nearest whole number, ties to even, plus 0x4b400000; |x| < 2^22. Added to 1.5 * 2^23 there is no room for a fraction.
+// The nearest integer, ties to even, plus 0x4b400000; |x| < 2^22. A float near 1.5 * 2^23 has no bits for a fraction.
 DLT_HD uint32_t nearest_integer(float x) { return bits_of(x + 0x1.8p23f); }
 
 }  // namespace dltrain::math

@@ -1,7 +1,7 @@
 #pragma once
 
 // Philox4x32-10 (Salmon, Moraes, Dror & Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): four random words that are a function
-// of a counter and a key, so that every element has its own, whoever works it out.
+// of a counter and a key, so that the random word of an element does not depend on which thread computes it.
 
 #include <cstdint>
 
@@ -27,13 +27,13 @@ DLT_HD Words philox(Words counter, uint32_t key0, uint32_t key1) {
   return counter;
 }
 
-// Where the random numbers of stochastic rounding come from. Element e of a rank's tensor takes word e % 4 of counter (e / 4, rank), with
-// key (seed, step); the upper half of the seed stands in the counter's last word.
+// The random numbers of stochastic rounding. Element e of a rank's tensor uses word e % 4 of counter (e / 4, rank), with key (seed, step).
+// The upper half of the seed is the last word of the counter.
 struct RandomStream {
   uint64_t seed = 0;
   uint32_t step = 0, rank = 0;
 
-  DLT_HD Words at(int64_t quad) const {  // of elements 4 quad to 4 quad + 3
+  DLT_HD Words at(int64_t quad) const {  // for elements 4 quad to 4 quad + 3
     const auto low = static_cast<uint32_t>(quad), high = static_cast<uint32_t>(quad >> 32);
     return philox({{low, high, rank, static_cast<uint32_t>(seed >> 32)}}, static_cast<uint32_t>(seed), step);
   }

@@ -1,7 +1,7 @@
 #pragma once
 
-// The sum of squares of fp32 numbers, in double: no square of one overflows or becomes zero there, so the sum is finite exactly if all of
-// them are.
+// The sum of squares of fp32 numbers, in double. No square of an fp32 number overflows or becomes zero there, so the sum is finite exactly
+// if all numbers are.
 
 #include "core/host_device.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Each element is a bfloat16, the upper half of a float, and a block of its own. One that rounds to 2^128 is an overflow: NaN.
-// The bounds hold down to 2^-126; below, the error is constant.
+// Each element is a bfloat16, the upper half of a float, and a block of its own. An element that rounds to 2^128 overflows and becomes NaN.
+// The error bounds hold down to 2^-126; below that the error is constant.
 
 #include "core/dtype.h"
 #include "math/block.h"

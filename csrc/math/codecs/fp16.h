@@ -1,7 +1,7 @@
 #pragma once
 
-// Each element is an IEEE 754 half, and a block of its own. One that rounds to 2^16 or more is an overflow: NaN.
-// The bounds hold down to 2^-14; below, the error is constant.
+// Each element is an IEEE 754 half, and a block of its own. An element that rounds to 2^16 or more overflows and becomes NaN.
+// The error bounds hold down to 2^-14; below that the error is constant.
 
 #include "core/dtype.h"
 #include "math/block.h"

@@ -1,9 +1,9 @@
 #pragma once
 
-// 128 elements share an fp32 scale, absmax / 448; each is a float of 1 + 4 + 3 bits, e4m3fn (Micikevicius et al., "FP8 Formats for Deep
-// Learning", 2022): 2^(e - 7) 1.mmm, and without the leading one 2^-6 0.mmm where e is 0.
+// 128 elements share an fp32 scale, absmax / 448. Each element is a float of 1 + 4 + 3 bits, e4m3fn (Micikevicius et al., "FP8 Formats for
+// Deep Learning", 2022): 2^(e - 7) 1.mmm or, if e is 0, 2^-6 0.mmm.
 //
-// The error is also relative to the element, 2^-4 (stochastic 2^-3) of it, down to absmax 2^-6 / 448; below, it is constant.
+// The error is at most 2^-4 (stochastic 2^-3) of the element, down to elements of absmax 2^-6 / 448; below that it is constant.
 
 #include "math/block.h"
 
@@ -21,7 +21,7 @@ struct FP8 {
   DLT_HD static uint32_t nearest(float y) {
     const uint32_t magnitude = magnitude_bits(y);
     const uint32_t normal = (magnitude + 0x7ffff + ((magnitude >> 20) & 1) - first_normal) >> 20;
-    // Below 2^-6 the last place is 2^-9, which is that of the floats from 2^14 on.
+    // Below 2^-6 the unit in the last place is 2^-9, which is also that of the floats in [2^14, 2^15).
     const uint32_t denormal = bits_of(float_of(magnitude) + 0x1p14f) - 0x46800000;
     return sign(y) | (magnitude < smallest_normal ? denormal : normal);
   }
@@ -32,7 +32,7 @@ struct FP8 {
         static_cast<uint32_t>(stochastic_integer(float_of(magnitude < smallest_normal ? magnitude : smallest_normal) * 0x1p9f, random));
     return sign(y) | select(magnitude < smallest_normal, denormal, normal);
   }
-  // 0x7f, which no encoder writes, is the NaN.
+  // The code 0x7f is NaN; the encoder never writes it.
   DLT_HD static float scaled(uint32_t code, float scale) {
     return float_of(select((code & 0x7f) == 0x7f, nan_bits, bits_of(value(code) * scale)));
   }

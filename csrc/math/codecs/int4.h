@@ -1,7 +1,7 @@
 #pragma once
 
-// 128 elements share an fp32 scale, absmax / 7; each is four bits, 8 more than the number. Byte j of a block holds element j in its low
-// half and element j + 64 in its high half.
+// 128 elements share an fp32 scale, absmax / 7. A code has four bits, and is the integer plus 8. Byte j of a block holds element j in its
+// low half and element j + 64 in its high half.
 
 #include "math/block.h"
 
@@ -16,7 +16,7 @@ struct Int4 {
   static constexpr int bits = 4;
   static constexpr Bound nearest_error{1.0 / 14, 1.0 / 14}, stochastic_error{1.0 / 7, 1.0 / 14};
 
-  // The sum has the nearest whole number plus 8 in its last bits, since there it has no room for a fraction.
+  // The last bits of the sum are the nearest integer plus 8, since a float of this size has no bits for a fraction.
   DLT_HD static uint32_t nearest(float y) { return bits_of(y + offset) & 0xf; }
   DLT_HD static uint32_t stochastic(float y, uint32_t random) {
     return static_cast<uint32_t>(stochastic_integer(clamped(y, largest), random) + 8);

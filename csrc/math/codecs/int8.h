@@ -1,6 +1,6 @@
 #pragma once
 
-// 256 elements share an fp32 scale, absmax / 127; each is a byte in two's complement.
+// 256 elements share an fp32 scale, absmax / 127. A code is a byte in two's complement.
 
 #include "math/block.h"
 

@@ -1,9 +1,9 @@
 #pragma once
 
-// 256 elements share an fp32 scale m, their mean magnitude; each is a bit, set where it is negative (Seide et al., "1-bit Stochastic
-// Gradient Descent", 2014; with the mean: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019). Bit b of byte j of a block is element
-// j + 32 b. It is biased, and meant for error feedback. Stochastic rounding is not: m is then absmax, and x becomes m with probability
-// (1 + x / m) / 2.
+// 256 elements share an fp32 scale m, their mean magnitude. A code is one bit, which is set if the element is negative (Seide et al.,
+// "1-bit Stochastic Gradient Descent", 2014; with the mean: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019). Bit b of byte j of a
+// block is element j + 32 b. Rounding to nearest is biased, and meant for error feedback. Stochastic rounding is unbiased: m is then
+// absmax, and x becomes m with probability (1 + x / m) / 2, else -m.
 
 #include "math/block.h"
 

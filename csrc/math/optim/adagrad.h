@@ -4,7 +4,7 @@
 // torch.optim.Adagrad writes it, for the t-th step:
 //
 //   g <- g + wd p
-//   s <- s + g^2                             from an initial value on
+//   s <- s + g^2                             s begins with an initial value
 //   p <- p - lr / (1 + (t - 1) decay)  g / (sqrt(s) + eps)
 
 #include <cmath>

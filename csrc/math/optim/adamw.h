@@ -1,12 +1,12 @@
 #pragma once
 
-// AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, Algorithm 2), bias correction placed as in torch.optim.AdamW:
+// AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, Algorithm 2), with bias correction as in torch.optim.AdamW:
 //
 //   p <- p (1 - lr wd)
 //   m <- b1 m + (1 - b1) g              v <- b2 v + (1 - b2) g^2
 //   p <- p - lr / (1 - b1^t)  m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 //
-// AMSGrad (Reddi, Kale & Kumar, 2018) puts the largest v so far in the place of v.
+// AMSGrad (Reddi, Kale & Kumar, 2018) replaces v in the last line by the largest v so far.
 
 #include <cmath>
 
@@ -31,7 +31,7 @@ struct AdamWElement {
 
   DLT_HD void operator()(float& p, float g, float& m, float& v, float& max_v) const {
     moments(g, m, v);
-    // Written so that a NaN in v stays.
+    // The comparison is written so that max_v becomes NaN if v is NaN.
     max_v = max_v > v ? max_v : v;
     p = moved(p, m, max_v);
   }
@@ -40,14 +40,14 @@ struct AdamWElement {
   DLT_HD void moments(float g, float& m, float& v) const {
     g *= grad_factor;
     m = beta1 * m + one_less_beta1 * g;
-    // In this order, since g * g overflows first.
+    // The factors are multiplied in this order, because g * g would overflow earlier.
     v = beta2 * v + (one_less_beta2 * g) * g;
   }
 
   DLT_HD float moved(float p, float m, float v) const { return p * decay - step_size * (m / (sqrtf(v) * correction + eps)); }
 };
 
-// Terms that depend on the step count are worked out in double, once per tensor.
+// Terms that depend on the step count are computed in double, once per tensor.
 struct AdamW {
   static constexpr const char* name = "adamw";
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Layer-wise adaptive rate scaling, in three forms that part ways as soon as the learning rate changes:
+// Layer-wise adaptive rate scaling, in variants that differ as soon as the learning rate changes:
 //
 //   r = eta |w| / (|g| + wd |w| + eps)                          the trust ratio of a tensor; 1 where |w| or |g| is zero
 //
@@ -9,7 +9,7 @@
 //     w <- w - b                                                  w <- w - lr b
 //
 // You, Gitman & Ginsburg, "Large Batch Training of Convolutional Networks", 2017, Algorithm 1, and the optimizer of TensorFlow and MLPerf
-// have it inside; apex's LARC outside, with min(r / lr, 1) in the place of r. Both are an SGD step with factors of its own.
+// have it inside. apex's LARC has it outside, with min(r / lr, 1) instead of r. Both are an SGD step with different factors.
 
 #include <cmath>
 #include <type_traits>
@@ -27,7 +27,7 @@ struct LARS {
   bool nesterov = false;
   bool lr_inside = true;
   bool clip = false;            // r <- min(r / lr, 1)
-  bool decays_excluded = true;  // whether weight decay is for tensors without a trust ratio, too
+  bool decays_excluded = true;  // whether weight decay also applies to tensors without a trust ratio
   bool decays_at_zero_norm = true;
   static constexpr auto hyper() {
     return std::tuple{Hyper{"momentum", &LARS::momentum},
@@ -64,10 +64,10 @@ struct LARS {
     return tensor.flag ? adapted(tensor.sums[0], tensor.sums[1], lr, grad_factor) : excluded(lr, grad_factor);
   }
 
-  // Of a tensor without a trust ratio.
+  // The element function of a tensor without a trust ratio.
   DLT_HD SGDElement excluded(double lr, double grad_factor) const { return element(1.0, decays_excluded, lr, grad_factor); }
 
-  // Of one whose elements, and whose gradient's, have these sums of squares.
+  // The element function of a tensor with these sums of squares of its elements and of its gradient.
   DLT_HD SGDElement adapted(double sum_squares, double grad_sum_squares, double lr, double grad_factor) const {
     const double norm = sqrt(sum_squares), grad_norm = sqrt(grad_sum_squares) * fabs(grad_factor);
     if (norm == 0.0 || grad_norm == 0.0) return element(1.0, decays_at_zero_norm, lr, grad_factor);

@@ -1,19 +1,19 @@
 #pragma once
 
-// An optimizer is a rule: a struct of its hyper-parameters, whose defaults are the members' own, and a table of what it keeps and needs.
-// Kernels, bindings, ops and the Python layer are made from it:
+// An optimizer is a rule: a struct whose members are the hyper-parameters with their defaults, and which describes the state that it keeps
+// and the numbers that it needs. Kernels, bindings, ops and the Python layer are generated from it:
 //
-//   static constexpr const char* name            of the op, which is called name_
+//   static constexpr const char* name            the op is called name_
 //   static constexpr auto hyper()                std::tuple of Hyper
 //   static constexpr std::array states           of State: tensors of the parameter's shape
-//   static constexpr std::array counters         of Counter, where it has any: numbers of a parameter; advance(float&...) counts a step
-//   static constexpr int norms                   of a tensor, where it needs any, of what measure(PerTensor) makes of each element: a
-//   using Measure                                function (number of the norm as a type, parameter, gradient, state&...) -> float
-//   static constexpr Flag flag                   where some tensors are to be treated otherwise than others
-//   template <unsigned states> using Element     what one step does to an element: (parameter&, gradient, state&...), where states are the
-//                                                bits of those that there are
-//   needs(k)                                     whether these hyper-parameters use the optional state k; without it all that is given is
-//   used at(PerTensor, lr, grad_factor)               the element function's numbers; grad_factor: what gradients are multiplied by
+//   static constexpr std::array counters         optional, of Counter: numbers of a parameter; advance(float&...) counts a step
+//   static constexpr int norms                   optional: how many norms of a tensor it needs, over what measure(PerTensor) makes of each
+//   using Measure                                element: a function (index of the norm as a type, parameter, gradient, state&...) -> float
+//   static constexpr Flag flag                   optional: marks tensors that are treated differently
+//   template <unsigned states> using Element     what one step does to an element: (parameter&, gradient, state&...), where the bits of
+//                                                states are the states that are present
+//   needs(k)                                     optional: whether these hyper-parameters use the optional state k; default: if it is given
+//   at(PerTensor, lr, grad_factor)               the Element with its numbers; gradients are multiplied by grad_factor
 
 #include <array>
 #include <tuple>
@@ -33,10 +33,10 @@ Hyper(const char*, T Rule::*) -> Hyper<Rule, T>;
 
 struct State {
   const char* key;
-  bool optional = false;     // not all parameter groups have it
-  float initial = 0.0f;      // before the first step
-  bool nonnegative = false;  // whatever the gradients are
-  bool coded = false;        // kernels take it in a codec's format, too
+  bool optional = false;     // whether some parameter groups do not have it
+  float initial = 0.0f;      // the value before the first step
+  bool nonnegative = false;  // whether it is never negative
+  bool coded = false;        // whether it may be stored in a codec's format
 };
 
 struct Counter {
@@ -49,11 +49,11 @@ struct Flag {
   bool by_default = false;
 };
 
-// Of one tensor, when a step is made.
+// The numbers of one tensor during a step.
 struct PerTensor {
   static constexpr int most = 2;
   double counters[most] = {};  // already advanced
-  double sums[most] = {};      // of the squares of what the norms are of; where the tensor has the flag
+  double sums[most] = {};      // the sums of squares of the norms, if the tensor has the flag
   bool flag = false;
 };
 
@@ -84,7 +84,7 @@ constexpr Flag flag_of() {
   }
 }
 
-// For each choice of optional states the bits of all that there are then, fewest first.
+// For each choice of optional states, the bits of all states that are then present, in ascending order.
 template <class Rule>
 constexpr auto choices_of() {
   constexpr auto count = static_cast<unsigned>(Rule::states.size());

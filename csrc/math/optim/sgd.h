@@ -1,7 +1,7 @@
 #pragma once
 
 // Stochastic gradient descent with momentum (Polyak, 1964; Nesterov, 1983; Sutskever, Martens, Dahl & Hinton, 2013), as torch.optim.SGD
-// writes it, the learning rate outside of the momentum:
+// writes it, with the learning rate outside of the momentum:
 //
 //   d <- s (g + wd p)                        s = 1 - tau; at a parameter's first step, and without momentum, s = 1
 //   b <- mu b + d                            at a parameter's first step: b <- d
@@ -44,7 +44,7 @@ struct SGD {
 
   static constexpr std::array states = {State{.key = "momentum_buffer", .optional = true}};
   bool needs(unsigned) const { return momentum != 0.0; }
-  static constexpr Flag flag = {"first"};  // the buffer holds nothing yet
+  static constexpr Flag flag = {"first"};  // the buffer is not initialized yet
 
   template <unsigned states>
   using Element = SGDElement;
