@@ -2,6 +2,6 @@
 
 namespace dltrain {
 
-inline constexpr int cache_line = 64;  // bytes, on every processor that is built for
+inline constexpr int cache_line = 64;  // bytes, on all supported processors
 
 }  // namespace dltrain

@@ -14,13 +14,13 @@ std::string text(const Parts&... parts) {
   return out.str();
 }
 
-// Bad input: the text names the argument, what was expected and what came. Python sees a ValueError.
+// Reports bad input. The text names the argument, what was expected and what was given. In Python it is a ValueError.
 template <class... Parts>
 void check(bool holds, const Parts&... parts) {
   if (!holds) throw std::invalid_argument(text(parts...));
 }
 
-// A name that is none of those there are.
+// Reports a name that is not in the list of names.
 [[noreturn]] inline void unknown_name(const char* argument, const std::vector<std::string>& names, const std::string& got) {
   std::string list;
   for (const std::string& name : names) list += (list.empty() ? "" : ", ") + name;

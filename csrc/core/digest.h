@@ -5,7 +5,7 @@
 
 namespace dltrain {
 
-// Differs, as good as always, where the numbers do; of further ones, going on from the digest so far.
+// A hash of the numbers: different numbers almost always have different digests. so_far: the digest of the numbers before these.
 inline uint64_t digest(std::initializer_list<int64_t> numbers, uint64_t so_far = 0) {
   for (const int64_t number : numbers) {
     so_far = (so_far ^ static_cast<uint64_t>(number)) * 0xff51afd7ed558ccdu;

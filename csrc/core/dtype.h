@@ -1,7 +1,8 @@
 #pragma once
 
-// The element types of the tensors that come in and go out. All arithmetic is fp32: elements are widened as they are read, and narrowed,
-// to nearest even as IEEE 754 has it, as they are written. In arithmetic that every processor has, for the same bits.
+// The element types of the tensors. All arithmetic is in fp32: elements are widened when they are read, and rounded to nearest even, as in
+// IEEE 754, when they are written. The conversions give the same bits on all processors. They use integer arithmetic, because GCC 12 does
+// not vectorize its own conversions to half types.
 
 #include <cstdint>
 
@@ -30,16 +31,16 @@ DLT_HD float widen(Half x) {
   return float_of(sign | (magnitude < 0x0400 ? denormal : magnitude < 0x7c00 ? normal : special));
 }
 
-// The bits of the nearest half, of a magnitude that rounds to less than 2^16.
+// The bits of the nearest half, for a magnitude that rounds to less than 2^16.
 DLT_HD uint32_t nearest_half(uint32_t magnitude) {
   const uint32_t normal = (magnitude + ((magnitude >> 13) & 1) + (0x0fffu - ((127u - 15u) << 23))) >> 13;
-  // Below 2^-14 the last place is 2^-24, which is that of the floats from 0.5 on.
+  // Below 2^-14 the unit in the last place is 2^-24, which is also that of the floats in [0.5, 1).
   const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
   return magnitude < 0x38800000 ? denormal : normal;
 }
 inline constexpr uint32_t half_overflow = 0x477ff000;  // the smallest magnitude that rounds to 2^16
 
-// The bits of the nearest bfloat16, of any number that is not NaN.
+// The bits of the nearest bfloat16, for any number that is not NaN.
 DLT_HD uint32_t nearest_bfloat16(float x) { return (bits_of(x) + 0x7fff + ((bits_of(x) >> 16) & 1)) >> 16; }
 inline constexpr uint32_t bfloat16_overflow = 0x7f7f8000;  // the smallest magnitude that rounds to 2^128
 
@@ -64,7 +65,7 @@ DLT_HD Half narrow<Half>(float x) {
   return {static_cast<uint16_t>(sign | (magnitude < half_overflow ? finite : special))};
 }
 
-// Elements of a type that is known when the program runs; none where data is null.
+// A pointer to elements whose type is only known at run time. A null pointer means that there are no elements.
 struct TypedPointer {
   void* data = nullptr;
   Dtype dtype = Dtype::fp32;
@@ -73,7 +74,7 @@ struct TypedPointer {
   DLT_HD TypedPointer from(int64_t first) const { return data ? TypedPointer{static_cast<char*>(data) + bytes(first), dtype} : *this; }
 };
 
-// visit(pointer to the elements), typed.
+// Calls visit(data) with the pointer in its element type.
 template <class Visit>
 DLT_HD void with_type(const TypedPointer& elements, Visit&& visit) {
   switch (elements.dtype) {

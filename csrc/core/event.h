@@ -8,13 +8,13 @@ struct CUevent_st;
 
 namespace dltrain {
 
-// A point in the order of a context's work. On the CPU, where work is done when its call returns, it has always been passed.
+// A point in the order of a context's work. On the CPU work is done when its call returns, so an event has always been passed.
 class Event {
  public:
   Event() = default;
   static Event record(const ExecutionContext& context);
 
-  // What the place is given from now on runs after the event.
+  // Work that the context is given from now on runs after the event.
   void wait(const ExecutionContext& context) const;
 
   // Returns when the event has been passed.

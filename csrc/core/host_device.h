@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-// DLT_HD marks arithmetic that the host and the device compile from the same lines, the host once for each instruction set. Forced inline:
-// a copy of such a function that the linker could share between instruction sets must not come to be. DLT_HD_LAMBDA is the same for a
-// lambda, after its parameters.
+// DLT_HD marks arithmetic that the host and the device compile from the same source, the host once for each instruction set. It forces
+// inlining, so that there is no copy of such a function that the linker could share between instruction sets. DLT_HD_LAMBDA is the same for
+// a lambda, and is written after its parameters.
 #if defined(__CUDACC__)
 #define DLT_HD __host__ __device__ __forceinline__
 #define DLT_HD_LAMBDA

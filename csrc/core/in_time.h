@@ -11,8 +11,8 @@
 
 namespace dltrain {
 
-// What a call comes to that may take for ever, and that nobody may break off. Where it takes too long it is left behind, in a thread of its
-// own, in which `late` then gets what it comes to. Neither may throw.
+// Returns the result of a call that may block for ever and cannot be cancelled, or nothing if it takes longer than `timeout`. The call then
+// goes on in a thread of its own, which passes the result to `late`. Neither `call` nor `late` may throw.
 template <class Call, class Late>
 auto in_time(std::chrono::milliseconds timeout, Call call, Late late) -> std::optional<decltype(call())> {
   struct State {
@@ -32,7 +32,7 @@ auto in_time(std::chrono::milliseconds timeout, Call call, Late late) -> std::op
       state->changed.notify_all();
     });
   } catch (const std::system_error&) {
-    return call();  // there was no thread
+    return call();  // no thread could be started
   }
   std::unique_lock lock(state->mutex);
   state->changed.wait_for(lock, timeout, [&] { return state->result.has_value(); });

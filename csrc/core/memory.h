@@ -8,27 +8,27 @@
 
 namespace dltrain {
 
-// Device memory in the order of a stream: what is released may be handed out again for work that comes later in it.
+// A stream-ordered allocator of device memory: released memory may be used again by work that is enqueued later on the same stream.
 struct Allocator {
   void* (*allocate)(int device, CUstream_st* stream, int64_t bytes);
   void (*release)(void* memory, int device, CUstream_st* stream);
 };
 
-// A block of memory at a place, on a cache-line border. On CUDA it comes and goes in the order of the context's stream.
+// Owns a block of memory of a context, aligned to a cache line. On CUDA it is allocated and freed in the order of the context's stream.
 class Memory {
  public:
   Memory() = default;
   Memory(const ExecutionContext& context, int64_t bytes);
-  static Memory pinned(int device, int64_t bytes);  // on the host; the device copies to and from it without the processor
+  static Memory pinned(int device, int64_t bytes);  // page-locked host memory
   Memory(Memory&& other) noexcept { *this = std::move(other); }
   Memory& operator=(Memory&& other) noexcept;
   ~Memory() { release(); }
 
   void* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
-  bool lies_at(const ExecutionContext& context) const { return context_.device == context.device && context_.stream == context.stream; }
+  bool belongs_to(const ExecutionContext& context) const { return context_.device == context.device && context_.stream == context.stream; }
 
-  // Another stream uses it last, and is the one to give it back. Not for memory of an allocator: those know one stream a block.
+  // From now on another stream uses the memory, and frees it. Not for memory of an allocator, which has one stream per block.
   void hand_to(const ExecutionContext& context) {
     check(!context_.allocator, "hand_to: expected memory without an allocator of its own");
     context_ = context;
@@ -44,11 +44,11 @@ class Memory {
   bool pinned_ = false;
 };
 
-// Memory that only ever grows; growing forgets what it held.
+// Memory that only grows. Its contents are lost when it grows.
 class Buffer {
  public:
   void* reserve(const ExecutionContext& context, int64_t bytes) {
-    if (bytes > memory_.bytes() || !memory_.lies_at(context)) {
+    if (bytes > memory_.bytes() || !memory_.belongs_to(context)) {
       memory_ = Memory();
       memory_ = Memory(context, bytes);
     }
@@ -59,7 +59,7 @@ class Buffer {
   Memory memory_;
 };
 
-// Within the memory of the place, or between it and the host's.
+// Copies within the memory of the context, or between it and host memory.
 void copy(const ExecutionContext& context, void* to, const void* from, int64_t bytes);
 
 }  // namespace dltrain

@@ -7,7 +7,7 @@
 
 namespace dltrain {
 
-// Runs tasks one at a time, in the order in which they were given, whichever threads give them.
+// Runs tasks one at a time, in the order in which they were submitted, from any thread.
 class Queue {
  public:
   using Task = std::function<void()>;
@@ -17,18 +17,18 @@ class Queue {
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
 
-  // Returns when the task has run; what it throws comes through. With nothing ahead of it, it runs in the calling thread: handing a small
+  // Returns when the task has run, and rethrows what it throws. If the queue is idle, the task runs in the calling thread: passing a small
   // message to another thread costs more than sending it.
   void run(const Task& task);
 
   // Returns at once; the worker runs the task, which must not throw.
   void submit(Task task);
 
-  // Afterwards run and submit throw. Returns when all given tasks have run; called by one of them it returns at once, and the worker ends
-  // after the last.
+  // After this call run and submit throw. Returns when all submitted tasks have run; if one of them calls it, it returns at once, and the
+  // worker ends after the last task.
   void close();
 
-  // Whether a task of this queue, run by its worker, is what calls.
+  // Whether the caller is the worker, which runs a task of this queue.
   bool in_worker() const { return std::this_thread::get_id() == worker_id_; }
 
  private:

@@ -5,8 +5,8 @@
 
 namespace dltrain {
 
-struct Span {  // of elements
-  int64_t first = 0, count = 0;
+struct Span {
+  int64_t first = 0, count = 0;  // in elements
   auto operator<=>(const Span&) const = default;
 };
 

@@ -10,9 +10,9 @@
 
 namespace dltrain {
 
-// How a stream's elements are kept: one after the other, or those of a row as a message of a codec, by its place in StreamCodecs.
+// How a stream's elements are stored: one after another, or each row as a message of a codec, given by its index in StreamCodecs.
 struct Format {
-  Dtype dtype = Dtype::fp32;  // that the arithmetic sees, where there is a codec
+  Dtype dtype = Dtype::fp32;  // with a codec, the type of the decoded elements
   int8_t codec = none;
   static constexpr int8_t none = -1;
 
@@ -24,7 +24,7 @@ struct Format {
   bool is_plain() const { return dtype == Dtype::fp32 && !is_coded(); }
 };
 
-// The formats of a list's streams, and the type of the copy of the first one that may be written beside it.
+// The formats of a list's streams, and the type of a copy of the first stream, if one is written.
 template <int K>
 struct Signature {
   Format formats[K] = {};
@@ -33,7 +33,7 @@ struct Signature {
 
   bool operator==(const Signature&) const = default;
 
-  // Arithmetic may work on the streams as they lie.
+  // Whether arithmetic can use the streams in place.
   bool is_plain() const {
     return !copies && std::all_of(std::begin(formats), std::end(formats), [](const Format& format) { return format.is_plain(); });
   }
@@ -42,14 +42,14 @@ struct Signature {
   }
 };
 
-inline constexpr int64_t row_unit = 512;  // elements; a power of two, and a multiple of the block of every codec
+inline constexpr int64_t row_unit = 512;  // in elements; a power of two, and a multiple of the block of every codec
 
-// Of a row that has no numbers.
+// The numbers of a row that has none.
 struct None {};
 
 // K parallel lists of tensors. Row i is one element-wise operation: K pointers to numel elements each, e.g. the parameter, the gradient and
-// the moments of one AdamW update, and where the row has any, numbers of its own, e.g. its step count. The rows lie end to end in one index
-// space [0, numel()), which a kernel cuts into equal parts whatever the sizes of the tensors.
+// the moments of one AdamW update, and numbers of the row, if it has any, e.g. its step count. The rows follow each other in one index
+// space [0, numel()), which a kernel divides into equal parts, whatever the sizes of the tensors are.
 template <int K, class Numbers = None>
 class TensorList {
  public:
@@ -75,7 +75,7 @@ class TensorList {
     ends_.push_back(this->numel() + numel);
   }
 
-  // Rows without numbers and copies of their own: a row, or more of the last one where memory goes on behind it.
+  // For rows without numbers and copies. Adds a row, or extends the last row if the memory directly follows it.
   void extend(const std::array<void*, K>& data, int64_t numel) {
     if (!rows_.empty()) {
       Row& last = rows_.back();
@@ -108,15 +108,15 @@ class TensorList {
   auto begin() const { return rows_.begin(); }
   auto end() const { return rows_.end(); }
 
-  // The k-th stream of each row, by itself.
+  // A list of the k-th stream of each row.
   TensorList<1> stream(int k) const {
     TensorList<1> list(Signature<1>{{signature_.formats[k]}});
     for (const Row& row : rows_) list.add({row.data[k]}, row.numel);
     return list;
   }
 
-  // Calls visit(row index, row, first, last) for each stretch [first, last) of a row that lies in [begin, end) of the index space. Rows are
-  // cut after a multiple of row_unit of their elements: where a border lies elsewhere, what comes before it goes as far as to the next.
+  // Calls visit(row index, row, first, last) for each part [first, last) of a row in [begin, end) of the index space. Rows are only divided
+  // at multiples of row_unit of their elements: a border that is elsewhere is moved forward to the next multiple.
   template <class Visit>
   void visit(int64_t begin, int64_t end, Visit&& visit) const {
     auto row = std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin();
@@ -135,7 +135,7 @@ class TensorList {
   std::vector<int64_t> ends_;
 };
 
-// What an operation of for_each goes over.
+// The list that an operation of for_each or reduce takes.
 template <class Operation>
 using ListOf = TensorList<Operation::streams, typename Operation::Numbers>;
 

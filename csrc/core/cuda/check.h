@@ -10,7 +10,7 @@ namespace dltrain::cuda {
 
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // else the next to ask for it would take it for its own
+  cudaGetLastError();  // resets the error, so that later calls of this function do not return it
   throw std::runtime_error(text("CUDA: ", what, ": ", cudaGetErrorString(error), " (", cudaGetErrorName(error), ")"));
 }
 

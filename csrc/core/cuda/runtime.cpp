@@ -23,12 +23,12 @@ HasContext find_has_context() {
   return error == cudaSuccess ? reinterpret_cast<HasContext>(found) : nullptr;
 }
 
-// Without making one.
+// Whether the device has a primary context; the query does not create one.
 bool has_context(int device) {
-  static const HasContext ask = find_has_context();
+  static const HasContext query = find_has_context();
   unsigned flags = 0;
   int active = 0;
-  return !ask || ask(device, &flags, &active) != 0 || active != 0;
+  return !query || query(device, &flags, &active) != 0 || active != 0;
 }
 
 }  // namespace
@@ -133,7 +133,7 @@ Stream::~Stream() {
 
 int multiprocessors(int device) {
   constexpr int most = 64;
-  static std::atomic<int> known[most];  // to ask takes longer than a launch
+  static std::atomic<int> known[most];  // the query takes longer than a launch
   int count = device < most ? known[device].load() : 0;
   if (count > 0) return count;
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");

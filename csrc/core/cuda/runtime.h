@@ -1,6 +1,6 @@
 #pragma once
 
-// What the rest of core asks of the CUDA runtime, without its headers. A build without CUDA declares these and never calls them.
+// The calls of the CUDA runtime that the rest of the code uses, without CUDA's headers. A build without CUDA never calls these functions.
 
 #include <cstdint>
 #include <memory>
@@ -23,17 +23,17 @@ void wait_event(const ExecutionContext& context, CUevent_st* event);
 void synchronize_event(int device, CUevent_st* event);
 bool event_passed(int device, CUevent_st* event);
 
-// Whether what the place is given now becomes part of a graph, to run when that is replayed.
+// Whether the context's stream is being captured, so that new work becomes part of a graph and runs when that is replayed.
 bool is_capturing(const ExecutionContext& context);
 
-// Lets the calling thread ask for events of the device while another one captures.
+// Allows the calling thread to query events of the device while another thread captures a graph.
 void stay_out_of_captures(int device);
 
-// A stream of one's own.
+// Owns a stream.
 class Stream {
  public:
   explicit Stream(int device);
-  ~Stream();  // returns when the work given is done
+  ~Stream();  // waits for the work on the stream
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
@@ -44,8 +44,8 @@ class Stream {
   CUstream_st* stream_ = nullptr;
 };
 
-// Makes a device the calling thread's current one for as long as this lives: whatever is asked of CUDA makes a context on the device that
-// is current, half a gigabyte of it. So a device that had none is not gone back to.
+// Makes a device the current device of the calling thread during the guard's lifetime. The destructor does not return to a device without a
+// context: later calls of CUDA would create one there, which takes half a gigabyte of memory.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);

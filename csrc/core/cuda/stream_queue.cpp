@@ -8,7 +8,7 @@ Event StreamQueue::submit(const ExecutionContext& caller, const Task& task) {
   try {
     task(context_);
   } catch (...) {
-    Event::record(context_).wait(caller);  // what it enqueued before may still be under way
+    Event::record(context_).wait(caller);  // work that was enqueued before the error may still run
     throw;
   }
   return Event::record(context_);
