@@ -54,7 +54,7 @@ void check_dense(const Argument& argument, const at::Device& device) {
   TORCH_CHECK_VALUE(tensor.is_contiguous(), name, ": expected a contiguous tensor, got shape ", tensor.sizes(), " with strides ",
                     tensor.strides());
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0, name,
-                    ": expected elements on borders of their size, got address ", tensor.const_data_ptr());
+                    ": expected elements that are aligned to their size, got address ", tensor.const_data_ptr());
 }
 
 TypedPointer elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16) {

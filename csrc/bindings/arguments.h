@@ -9,10 +9,10 @@
 #include "core/dtype.h"
 #include "kernels/codec.h"
 
-// Tensors and numbers as arguments: checked, so that bad input gets an error that names the argument, what was expected and what came.
+// Checks of tensors and numbers that are arguments. An error names the argument, what was expected and what was given.
 namespace dltrain::bindings {
 
-// Of float32, float16 or bfloat16.
+// The element type of a tensor of float32, float16 or bfloat16.
 inline Dtype dtype_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? Dtype::fp16 : tensor.scalar_type() == at::kBFloat16 ? Dtype::bf16 : Dtype::fp32;
 }
@@ -23,17 +23,17 @@ struct Argument {
   std::string name;
   bool written = false;
 
-  // Memory that shares with nobody where it is written.
+  // The pointer to the elements. For a written tensor it first materializes a lazy copy of the memory (copy-on-write).
   void* data() const { return written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()); }
 };
 
-// Its elements are numbers in memory: not sparse, nor what only stands for a tensor.
+// Throws unless the tensor's elements are plain numbers in memory: it is not sparse, nested, quantized or a Python subclass with dispatch.
 void check_plain(const at::Tensor& tensor, const std::string& name);
 
-// The bytes from its first element to behind its last one, also where there are gaps.
+// The number of bytes from the first element to the end of the last one, including gaps.
 int64_t extent(const at::Tensor& tensor);
 
-// Who frees or shrinks a storage by hand leaves tensors whose elements are not all there.
+// Whether all elements are in the storage. They are not if a user has freed or shrunk it.
 inline bool is_backed(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   if (impl.numel() == 0) return true;
@@ -44,15 +44,15 @@ inline bool is_backed(const at::Tensor& tensor) {
 }
 void check_backed(const at::Tensor& tensor, const std::string& name);
 
-// Its elements each have a place of their own.
+// Throws if two elements of the tensor share memory.
 void check_written(const at::Tensor& tensor, const std::string& name);
 
-// On the device, of whatever strides, and of float32, float16 or bfloat16.
+// Throws unless the tensor is on the device and has dtype float32, float16 or bfloat16. Its strides may be any.
 void check_floats(const Argument& argument, const at::Device& device);
 
 void check_dense(const Argument& argument, const at::Device& device);
 
-// Of `numel` elements; fp16 or not.
+// The pointer to a dense tensor of `numel` elements. fp16: whether float16 is accepted.
 TypedPointer elements_of(const Argument& argument, const at::Device& device, int64_t numel, bool fp16 = true);
 
 template <class T>
@@ -64,13 +64,14 @@ T* number_of(const Argument& argument, const at::Device& device) {
   return static_cast<T*>(argument.data());
 }
 
-// What encoding loses can be fed back only if it shrinks. `expected`: the argument, and what it should have been.
+// Throws unless error feedback converges for this codec and rounding. `expected`: the argument and what is expected, for the error.
 void check_feedback(const Codec& codec, bool stochastic, const std::string& expected = "residual: expected none");
 
-// Parts are worked on in any order, so what one writes no other may read or write: but for the same elements, in the same places.
+// Throws if a written tensor shares memory with another one, because elements are processed in any order. Two tensors may be the same
+// memory and type if only one of them is written.
 void check_apart(const std::vector<Argument>& arguments);
 
-// Tells autograd that those which are written have changed.
+// Increments the version of each written tensor, so that autograd notices the change.
 void changed(const std::vector<Argument>& arguments);
 
 }  // namespace dltrain::bindings

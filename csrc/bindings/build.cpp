@@ -6,7 +6,7 @@
 namespace dltrain::bindings {
 
 void bind_build(py::module_& module) {
-  cpu::instruction_set();  // so that one that cannot be used is an error now, and not at the first step
+  cpu::instruction_set();  // so that a name that cannot be used is an error now, and not in the first step
   module.attr("built_with_cuda") = built_with_cuda;
   module.attr("supported_devices") = supported_devices();
   module.def("is_supported", &is_supported);

@@ -29,7 +29,7 @@ uint8_t* message_of(const Argument& argument, const at::Device& device, const Co
 
 bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % sizeof(float) == 0; }
 
-// Messages hold numbers of up to four bytes, each on its border.
+// Messages hold numbers of up to four bytes, which must be aligned. An unaligned message is copied, and `kept` owns the copy.
 const uint8_t* readable(const uint8_t* message, const at::Tensor& tensor, std::vector<at::Tensor>& kept) {
   if (is_aligned(message)) return message;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -37,7 +37,7 @@ const uint8_t* readable(const uint8_t* message, const at::Tensor& tensor, std::v
 }
 
 uint8_t* writable(uint8_t* message) {
-  TORCH_CHECK_VALUE(is_aligned(message), "wire: expected memory on a 4-byte border, got address ", static_cast<const void*>(message));
+  TORCH_CHECK_VALUE(is_aligned(message), "wire: expected memory aligned to 4 bytes, got address ", static_cast<const void*>(message));
   return message;
 }
 

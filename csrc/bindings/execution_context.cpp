@@ -10,7 +10,8 @@ namespace dltrain::bindings {
 
 namespace {
 
-// OpenMP waits for its threads for ever in a child of fork(), which has none of its parent's. A process of one thread has had no others.
+// In a child of fork() the parent's threads do not exist, and OpenMP would wait for them for ever. If the parent has only one thread,
+// OpenMP has not started any yet.
 class Threads {
  public:
   Threads() {
@@ -41,7 +42,7 @@ ExecutionContext caller_context(const c10::Device& device) {
     if (device.is_cuda()) return cuda_context(device);
   }
   if (Threads::are_lost()) return {serial_for};
-  return {[](int64_t n, int64_t grain, const Range& body) { at::parallel_for(0, n, grain, body); }};
+  return {[](int64_t n, int64_t grain_size, const Range& body) { at::parallel_for(0, n, grain_size, body); }};
 }
 
 OnStream::OnStream(const ExecutionContext& context) {

@@ -18,7 +18,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Python's own handler, in whose place ours is during a wait, and where ours writes.
+// Python's handler, which ours replaces during a wait, and the pipe to which ours writes.
 struct sigaction pythons;
 int written = -1;
 
@@ -26,14 +26,14 @@ void on_signal(int signal) {
   const int before = errno;
   pythons.sa_handler(signal);
   const char byte = 0;
-  [[maybe_unused]] const auto wrote = write(written, &byte, 1);  // where the pipe is full there is enough to read
+  [[maybe_unused]] const auto wrote = write(written, &byte, 1);  // if the pipe is full, there already is something to read
   errno = before;
 }
 
-// Of a process: a thread that ends the wait when it has read of a signal.
+// One per process: a thread that ends the wait when it reads a byte from the signal handler.
 class Listener {
  public:
-  // Threads do not come along into a child of fork().
+  // A child of fork() does not have the parent's threads, so it gets a new listener.
   static Listener& of_this_process() {
     static Listener* listener = nullptr;
     static pid_t process = 0;
@@ -65,11 +65,12 @@ class Listener {
     }
   }
 
-  std::mutex mutex_;  // also while a wait is being ended, so that nothing of it goes meanwhile
+  std::mutex mutex_;  // also held while `end_` runs, so that the objects that it uses are not destroyed meanwhile
   std::function<void()> end_;
 };
 
-// Which raises KeyboardInterrupt. Of the module beneath signal, whose functions look for enumerations first.
+// Whether the handler is Python's default one, which raises KeyboardInterrupt. _signal is used, because the functions of signal are slower:
+// they convert to enumerations.
 bool is_default_handler() {
   static const py::handle get = py::object(py::module_::import("_signal").attr("getsignal")).release();
   static const py::handle raises = py::object(py::module_::import("_signal").attr("default_int_handler")).release();
@@ -98,7 +99,7 @@ Interruptible::~Interruptible() {
 
 void Interruptible::leave() const {
   sigaction(SIGINT, &pythons, nullptr);
-  py::gil_scoped_release no_gil;  // which those need who are ending the wait
+  py::gil_scoped_release no_gil;  // the thread that ends the wait may need the GIL
   Listener::of_this_process().set(nullptr);
 }
 

@@ -4,17 +4,17 @@
 
 namespace dltrain::bindings {
 
-// While there is one in Python's main thread, Ctrl-C ends what that thread waits for: a handler of Python's would run only after it. Where
-// users have a handler of their own for it, that is left to run then, since it need not want an end.
+// While an object of this class exists in Python's main thread, Ctrl-C ends the wait of that thread; Python's own handler would only run
+// after the wait. It does nothing if the user has installed a handler of SIGINT, since that handler may not want to end the wait.
 class Interruptible {
  public:
-  // Under the GIL. end: has the wait fail; called from another thread. Throws what a signal that has come already raises.
+  // Needs the GIL. end: makes the wait fail; called from another thread. Throws the exception of a signal that has already arrived.
   explicit Interruptible(std::function<void()> end);
   ~Interruptible();
   Interruptible(const Interruptible&) = delete;
   Interruptible& operator=(const Interruptible&) = delete;
 
-  // Under the GIL, when the wait is over: throws what the signal raises that has ended it.
+  // Needs the GIL; to be called after the wait. Throws the exception of the signal that has ended it.
   static void check();
 
  private:

@@ -3,19 +3,19 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
-// Tensors that stand for other values than their memory holds reach the ops as they are. Torch would bring copies, and write back what the
-// op returns, which is nothing: it would read beyond its stack.
-static void take_as_they_are(torch::Library& library) {
+// Lazy tensors, whose values differ from their memory, are passed to the ops unchanged. Torch's fallback would pass copies and write back
+// what the op returns. The ops return nothing, so it would read beyond its stack.
+static void pass_unchanged(torch::Library& library) {
   std::vector<std::string> ops = dltrain::bindings::optimizer_ops();
   ops.insert(ops.end(), {"decode_", "encode_sum_"});
   for (const std::string& op : ops) library.impl(op.c_str(), torch::CppFunction::makeFallthrough());
 }
-TORCH_LIBRARY_IMPL(dltrain_ext, Negative, library) { take_as_they_are(library); }
-TORCH_LIBRARY_IMPL(dltrain_ext, Conjugate, library) { take_as_they_are(library); }
-TORCH_LIBRARY_IMPL(dltrain_ext, ZeroTensor, library) { take_as_they_are(library); }
+TORCH_LIBRARY_IMPL(dltrain_ext, Negative, library) { pass_unchanged(library); }
+TORCH_LIBRARY_IMPL(dltrain_ext, Conjugate, library) { pass_unchanged(library); }
+TORCH_LIBRARY_IMPL(dltrain_ext, ZeroTensor, library) { pass_unchanged(library); }
 
 PYBIND11_MODULE(_C, module) {
-  // Errors keep the type and the text that torch gives them; those of the torch-free rooms are pybind11's to translate.
+  // Errors of torch keep their type and text; pybind11 translates the errors of the modules without torch.
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       std::rethrow_exception(error);

@@ -7,7 +7,7 @@
 
 namespace dltrain::bindings {
 
-// Each file of this room adds its part of the module.
+// Each function adds one part to the Python module.
 void bind_groups(py::module_& module);
 void bind_optimizers(py::module_& module);
 void bind_codecs(py::module_& module);

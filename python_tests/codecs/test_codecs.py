@@ -807,7 +807,7 @@ REFUSED = {
     ),
     "elements between their borders": (
         ValueError,
-        "tensor: expected elements on borders of their size, got address",
+        "tensor: expected elements that are aligned to their size, got address",
         lambda: codecs.encode(torch.frombuffer(bytearray(401), dtype=torch.float32, offset=1), "int8"),
     ),
     "residual of another shape": (
@@ -862,7 +862,7 @@ REFUSED = {
     ),
     "out that begins anywhere": (
         ValueError,
-        "wire: expected memory on a 4-byte border, got address",
+        "wire: expected memory aligned to 4 bytes, got address",
         lambda: codecs.encode(X, "int8", out=int8(wire=uint8(105)[1:])),
     ),
     "message too long": (

@@ -24,7 +24,7 @@ const char* range_name(comm::Phase phase) {
   return "?";
 }
 
-// What the thread is in: phases do not nest.
+// The phase that the thread is in; phases are not nested.
 struct Current {
   Clock::time_point start;
   std::optional<at::RecordFunction> range;

@@ -18,7 +18,7 @@
 
 namespace dltrain::bindings {
 
-// Error feedback for the elements of a tensor; see dltrain::Feedback.
+// The tensors of error feedback for the elements of a tensor; see dltrain::Feedback.
 struct FeedbackTensors {
   std::optional<at::Tensor> residual, spare, swapped, loss_scale;
   bool keeps_idle = false;
@@ -28,11 +28,11 @@ struct FeedbackTensors {
   void keep_for(const ExecutionContext& context) const;
 };
 
-// What stays of a DDP bucket from step to step: where its parameters' gradients lie and what each travels as, what has been lost of them,
-// and what each all-reduce finds out.
+// The state of a DDP bucket that is kept from step to step: the regions of its parameters' gradients and their codecs, the residuals, and
+// statistics of the all-reduces.
 class BucketState : public comm::Observer {
  public:
-  // A region for each parameter. `by_parameter`: each is cut by itself. `squares`, where they are wanted: float64, a number for each.
+  // The layout has a region for each parameter. by_parameter: regions are divided separately. squares: optional, a float64 per region.
   BucketState(comm::Layout layout, bool by_parameter, std::optional<at::Tensor> squares, FeedbackTensors feedback);
 
   void check(const at::Tensor& tensor) const;
@@ -40,17 +40,17 @@ class BucketState : public comm::Observer {
   const comm::Layout* layout() const { return by_parameter_ ? &layout_ : nullptr; }
   const FeedbackTensors& feedback() const { return feedback_; }
 
-  // squares <- the sum of squares of each parameter's elements, where wanted.
+  // squares <- the sum of squares of each parameter's elements, if `squares` was given.
   void add_up(const ExecutionContext& context, const at::Tensor& tensor) const;
   void keep_for(const ExecutionContext& context) const;
 
-  // One all-reduce after another.
+  // Called by one all-reduce after another, never by two at the same time.
   void started(Clock::time_point submitted);
   void ended(Clock::time_point submitted, int64_t wire_bytes);
   void begin(comm::Phase phase) override;
   void end(comm::Phase phase) override;
 
-  // Of all its all-reduces: what a name stands for, in seconds but for "calls" and "wire_bytes".
+  // Sums over all its all-reduces, by name; in seconds, except "calls" and "wire_bytes".
   std::vector<std::pair<const char*, double>> stats() const;
 
  private:

@@ -14,7 +14,7 @@ namespace dltrain::bindings {
 
 namespace {
 
-// Runs a call into c10d; whatever it throws becomes a TransportError with the first line of its text.
+// Runs a call into c10d, and turns every exception into a TransportError with the first line of its text.
 template <class Call>
 auto guarded(Call&& call) {
   const auto first_line = [](const std::string& text) { return text.substr(0, text.find('\n')); };
@@ -29,7 +29,7 @@ auto guarded(Call&& call) {
   }
 }
 
-// A wait of zero would mean no deadline at all.
+// The time until the deadline, at least 1 ms: for c10d a timeout of zero means no timeout.
 std::chrono::milliseconds until(Deadline deadline) {
   return std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()), std::chrono::milliseconds(1));
 }
@@ -52,7 +52,7 @@ class GlooRequest : public comm::Request {
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-// Of a group on a CUDA device: waiting without a timeout is the stream's alone.
+// A request on a CUDA device. A wait without a timeout only makes the current stream wait, and not the host.
 class EnqueuedRequest : public comm::Request {
  public:
   EnqueuedRequest(const ExecutionContext& context, c10::intrusive_ptr<c10d::Work> work) : context_(context), work_(std::move(work)) {}
@@ -61,15 +61,15 @@ class EnqueuedRequest : public comm::Request {
     const OnStream current(context_);
     guarded([&] { work_->wait(); });
   }
-  void abort() override {}  // the transport's does it
+  void abort() override {}  // C10dTransport::abort aborts all requests
 
  private:
   const ExecutionContext context_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-at::ScalarType type_of(comm::ScalarType number) {
-  switch (number) {
+at::ScalarType type_of(comm::ScalarType type) {
+  switch (type) {
     case comm::ScalarType::int8: return at::kChar;
     case comm::ScalarType::uint8: return at::kByte;
     case comm::ScalarType::int32: return at::kInt;
@@ -82,7 +82,7 @@ at::ScalarType type_of(comm::ScalarType number) {
   return at::kFloat;
 }
 
-// All that was sent arrives. Whoever has to wait for a peer there is left behind.
+// Closes the backend after everything that was sent has arrived. If that takes longer than the timeout, it goes on in another thread.
 void shut_down(const c10::intrusive_ptr<c10d::Backend>& backend, std::chrono::milliseconds timeout) noexcept {
   const auto shut_down = [backend] {
     try {
@@ -97,8 +97,8 @@ void shut_down(const c10::intrusive_ptr<c10d::Backend>& backend, std::chrono::mi
 
 c10d::ReduceOp op_of(bool average) { return average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM; }
 
-// A message may be posted long before it comes, and would outlive the session of a profiler that it was part of. The guard takes
-// microseconds, also where nobody profiles.
+// Hides messages from profilers: a message may be posted long before it arrives, and would outlive the profiler's session. The guard takes
+// microseconds, so it is only used if there are callbacks.
 class Unobserved {
  public:
   Unobserved() {
@@ -109,7 +109,7 @@ class Unobserved {
   std::optional<at::DisableRecordFunctionGuard> guard_;
 };
 
-// As the backends want them: side by side, and as long as each other.
+// Whether the shards are adjacent and of equal length, as the backends' collectives require.
 bool are_equal(const std::vector<Span>& shards) {
   return std::all_of(shards.begin(), shards.end(), [&](const Span& shard) {
     return shard.count == shards[0].count && shard.first == (&shard - shards.data()) * shard.count;
@@ -136,7 +136,7 @@ std::unique_ptr<comm::Request> C10dTransport::exchange(const ExecutionContext& c
   const OnStream current(context);
   return guarded([&] {
     backend()->startCoalescing();
-    std::exception_ptr error;  // a group that was begun has to be ended
+    std::exception_ptr error;  // endCoalescing has to be called also after an error
     try {
       for (const comm::P2POp& each : ops) {
         auto tensors = bytes_at(each.data, each.bytes);
@@ -151,10 +151,10 @@ std::unique_ptr<comm::Request> C10dTransport::exchange(const ExecutionContext& c
   });
 }
 
-void C10dTransport::all_reduce(const ExecutionContext& context, void* values, int64_t numel, comm::ScalarType number, bool average) {
+void C10dTransport::all_reduce(const ExecutionContext& context, void* values, int64_t numel, comm::ScalarType type, bool average) {
   const OnStream current(context);
   guarded([&] {
-    std::vector<at::Tensor> tensors = {tensor_at(values, numel, type_of(number))};
+    std::vector<at::Tensor> tensors = {tensor_at(values, numel, type_of(type))};
     c10d::AllreduceOptions options;
     options.reduceOp = op_of(average);
     backend()->allreduce(tensors, options)->wait();
@@ -217,7 +217,7 @@ void C10dTransport::all_reduce(at::Tensor tensor, Deadline deadline, const std::
         native_->wait(slice);
       } catch (const std::exception&) {
         if (has_broken && !native_->isCompleted()) throw comm::TransportError("a connection broke in the middle of it");
-        continue;  // the slice is over, or the work has failed: the last wait says so
+        continue;  // the slice has timed out, or the work has failed: then the wait after the loop throws
       }
     }
     native_->wait();
@@ -241,7 +241,7 @@ void C10dTransport::abort() noexcept {
   try {
     backend()->abort();
   } catch (const std::exception&) {
-    return;  // it has ended already
+    return;  // the backend has ended already
   }
 }
 
@@ -252,11 +252,11 @@ void C10dTransport::close() noexcept {
   lock.unlock();
   if (waits_) waits_->close();
   if (device_.is_cuda() && backend && !aborted_.exchange(true)) shut_down(backend, timeout);
-  // The backend goes when its work has ended, which Gloo cannot break off.
+  // Gloo cannot cancel the work, so another thread destroys the backend when the work has ended.
   if (native_ && !native_->isCompleted()) std::thread([backend = std::move(backend)]() mutable { backend.reset(); }).detach();
 }
 
-// Kept by whoever uses it: another thread may close.
+// The caller shares the ownership, because another thread may call close().
 c10::intrusive_ptr<c10d::Backend> C10dTransport::backend() const {
   std::lock_guard lock(mutex_);
   if (!backend_) throw comm::TransportError("the connections were closed");

@@ -14,8 +14,8 @@
 
 namespace dltrain::bindings {
 
-// Point-to-point messages of a torch.distributed backend: Gloo's between CPUs, or NCCL's, a group at a time, between CUDA devices. The
-// backend must serve nobody else: a failure closes its connections.
+// Point-to-point messages of a torch.distributed backend: Gloo's between CPUs, or NCCL's, a group at a time, between CUDA devices. Nothing
+// else may use the backend, because a failure closes its connections.
 class C10dTransport : public comm::Transport, public comm::Grouping, public comm::Health, public comm::Collectives {
  public:
   C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device)
@@ -32,15 +32,15 @@ class C10dTransport : public comm::Transport, public comm::Grouping, public comm
   comm::Health* health() override { return device_.is_cuda() ? this : nullptr; }
   comm::Collectives* collectives() override { return device_.is_cuda() ? this : nullptr; }
 
-  void all_reduce(const ExecutionContext& context, void* values, int64_t numel, comm::ScalarType number, bool average) override;
+  void all_reduce(const ExecutionContext& context, void* values, int64_t numel, comm::ScalarType type, bool average) override;
   void reduce_scatter(const ExecutionContext& context, float* values, const std::vector<Span>& shards, bool average) override;
   void all_gather(const ExecutionContext& context, float* values, const std::vector<Span>& shards) override;
 
   std::string error() override;
   void abort() noexcept override;
-  void close() noexcept override;  // on a CUDA device in good order, unless it was aborted
+  void close() noexcept override;  // on a CUDA device it completes what was sent, unless it was aborted
 
-  // On the CPU: the backend's own all-reduce, in place. Throws TransportError, and when given_up() says so.
+  // Only on the CPU: the backend's own all-reduce, in place. Throws TransportError when it fails, or when given_up() returns true.
   void all_reduce(at::Tensor tensor, Deadline deadline, const std::function<bool()>& given_up);
 
  private:
@@ -48,9 +48,9 @@ class C10dTransport : public comm::Transport, public comm::Grouping, public comm
   at::Tensor tensor_at(const void* data, int64_t numel, at::ScalarType type) const;
   std::vector<at::Tensor> bytes_at(const void* data, int64_t bytes) const { return {tensor_at(data, bytes, at::kByte)}; }
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards backend_
   c10::intrusive_ptr<c10d::Backend> backend_;
-  c10::intrusive_ptr<c10d::Work> native_;  // the latest
+  c10::intrusive_ptr<c10d::Work> native_;  // the last all-reduce of the backend's own
   std::atomic<bool> aborted_ = false;
   const c10::Device device_;
   const int rank_, world_size_;

@@ -18,8 +18,8 @@ namespace dltrain::bindings {
 
 namespace {
 
-// The value of a Python hook's future must be a Python object: a tensor, or a list of it. This one is made under the GIL when the work is
-// submitted, so that the worker completes the future without the GIL.
+// The value of a Python hook's future must be a Python object: a tensor, or a list of one. This holder is made with the GIL when the work
+// is submitted, so that the worker completes the future without the GIL.
 class ResultHolder final : public c10::ivalue::PyObjectHolder {
  public:
   ResultHolder(py::object value, at::Tensor tensor) : value_(std::move(value)), tensor_(std::move(tensor)) {}
@@ -52,7 +52,7 @@ bool completes(const c10::intrusive_ptr<c10::ivalue::Future>& future, std::chron
     std::condition_variable changed;
     bool is_reached = false;
   };
-  const auto completion = std::make_shared<Completion>();  // the callback may come when this wait has ended
+  const auto completion = std::make_shared<Completion>();  // the callback may run after this wait has ended
   future->addCallback(
       [completion](c10::ivalue::Future&) {
         const std::lock_guard lock(completion->mutex);
@@ -64,7 +64,7 @@ bool completes(const c10::intrusive_ptr<c10::ivalue::Future>& future, std::chron
   return completion->changed.wait_for(lock, timeout, [&] { return completion->is_reached; });
 }
 
-// The task as one of the calling thread's, for the profiler, say, also where the worker does it; mostly nobody looks.
+// Makes the task run with the caller's thread-local state, e.g. for the profiler, if there are thread-local callbacks.
 template <class Task>
 auto as_caller(Task task) {
   std::optional<at::ThreadLocalState> observed;
@@ -85,13 +85,13 @@ Communicator::Communicator(std::shared_ptr<TensorCollectives> work, const c10::D
 }
 
 Communicator::~Communicator() {
-  if (is_forked()) {  // what would be joined, told and closed is the parent's
+  if (is_forked()) {  // the threads, the peers and the connections are the parent's, so nothing is destroyed
     new auto(std::move(work_));
     new auto(std::move(stream_queue_));
     queue_.release();
     return;
   }
-  // The worker and the backend's threads may need the GIL to let go of a tensor.
+  // The worker and the backend's threads may need the GIL to release a tensor.
   py::gil_scoped_release no_gil;
   close();
   work_.reset();
@@ -103,8 +103,8 @@ void Communicator::check(const at::Tensor& tensor, const CollectiveOptions& opti
   const char* const name = comm::name(options.call.collective);
   TORCH_CHECK(
       !queue_->in_worker(), name,
-      ": called by a callback of this communicator's own work. That runs on the thread that would do the work, and at another point "
-      "of the order on every rank; wait for the work, then call");
+      ": called by a callback of this communicator's own work. A callback runs in the worker's thread, and at a different position in "
+      "the order of calls on every rank; wait for the work, then call");
   TORCH_CHECK_VALUE(options.call.collective == comm::Collective::all_reduce || !work_->group().is_in_two_levels(), name,
                     ": expected a communicator with ranks_per_host=1, got one of two levels");
   const comm::Executor& executor = work_->group().across();
@@ -179,7 +179,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
         try {
           future->markCompleted(value);
         } catch (const c10::Error&) {
-          // The user has completed it.
+          // The user has already completed it.
         }
       });
   auto out = std::make_shared<torch::jit::PythonFutureWrapper>(future);
@@ -187,7 +187,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
   if constexpr (built_with_cuda) {
     if (stream_queue_) {
       stream_queue_->submit(caller_context(device_), [&](const ExecutionContext& side) {
-        const OnStream current(side);  // the future's events are recorded there
+        const OnStream current(side);  // the future records its events on the current stream
         task(side);
         cuda_keep_for(side, tensor);
         if (options.shard) cuda_keep_for(side, *options.shard);
@@ -197,7 +197,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
       return out;
     }
   }
-  // Backward has the other cores busy: a team of threads would gain nothing here.
+  // The backward pass keeps the other cores busy, so more threads would gain nothing here.
   queue_->submit([task] { task(ExecutionContext{serial_for}); });
   return out;
 }

@@ -13,7 +13,7 @@ namespace dltrain::bindings {
 
 namespace {
 
-// A method of the tensor and, by name, the options.
+// Makes a Python method of a function of the communicator, the tensor and the options, which are keyword arguments.
 template <class Method>
 auto with_options(Method method) {
   return [method](Communicator& self, py::object tensor, const std::string& collective, const std::string& algorithm,
@@ -60,7 +60,7 @@ void bind_communicator(py::module_& module) {
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
         return std::chrono::duration<double>(group->getDefaultBackend()->getBackendOptions()->timeout).count();
       },
-      "The seconds that a group's own collectives wait.");
+      "The timeout of a group's own collectives, in seconds.");
   py::class_<Ranks>(module, "Ranks")
       .def(py::init<std::string, std::string, std::vector<int>, int>(), py::arg("name"), py::arg("description"), py::arg("ranks"),
            py::arg("rank"))

@@ -13,19 +13,19 @@ namespace {
 
 static_assert(std::is_trivially_copyable_v<comm::ControlMessage>);
 
-std::vector<at::Tensor> bytes_of(comm::ControlMessage& notice) { return {at::from_blob(&notice, {sizeof notice}, at::kByte)}; }
+std::vector<at::Tensor> bytes_of(comm::ControlMessage& message) { return {at::from_blob(&message, {sizeof message}, at::kByte)}; }
 
 }  // namespace
 
 GlooControlChannel::GlooControlChannel(c10::intrusive_ptr<c10d::Backend> backend)
     : rank_(backend->getRank()), world_size_(backend->getSize()), backend_(std::move(backend)) {}
 
-bool GlooControlChannel::send(int peer, const comm::ControlMessage& notice) noexcept {
+bool GlooControlChannel::send(int peer, const comm::ControlMessage& message) noexcept {
   std::lock_guard lock(mutex_);
   if (!backend_) return true;
-  sent_.push_back({notice, {}});
+  sent_.push_back({message, {}});
   try {
-    auto tensors = bytes_of(sent_.back().notice);
+    auto tensors = bytes_of(sent_.back().message);
     sent_.back().work = backend_->send(tensors, peer, 0);
     return true;
   } catch (const std::exception&) {
@@ -35,7 +35,7 @@ bool GlooControlChannel::send(int peer, const comm::ControlMessage& notice) noex
 }
 
 std::optional<comm::ControlChannel::Received> GlooControlChannel::receive() {
-  constexpr auto for_ever = std::chrono::hours(24 * 365);  // without one it would be the backend's own
+  constexpr auto for_ever = std::chrono::hours(24 * 365);  // otherwise the backend's timeout would apply
   constexpr auto pause = std::chrono::milliseconds(10);
   for (;;) {
     try {
@@ -43,12 +43,12 @@ std::optional<comm::ControlChannel::Received> GlooControlChannel::receive() {
       if (!work) return {};
       if (work->wait(for_ever)) return Received{work->sourceRank(), received_};
     } catch (const std::exception&) {
-      std::this_thread::sleep_for(pause);  // a peer has left that was about to send, or all have
+      std::this_thread::sleep_for(pause);  // the peer that was about to send has left, or all peers have
     }
   }
 }
 
-// Null once closed.
+// Null if the channel is closed.
 c10::intrusive_ptr<c10d::Work> GlooControlChannel::post_receive() {
   std::lock_guard lock(mutex_);
   receiving_.reset();
@@ -57,7 +57,7 @@ c10::intrusive_ptr<c10d::Work> GlooControlChannel::post_receive() {
   return receiving_ = backend_->recvAnysource(tensors, 0);
 }
 
-// What is still to be sent is dropped: a peer that is stopped would never take it.
+// Messages that are not sent yet are dropped: a stopped process would never receive them.
 void GlooControlChannel::close() noexcept {
   std::lock_guard lock(mutex_);
   if (receiving_) receiving_->abort();

@@ -16,14 +16,14 @@ namespace dltrain::bindings {
 namespace {
 
 constexpr auto interval = std::chrono::milliseconds(100);
-constexpr auto at_once = std::chrono::milliseconds(1);  // zero would be no deadline at all
+constexpr auto at_once = std::chrono::milliseconds(1);  // zero would mean no timeout
 
 }  // namespace
 
-// Of a process: all its waits, and the thread that looks at them.
+// One per process: all its GlooWaits, and the thread that checks them.
 class Rounds {
  public:
-  // Threads do not come along into a child of fork().
+  // A child of fork() does not have the parent's threads, so it gets a new object.
   static Rounds& of_this_process() {
     static std::mutex guards;
     static Rounds* rounds = nullptr;
@@ -57,13 +57,13 @@ class Rounds {
     }
   }
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable_any ended_;
   std::set<GlooWaits*> all_;
-  std::jthread thread_;  // while there are any
+  std::jthread thread_;  // runs while all_ is not empty
 };
 
-// A wait, where it can be seen.
+// Registers a wait during the entry's lifetime.
 class GlooWaits::Entry {
  public:
   Entry(GlooWaits& waits, Wait& wait) : waits_(waits), wait_(wait) {
@@ -124,7 +124,7 @@ void GlooWaits::look() {
   }
 }
 
-// Under the mutex. A wait that was aborted before returns at once, but not where the connection has broken: there it throws.
+// Needs the mutex. The wait of an aborted receive returns at once, unless the connection is broken: then it throws.
 bool GlooWaits::has_broken(int peer) {
   try {
     c10::intrusive_ptr<c10d::Work>& probe = probes_[peer];

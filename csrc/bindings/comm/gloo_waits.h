@@ -11,11 +11,11 @@
 
 namespace dltrain::bindings {
 
-// Waits for Gloo's messages that also end when the connection breaks in the middle of one. Gloo itself wakes who waits for a message that
-// has not begun; for one that is half way the wait would last until its deadline, though the peer is long dead.
+// Waits for Gloo's messages, which also end when the connection breaks in the middle of a message. Gloo itself ends the wait only if the
+// message has not begun. If it has begun, the wait would last until its deadline, although the peer is dead.
 //
-// So a thread of the process looks from time to time at waits that last. It knows of a broken connection by a receive from the peer for
-// which nothing is ever sent.
+// So a thread of the process checks waits that take long, from time to time. It detects a broken connection by a receive from the peer that
+// is never matched by a send.
 class GlooWaits {
  public:
   static constexpr int tag = 0x7fffffff;  // of that receive, and of nothing else
@@ -25,13 +25,13 @@ class GlooWaits {
   GlooWaits(const GlooWaits&) = delete;
   GlooWaits& operator=(const GlooWaits&) = delete;
 
-  // Of a message from the peer or to it: true when it is complete, false when it was aborted. Throws what Gloo throws, and TransportError.
+  // Waits for a message from or to the peer. Returns false if it was aborted. Throws Gloo's exceptions, and TransportError.
   bool wait(int peer, c10d::Work& message, std::chrono::milliseconds timeout);
 
-  // Whether no message that is not complete by now will ever be, with one of the peers.
+  // Whether the connection to one of the peers is broken, so that its incomplete messages will never complete.
   bool any_has_broken();
 
-  void close() noexcept;  // lets go of the backend
+  void close() noexcept;  // releases the backend
 
  private:
   friend class Rounds;
@@ -46,7 +46,7 @@ class GlooWaits {
   void look();
   bool has_broken(int peer);
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::map<int, c10::intrusive_ptr<c10d::Work>> probes_;  // by peer
   std::vector<Wait*> waits_;

@@ -11,7 +11,7 @@ namespace dltrain::bindings {
 
 namespace {
 
-comm::ScalarType number_of(at::ScalarType type) {
+comm::ScalarType scalar_type_of(at::ScalarType type) {
   switch (type) {
     case at::kChar: return comm::ScalarType::int8;
     case at::kByte: return comm::ScalarType::uint8;
@@ -48,10 +48,10 @@ std::shared_ptr<Level> Level::over_nccl(const std::string& unique_id, int rank, 
 void Level::all_reduce_natively(const ExecutionContext& context, const at::Tensor& tensor, bool average,
                                 std::chrono::milliseconds timeout) {
   if (gloo_) return all_reduce_by_gloo(tensor, average, timeout);
-  executor_.all_reduce_natively(context, tensor.mutable_data_ptr(), tensor.numel(), number_of(tensor.scalar_type()), average, timeout);
+  executor_.all_reduce_natively(context, tensor.mutable_data_ptr(), tensor.numel(), scalar_type_of(tensor.scalar_type()), average, timeout);
 }
 
-// Gloo ends the process if ranks disagree, so that is found out first.
+// Gloo ends the process if the arguments differ between ranks, so a handshake compares them first.
 void Level::all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::milliseconds timeout) {
   comm::Call call;
   call.algorithm = comm::Call::native;
@@ -68,7 +68,7 @@ void Level::all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::mil
 
 void bind_levels(py::module_& module) {
   const auto milliseconds = [](double seconds) { return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)); };
-  module.def("nccl_version", [] { return comm::nccl::Library::get().version_text(); }, "Raises RuntimeError, saying why there is none.");
+  module.def("nccl_version", [] { return comm::nccl::Library::get().version_text(); }, "Raises RuntimeError if NCCL cannot be loaded.");
   module.def("nccl_unique_id", [] {
     const auto id = comm::nccl::make_unique_id(comm::nccl::Library::get());
     return py::bytes(id.bytes, sizeof id.bytes);

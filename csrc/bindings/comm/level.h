@@ -12,19 +12,19 @@
 
 namespace dltrain::bindings {
 
-// Ranks that are connected: all of a group or, in two levels, those of this host, or those that stand for a share of each host.
+// Connected ranks and their executor: all ranks of a group or, in two levels, those of this host, or those that have the same shard.
 class Level {
  public:
-  // Over a torch.distributed backend that serves nobody else: Gloo's on the CPU, NCCL's on a CUDA device.
+  // Over a torch.distributed backend that nothing else uses: Gloo on the CPU, NCCL on a CUDA device.
   static std::shared_ptr<Level> over_backend(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device,
                                              std::vector<int> global_ranks);
-  // Over a communicator of NCCL's own. Collective: all ranks come with the same id.
+  // Over a communicator of NCCL. A collective call: all ranks have to call it with the same id.
   static std::shared_ptr<Level> over_nccl(const std::string& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks,
                                           std::chrono::milliseconds timeout);
 
   comm::Executor& executor() { return executor_; }
 
-  // By the backend itself, in place.
+  // The all-reduce of the backend itself, in place.
   void all_reduce_natively(const ExecutionContext& context, const at::Tensor& tensor, bool average, std::chrono::milliseconds timeout);
 
  private:
@@ -32,7 +32,7 @@ class Level {
       : gloo_(gloo), executor_(std::move(transport), std::move(global_ranks)) {}
   void all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::milliseconds timeout);
 
-  C10dTransport* const gloo_;  // the executor's
+  C10dTransport* const gloo_;  // owned by the executor; null if the transport is not Gloo's
   comm::Executor executor_;
 };
 

@@ -17,22 +17,22 @@ bool is_one_of(at::ScalarType type, std::initializer_list<at::ScalarType> types)
   return std::find(types.begin(), types.end(), type) != types.end();
 }
 
-// Plans sum in fp32. What that cannot hold is left to the backend's own all-reduce.
+// Plans add up in fp32. Types that fp32 cannot represent are left to the backend's own all-reduce.
 bool fits_plans(at::ScalarType type) { return is_one_of(type, {at::kFloat, at::kHalf, at::kBFloat16}); }
 bool fits_backend(at::ScalarType type) {
   return fits_plans(type) || is_one_of(type, {at::kDouble, at::kByte, at::kChar, at::kInt, at::kLong});
 }
 
-void check_lies(const at::Tensor& tensor, const std::string& name, const c10::Device& device) {
+void check_location(const at::Tensor& tensor, const std::string& name, const c10::Device& device) {
   check_plain(tensor, name);
   TORCH_CHECK_VALUE(tensor.device() == device, name, ": expected a tensor on ", device.is_cpu() ? "the CPU" : device.str(), ", got one on ",
                     tensor.device());
   check_backed(tensor, name);
 }
 
-// Where each rank has one tensor.
+// Checks the tensor of a collective without shards.
 void check_values(const at::Tensor& tensor, const c10::Device& device, const CollectiveOptions& options) {
-  check_lies(tensor, "tensor", device);
+  check_location(tensor, "tensor", device);
   check_written(tensor, "tensor");
   const at::ScalarType type = tensor.scalar_type();
   if (options.is_verbatim()) return;
@@ -80,19 +80,19 @@ void CollectiveOptions::check(const at::Tensor& tensor, const c10::Device& devic
   comm::check_names(call.collective, call.algorithm, call.codec);
   TORCH_CHECK_VALUE(call.root >= 0 && call.root < world_size, "root: expected 0 to ", world_size - 1, ", got ", call.root);
   if (comm::has_owners(call.collective)) {
-    check_shares(tensor, device, rank, world_size);
+    check_shards(tensor, device, rank, world_size);
   } else {
     check_values(tensor, device, *this);
   }
   check_feedback_of(tensor, *this);
 }
 
-void CollectiveOptions::check_shares(const at::Tensor& tensor, const c10::Device& device, int rank, int world_size) const {
+void CollectiveOptions::check_shards(const at::Tensor& tensor, const c10::Device& device, int rank, int world_size) const {
   const bool scatters = call.collective == comm::Collective::reduce_scatter;
   const Argument whole{tensor, scatters ? "input" : "output", true}, part{shard.value(), scatters ? "output" : "input", true};
   const auto& [read, written] = scatters ? std::tie(whole, part) : std::tie(part, whole);
-  check_lies(written.tensor, written.name, device);
-  check_lies(read.tensor, read.name, device);
+  check_location(written.tensor, written.name, device);
+  check_location(read.tensor, read.name, device);
   const at::ScalarType type = read.tensor.scalar_type();
   TORCH_CHECK_TYPE(is_verbatim() || fits_plans(type), read.name, ": expected dtype float32, float16 or bfloat16, got ", type);
   TORCH_CHECK_TYPE(written.tensor.scalar_type() == type, written.name, ": expected the dtype of ", read.name, ", ", type, ", got ",
@@ -109,9 +109,9 @@ void CollectiveOptions::check_shares(const at::Tensor& tensor, const c10::Device
   check_written(written.tensor, written.name);
   const auto* const own =
       static_cast<const char*>(tensor.const_data_ptr()) + shards(tensor.numel(), world_size)[rank].first * tensor.element_size();
-  const bool lies_there = !scatters && tensor.is_contiguous() && part.tensor.is_contiguous() && part.tensor.const_data_ptr() == own;
+  const bool is_in_place = !scatters && tensor.is_contiguous() && part.tensor.is_contiguous() && part.tensor.const_data_ptr() == own;
   std::vector<Argument> apart = {whole};
-  if (!lies_there) apart.push_back(part);
+  if (!is_in_place) apart.push_back(part);
   if (feedback.residual) apart.push_back({*feedback.residual, "residual", true});
   check_apart(apart);
 }

@@ -21,7 +21,7 @@ comm::Op op_of(const std::string& name) {
 }  // namespace
 
 void bind_plans(py::module_& module) {
-  py::class_<comm::Step>(module, "Step", "One message or one local act of a plan.")
+  py::class_<comm::Step>(module, "Step", "One message or one local operation of a plan.")
       .def(py::init([](const std::string& op, int peer, std::pair<int, int> chunks) {
              return comm::Step{op_of(op), peer, {chunks.first, chunks.second}};
            }),

@@ -16,7 +16,7 @@ namespace dltrain::bindings {
 
 namespace {
 
-// As torch has it: -1 where they are not evenly spaced.
+// The stride of the ranks, as torch defines it: -1 if they are not evenly spaced.
 int stride_of(const std::vector<int>& ranks) {
   if (ranks.size() < 2) return 0;
   const int stride = ranks[1] - ranks[0];
@@ -46,7 +46,7 @@ TensorCollectives::TensorCollectives(std::shared_ptr<Level> across, std::shared_
       measures_(measures),
       group_(executor_of(across_), executor_of(inside_), hosts, channel_over(std::move(control)), members_.ranks, answer_timeout) {}
 
-// In a range of the profiler that torch's own collectives have, too, so that its viewers know what it is.
+// Runs in the same kind of profiler range as torch's own collectives, so that viewers recognize it as a collective.
 void TensorCollectives::run(const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options) {
   if (!at::hasCallbacks()) return attempt(context, tensor, options);
   const bool gathers = options.call.collective == comm::Collective::all_gather;
@@ -76,7 +76,7 @@ void TensorCollectives::run_dense(const ExecutionContext& context, const at::Ten
   if (options.is_native(tensor.scalar_type())) return all_reduce_natively(context, tensor, options.call.average);
   comm::CallOptions call = options.call;
   call.timeout = timeout_;
-  call.measures = measures_ && !options.bucket && !context.on_cuda();  // a bucket's bits may not depend on noise
+  call.measures = measures_ && !options.bucket && !context.on_cuda();  // the bits of a bucket must not depend on measured times
   call.feedback = options.feedback.elements();
   if (options.bucket) {
     call.layout = options.bucket->layout();
@@ -92,7 +92,7 @@ void TensorCollectives::run_plan(const ExecutionContext& context, const at::Tens
   group_.run(context, {tensor.mutable_data_ptr(), dtype_of(tensor)}, tensor.numel(), call);
 }
 
-// A reduce-scatter or an all-gather.
+// Runs a reduce-scatter or an all-gather.
 void TensorCollectives::run_shards(const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options,
                                    comm::CallOptions& call) {
   const at::Tensor& shard = *options.shard;
@@ -111,7 +111,7 @@ void TensorCollectives::run_shards(const ExecutionContext& context, const at::Te
   run_plan(context, tensor, call);
 }
 
-// Moves elements of any type as words of four bytes, each share by itself; in memory of its own where they do not come out even.
+// Sends elements of any type as words of four bytes, each shard on its own; padded copies if a shard is not a multiple of four bytes.
 void TensorCollectives::carry(const ExecutionContext& context, const at::Tensor& tensor, std::vector<Span> shards, comm::CallOptions call) {
   constexpr int64_t word = sizeof(float);
   const int64_t size = tensor.element_size();
@@ -124,23 +124,24 @@ void TensorCollectives::carry(const ExecutionContext& context, const at::Tensor&
     even = even && shard.count * size % word == 0;
   }
   if (comm::has_owners(call.collective)) call.shards = words;
-  call.type = c10::toString(tensor.scalar_type());  // words would hide that ranks differ in it, or by less than a word
+  call.type = c10::toString(tensor.scalar_type());  // words hide a different type, or a size that differs by less than a word
   call.agreement = comm::digest(shards);
   if (even) return group_.run(context, {tensor.mutable_data_ptr()}, numel, call);
   const at::Tensor bytes = at::from_blob(tensor.mutable_data_ptr(), {tensor.numel() * size}, tensor.options().dtype(at::kByte));
   const at::Tensor padded = at::zeros({numel * word}, bytes.options());
-  const auto each_share = [&](auto&& copy) {
+  const auto each_shard = [&](auto&& copy) {
     for (size_t i = 0; i < shards.size(); ++i) {
       const int64_t count = shards[i].count * size;
       copy(bytes.narrow(0, shards[i].first * size, count), padded.narrow(0, words[i].first * word, count));
     }
   };
-  each_share([](const at::Tensor& given, const at::Tensor& carried) { carried.copy_(given); });
+  each_shard([](const at::Tensor& given, const at::Tensor& carried) { carried.copy_(given); });
   group_.run(context, {padded.mutable_data_ptr()}, numel, call);
-  each_share([](const at::Tensor& given, const at::Tensor& carried) { given.copy_(carried); });
+  each_shard([](const at::Tensor& given, const at::Tensor& carried) { given.copy_(carried); });
 }
 
-// In two levels each rank that has a share takes all of it across the hosts, and tells the ranks of its host that have none.
+// In two levels, the ranks of each host add up the tensor, each rank that has a shard adds up the whole tensor between the hosts, and ranks
+// without a shard receive the result from rank 0 of their host.
 void TensorCollectives::all_reduce_natively(const ExecutionContext& context, const at::Tensor& tensor, bool average) {
   if (!inside_) return across_->all_reduce_natively(context, tensor, average, timeout_);
   if (average) tensor.div_(group_.hosts().ranks);
@@ -151,9 +152,9 @@ void TensorCollectives::all_reduce_natively(const ExecutionContext& context, con
   inside_->all_reduce_natively(context, tensor, false, timeout_);
 }
 
-// Over fp32, in which halves are added up.
+// Adds up in fp32, also tensors of half types.
 void TensorCollectives::all_reduce_in_two_levels(const ExecutionContext& context, const at::Tensor& tensor, const comm::CallOptions& call) {
-  const at::Tensor sums = tensor.to(at::kFloat);  // the tensor itself, if it is that
+  const at::Tensor sums = tensor.to(at::kFloat);  // the tensor itself if it is fp32
   run_plan(context, sums, call);
   if (!sums.is_same(tensor)) tensor.copy_(sums);
 }

@@ -14,25 +14,24 @@
 
 namespace dltrain::bindings {
 
-// The ranks of a communicator, as the profiler is told of them.
+// The ranks of a communicator, as they are reported to the profiler.
 struct Ranks {
   std::string name, description;
-  std::vector<int> ranks;  // as the world knows them
-  int rank;                // this one's place among them
+  std::vector<int> ranks;  // global ranks
+  int rank;                // the index of this rank in `ranks`
 };
 
-// What a communicator does with tensors: the collectives of comm, over the memory of those that are dense, or of what is made of the
-// others.
+// The collectives of comm over tensors: over the memory of dense tensors, and over dense copies of other tensors.
 class TensorCollectives {
  public:
-  // inside: null where there is one level. control: of all ranks; null where there is one. measures: whether "auto" may take the time to.
+  // inside: null if there is one level. control: connects all ranks; null if there is one. measures: whether "auto" may measure times.
   TensorCollectives(std::shared_ptr<Level> across, std::shared_ptr<Level> inside, const comm::Hosts& hosts,
                     c10::intrusive_ptr<c10d::Backend> control, Ranks members, std::chrono::milliseconds timeout,
                     const comm::AdaptiveTimeout& answer_timeout, bool measures);
 
   comm::Communicator& group() { return group_; }
 
-  // Errors of the peers reach Python as torch.distributed.DistBackendError.
+  // Throws torch.distributed.DistBackendError for errors that concern other ranks.
   void run(const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options);
 
  private:

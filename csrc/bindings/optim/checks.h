@@ -10,14 +10,14 @@
 
 #include "bindings/arguments.h"
 
-// Of the tensors that take part in the update of a parameter.
+// Checks of the tensors that are used in the update of a parameter.
 
 namespace dltrain::bindings {
 
 namespace detail {
 
 inline bool same_shape(const at::Tensor& a, const at::Tensor& b) {
-  // Small tensors by the thousand: calling memcmp for a dimension or two is what it would cost.
+  // There may be thousands of small tensors, so a call of memcmp for one or two dimensions would be noticeable.
   const auto x = a.sizes(), y = b.sizes();
   if (x.size() != y.size()) return false;
   for (size_t i = 0; i < x.size(); ++i) {
@@ -26,7 +26,7 @@ inline bool same_shape(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// Some tensors stand for other values than their memory holds.
+// Whether the values of the tensor differ from those in its memory.
 inline bool is_lazy(const at::Tensor& tensor) { return tensor.is_neg() || tensor._is_zerotensor(); }
 
 inline at::Tensor resolved(const at::Tensor& lazy) {
@@ -52,17 +52,18 @@ inline bool counts(const at::Tensor& step, const at::Tensor& param) {
 
 }  // namespace detail
 
-// Throws naming the tensor, what was expected and what came, unless it can take part in the update of param.
+// check_tensor throws unless the tensor can be used in the update of param. The error names the tensor, what was expected and what was
+// given.
 [[noreturn]] void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half);
 inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
   if (!detail::fits(tensor, param, may_be_half)) refuse(tensor, name, index, param, may_be_half);
 }
-// The same for a number of it, such as its step count.
+// The same for a number of the parameter, such as its step count.
 void check_counter(const at::Tensor& counter, const std::string& name, int64_t index, const at::Tensor& param);
-// Of any type and on any device, as another optimizer may have saved it: that it is a number.
+// Throws unless it is one number. It may have any type and device, because another optimizer may have saved it.
 void check_foreign_counter(const at::Tensor& counter, const std::string& name, int64_t index);
 
-// Throws naming the first of the lists that is not as long as params.
+// Throws unless all lists are as long as params. The error names the first one that is not.
 void check_lengths(at::TensorList params, std::initializer_list<std::pair<const char*, at::TensorList>> lists);
 
 }  // namespace dltrain::bindings

@@ -1,4 +1,4 @@
-// What a step has to know of all its gradients at once, as torch ops.
+// The torch ops that compute what a step needs of all its gradients together.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -20,7 +20,7 @@ namespace dltrain::bindings {
 
 namespace {
 
-// Of any layout without gaps as it lies in memory: the order of the elements does not matter.
+// The gradient itself if it has no gaps in memory, since the order of the elements does not matter; otherwise a contiguous copy.
 const at::Tensor& without_gaps(const at::Tensor& grad, std::vector<at::Tensor>& kept) {
   return grad.is_non_overlapping_and_dense() ? grad : kept.emplace_back(grad.contiguous());
 }

@@ -12,14 +12,14 @@
 
 namespace dltrain::bindings {
 
-// A parameter group of an optimizer, as it has been read for one step.
+// A parameter group of an optimizer, which is read anew for each step.
 class FusedGroup {
  public:
   virtual ~FusedGroup() = default;
 
-  // Reads the parameters that have a gradient; those whose state is incomplete are returned instead: the caller completes it, and has all
-  // read again. optional: the keys of the optional states that there shall be. The rule's flag stands for the flagged parameters, and for
-  // those of at least so many dimensions.
+  // Reads the parameters that have a gradient. Returns the parameters whose state is incomplete: the caller completes it, and calls gather
+  // again. optional: the keys of the optional states that the group has. The rule's flag is set for the parameters in `flagged`, and for
+  // those of at least flagged_from dimensions.
   virtual py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
                           const py::list& flagged, int64_t flagged_from) = 0;
   virtual void collect(Gradients& into) const = 0;
@@ -27,14 +27,14 @@ class FusedGroup {
   virtual void release() = 0;
 };
 
-// What the groups of all optimizers do alike. Parameters may come, go or be replaced, and state may be edited by hand, so all of it is read
-// anew at every step: Python's dicts first, then the tensors, by several threads.
+// The common part of the groups of all optimizers. Users may add, remove or replace parameters, and edit the state, so all of it is read
+// anew in every step: first Python's dicts, then the tensors, by several threads.
 //
-// Updates holds the updates of one step, and has clear(), append(others), collect(into) and run(rule, arguments).
+// `Updates` holds the updates of one step, and has clear(), append(others), collect(into) and run(rule, arguments).
 template <class Updates>
 class GroupOf : public FusedGroup {
  public:
-  // What a parameter's entry in the optimizer's state is made of: counters first.
+  // keys: those of a parameter's entry in the optimizer's state, counters first.
   explicit GroupOf(const std::array<const char*, Updates::keys>& keys) : keys_(keys), members_(keys) {}
 
   void collect(Gradients& into) const override {
@@ -62,22 +62,22 @@ class GroupOf : public FusedGroup {
     release();
   }
 
-  // Calls take(updates, index, reading, manner) for each parameter with a gradient whose state is complete; the others are returned. keys:
-  // the bits of those that it shall have.
+  // Calls take(updates, index, reading, layouts) for each parameter that has a gradient and a complete state; returns those whose state is
+  // not complete. keys: the bits of the keys that an entry must have.
   template <class Take>
   py::list read_all(const py::dict& state, const py::list& params, unsigned keys, bool masters, Take&& take) {
     release();
     members_.look_up(state, params, keys);
-    trail_.resize(members_.size());
+    prefetcher_.resize(members_.size());
     const size_t ranges = (members_.size() + per_range - 1) / per_range;
     if (ranges_.size() < ranges) ranges_.resize(ranges);
-    // Only reads: this thread holds the GIL, so a worker that asked for it would wait for ever.
+    // The workers only read: this thread holds the GIL, so a worker that needs it would wait for ever.
     caller_context(at::kCPU).parallel_for(static_cast<int64_t>(ranges), 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const size_t first = r * per_range, last = std::min(first + per_range, members_.size());
         for (size_t index = first; index < last; ++index) {
-          if (index + 2 < last) trail_.fetch(index + 2);
-          if (!take_as_it_lies(ranges_[r], index, keys, masters, take)) ranges_[r].others.push_back(index);
+          if (index + 2 < last) prefetcher_.fetch(index + 2);
+          if (!take_in_place(ranges_[r], index, keys, masters, take)) ranges_[r].others.push_back(index);
         }
       }
     });
@@ -97,8 +97,8 @@ class GroupOf : public FusedGroup {
 
   struct Range {
     Updates updates;
-    std::vector<size_t> others;     // that need more than reading
-    std::vector<at::Tensor> grads;  // kept alive
+    std::vector<size_t> others;     // parameters that need take_any
+    std::vector<at::Tensor> grads;  // to keep them alive
 
     void clear() {
       updates.clear();
@@ -108,12 +108,12 @@ class GroupOf : public FusedGroup {
   };
 
   template <class Take>
-  bool take_as_it_lies(Range& range, size_t index, unsigned keys, bool masters, Take&& take) {
+  bool take_in_place(Range& range, size_t index, unsigned keys, bool masters, Take&& take) {
     if (!is_tensor(members_[index].param)) return false;
     const Reading<Updates::keys> reading = read(index, keys, masters);
     if (!reading.grad->defined()) return true;
-    if (!reading.complete || reading.asks_python() || !take(range.updates, index, reading, Layouts::as_it_lies)) return false;
-    trail_.note(index, reading);
+    if (!reading.complete || reading.asks_python() || !take(range.updates, index, reading, Layouts::in_place)) return false;
+    prefetcher_.note(index, reading);
     range.grads.push_back(*reading.grad);
     return true;
   }
@@ -151,7 +151,7 @@ class GroupOf : public FusedGroup {
     return reading;
   }
 
-  // Else its counters, as another optimizer may have saved them, are first brought where they belong.
+  // Whether the counters have the right type and device. Otherwise, as another optimizer may have saved them, they are converted first.
   static bool is_counted(const Reading<Updates::keys>& reading) {
     return std::all_of(reading.values.begin(), reading.values.begin() + Updates::counters, [&](const at::Tensor* counter) {
       return counter->scalar_type() == at::kFloat && counter->device() == reading.param->device();
@@ -160,8 +160,8 @@ class GroupOf : public FusedGroup {
 
   const std::array<const char*, Updates::keys> keys_;
   Members<Updates::keys> members_;
-  Prefetcher<Updates::keys> trail_;
-  std::vector<Range> ranges_ = std::vector<Range>(1);  // the first one has it all in the end
+  Prefetcher<Updates::keys> prefetcher_;
+  std::vector<Range> ranges_ = std::vector<Range>(1);  // the updates of all are appended to the first one
   std::vector<at::Tensor> starting_grads_;
 };
 

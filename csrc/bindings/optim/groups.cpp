@@ -6,7 +6,7 @@ namespace dltrain::bindings {
 
 namespace {
 
-// For each device the sum of squares of all gradients that the groups have read there, a float64 number.
+// For each device, the sum of squares of all gradients on it that the groups have read, as a float64 number.
 std::vector<at::Tensor> sum_squares_of(const std::vector<const FusedGroup*>& groups) {
   Gradients gradients;
   for (const FusedGroup* group : groups) group->collect(gradients);

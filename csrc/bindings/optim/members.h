@@ -11,15 +11,15 @@
 
 namespace dltrain::bindings {
 
-// THPVariable_Check asks a subclass, such as Parameter, in Python's slow way.
+// THPVariable_Check is slow for subclasses such as Parameter, because it uses Python's isinstance.
 inline bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass)); }
 
-// A key of a state's entry, without a copy of its text: a dict finds the very object that is its key without comparing texts.
+// A key of an entry of the state, as an interned string: a dict that has the same object as its key finds it without comparing texts.
 inline py::object interned(const char* text) { return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text)); }
 
-// The entry of a parameter in an optimizer's state, null where there is none. hold: what keeps what has been found so far, as other threads
-// may run meanwhile. A tensor's hash is its address, but asking for it calls Python code, which is a good part of what a small tensor
-// costs. Only a subclass may have a hash of its own. What is no tensor has no entry, and need not have a hash.
+// The entry of a parameter in an optimizer's state, or null. hold: keeps alive what has been found so far, because other threads may run
+// during the lookup. The hash of a tensor is its address, but calling __hash__ runs Python code, which is a large part of the time that a
+// small tensor takes. Only a subclass may have a hash of its own. An object that is not a tensor has no entry, and may not be hashable.
 template <class Hold>
 PyObject* entry_of(PyObject* state, PyObject* param, Hold&& hold) {
   PyObject* entry = private_cpython::item_by_address(state, param);
@@ -31,14 +31,14 @@ PyObject* entry_of(PyObject* state, PyObject* param, Hold&& hold) {
   return entry && PyDict_Check(entry) ? entry : nullptr;
 }
 
-// Of a key that equals ours without being it, as those of an unpickled state.
+// The item of a key that is equal to ours but another object, as in an unpickled state.
 inline PyObject* find(PyObject* entry, const py::object& key) {
   PyObject* const value = PyDict_GetItemWithError(entry, key.ptr());
   if (!value && PyErr_Occurred()) throw py::error_already_set();
   return value;
 }
 
-// What Python holds of one parameter; borrowed. Null is what it does not hold.
+// The Python objects of one parameter, as borrowed references. Objects that do not exist are null.
 template <size_t keys>
 struct Member {
   PyObject* param;
@@ -46,23 +46,23 @@ struct Member {
   PyObject* master;
 };
 
-// The parameters of a group with their entries in the optimizer's state, looked up anew at every step. Every call needs the GIL.
+// The parameters of a group and their entries in the optimizer's state, which are looked up anew in every step. Every call needs the GIL.
 template <size_t keys>
 class Members {
  public:
-  // What an entry is made of, beside the master.
+  // names: the keys of an entry, without that of the master.
   explicit Members(const std::array<const char*, keys>& names) : master_key_(interned("master_param")) {
     for (size_t k = 0; k < keys; ++k) keys_[k] = interned(names[k]);
   }
 
-  // With the values of the keys whose bits are set.
+  // Looks up all parameters. wanted: the bits of the keys whose values are needed.
   void look_up(const py::dict& state, const py::list& params, unsigned wanted) {
     constexpr size_t ahead = 8;
     const size_t size = params.size();
     release();
     members_.assign(size, {});
     addresses_.resize(size, {});
-    // The list may become shorter where a hash is Python code.
+    // The list may become shorter during the loop, because a hash may run Python code.
     for (size_t index = 0; index < size && index < params.size(); ++index) {
       if (index + ahead < size) {
         const Address& address = addresses_[index + ahead];
@@ -98,7 +98,7 @@ class Members {
   size_t size() const { return members_.size(); }
   const Member<keys>& operator[](size_t index) const { return members_[index]; }
 
-  // Until release() nothing of it goes away: another thread may drop it while a kernel runs without the GIL.
+  // Keeps all objects alive until release(): another thread may drop them while a kernel runs without the GIL.
   void hold() { hold(members_.size()); }
   void release() {
     held_.clear();
@@ -123,7 +123,7 @@ class Members {
   std::vector<Member<keys>> members_;
   std::vector<py::object> held_;
   size_t held_members_ = 0;
-  // Where the entries lay at the last step: fetched ahead, their cache misses overlap.
+  // The addresses of the entries in the last step, which are prefetched, so that their cache misses overlap.
   struct Address {
     PyObject* entry;
     const void* table;

@@ -1,4 +1,4 @@
-// The optimizers of kernels/optimizers.h, each as a group that reads Python's state and as a torch op; both run the same updates.
+// For each optimizer of kernels/optimizers.h: a group, which reads Python's state, and a torch op. Both run the same updates.
 
 #include "kernels/optimizers.h"
 
@@ -31,7 +31,7 @@ void for_each_hyper(Visit&& visit) {
   std::apply([&](const auto&... hyper) { (visit(hyper), ...); }, Rule::hyper());
 }
 
-// The rule with the hyper-parameters that are given by their names; others have their defaults.
+// The rule with the hyper-parameters that are given by name; the others have their defaults.
 template <class Rule>
 Rule rule_of(const py::dict& given) {
   Rule rule;
@@ -41,12 +41,12 @@ Rule rule_of(const py::dict& given) {
     ++known;
     rule.*hyper.member = given[hyper.name].template cast<std::remove_reference_t<decltype(rule.*hyper.member)>>();
   });
-  TORCH_CHECK_TYPE(known == given.size(), Rule::name, ": expected hyper-parameters that it has, got ",
+  TORCH_CHECK_TYPE(known == given.size(), Rule::name, ": expected only hyper-parameters of this optimizer, got ",
                    std::string(py::str(given.attr("keys")())));
   return rule;
 }
 
-// The bits of all states that there are, where these of the optional ones are wanted.
+// The bits of the states that are present: all that are not optional, and the wanted ones.
 template <class Rule>
 unsigned states_of(const std::vector<std::string>& wanted) {
   unsigned bits = 0;
@@ -65,11 +65,11 @@ class RuleGroup : public GroupOf<RuleUpdates<Rule>> {
 
   py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
                   const py::list& flagged, int64_t flagged_from) override {
-    std::unordered_set<const c10::TensorImpl*> some;
-    for (const py::handle param : flagged) some.insert(THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl());
+    std::unordered_set<const c10::TensorImpl*> marked;
+    for (const py::handle param : flagged) marked.insert(THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl());
     const unsigned states = states_of<Rule>(optional);
     const auto take = [&](auto& updates, int64_t index, const Reading<keys_count<Rule>>& reading, Layouts layouts) {
-      const bool flag = reading.param->dim() >= flagged_from || (!some.empty() && some.count(reading.param->unsafeGetTensorImpl()) > 0);
+      const bool flag = reading.param->dim() >= flagged_from || (!marked.empty() && marked.count(reading.param->unsafeGetTensorImpl()) > 0);
       return updates.add(states, flag, reading, index, layouts);
     };
     constexpr unsigned counters = (1u << RuleUpdates<Rule>::counters) - 1;
@@ -84,11 +84,11 @@ std::unique_ptr<FusedGroup> make_group(const std::string& name) {
   for_each_optimizer([&]<class Rule>(std::type_identity<Rule>) {
     if (name == Rule::name) group = std::make_unique<RuleGroup<Rule>>();
   });
-  TORCH_CHECK_VALUE(group, "name: expected one of an optimizer, got ", name);
+  TORCH_CHECK_VALUE(group, "name: expected the name of an optimizer, got ", name);
   return group;
 }
 
-// With the very keys that a group looks for.
+// Describes all optimizers to Python. The keys are the interned strings that a group looks up.
 py::list optimizers() {
   py::list all;
   for_each_optimizer([&]<class Rule>(std::type_identity<Rule>) {
@@ -126,7 +126,7 @@ std::string schema() {
   return out + "bool maximize=False, Tensor? tensor_lr=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()";
 }
 
-// Takes the arguments of the schema, in its order.
+// Reads the arguments from the stack, in the order of the schema.
 class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, torch::jit::Stack& stack) : values_(torch::jit::pop(stack, op.schema().arguments().size())) {}
@@ -174,7 +174,7 @@ void op(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   for (size_t i = 0; i < params.size(); ++i) {
     Reading<keys_count<Rule>> reading{&params[i], &grads[i], {}, masters.empty() ? nullptr : &masters[i], true};
     for (size_t k = 0; k < names.size(); ++k) {
-      const size_t value = (k + RuleUpdates<Rule>::counters) % names.size();  // counters come first there
+      const size_t value = (k + RuleUpdates<Rule>::counters) % names.size();  // in a Reading the counters come first
       reading.values[value] = lists[k].empty() ? nullptr : &lists[k][i];
     }
     updates.add(states, flag, reading, static_cast<int64_t>(i), Layouts::any);

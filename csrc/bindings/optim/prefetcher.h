@@ -10,14 +10,14 @@
 
 namespace dltrain::bindings {
 
-// Where the tensors of each parameter of a group lay at the last step. Reading a parameter anew follows a chain of pointers, a cache miss
-// each; fetching what comes next lets the misses overlap. What has moved costs nothing but its fetch.
+// The prefetch hints of a group: the addresses of the tensors of each parameter in the last step. Reading a parameter follows a chain of
+// pointers with a cache miss each; prefetching the next parameters lets the misses overlap. A wrong address costs only its prefetch.
 template <size_t keys>
 class Prefetcher {
  public:
   void resize(size_t parameters) { addresses_.resize(parameters, {}); }
 
-  // Inlined: GCC takes a function that does no more than prefetch for one without effect, and drops its calls.
+  // Always inlined, because GCC treats a function that only prefetches as one without effects, and removes its calls.
   __attribute__((always_inline)) void fetch(size_t index) const {
     for (const Address& address : addresses_[index]) {
       if (!address.impl) return;

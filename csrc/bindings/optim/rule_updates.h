@@ -11,7 +11,7 @@
 
 namespace dltrain::bindings {
 
-// What an entry of the optimizer's state is made of, beside a master: counters first.
+// The keys of an entry of the optimizer's state, counters first, without that of the master.
 template <class Rule>
 std::array<const char*, keys_count<Rule>> keys_of() {
   std::array<const char*, keys_count<Rule>> keys;
@@ -21,7 +21,7 @@ std::array<const char*, keys_count<Rule>> keys_of() {
   return keys;
 }
 
-// The updates of one step of an optimizer, with any choice of its states.
+// The updates of one step of an optimizer, for all choices of its optional states.
 template <class Rule>
 class RuleUpdates {
  public:
@@ -36,7 +36,7 @@ class RuleUpdates {
   }
   void append(const RuleUpdates& others) { append(others, std::make_index_sequence<choices.size()>()); }
 
-  // states: the bits of those that are read. Returns whether the manner allowed it; else nothing is done.
+  // states: the bits of the states to read. Otherwise as Updates::add.
   bool add(unsigned states, bool flag, const Reading<keys>& reading, int64_t index, Layouts layouts) {
     bool added = false;
     each([&](auto& updates) {

@@ -24,7 +24,7 @@ template <class T>
 const T* StepArguments::number(const std::optional<at::Tensor>& given, const at::Device& device) {
   if (!given) return nullptr;
   const at::ScalarType type = c10::CppTypeToScalarType<T>::value;
-  return brought_.emplace_back(given->detach().to(device, type, /*non_blocking=*/device.is_cuda())).template const_data_ptr<T>();
+  return converted_.emplace_back(given->detach().to(device, type, /*non_blocking=*/device.is_cuda())).template const_data_ptr<T>();
 }
 
 Step StepArguments::on(const at::Device& device) {

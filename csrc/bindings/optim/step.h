@@ -10,8 +10,8 @@
 
 namespace dltrain::bindings {
 
-// What a step is given beside the tensors of its parameters. Numbers that are tensors are read where they lie, or brought to the device
-// of the parameters without waiting for them.
+// The arguments of a step other than the tensors of its parameters. Numbers that are tensors are read on the device of the parameters, or
+// copied to it without waiting.
 class StepArguments {
  public:
   StepArguments(double lr, bool maximize, std::optional<at::Tensor> tensor_lr, std::optional<at::Tensor> grad_scale,
@@ -25,7 +25,7 @@ class StepArguments {
   double lr_;
   bool maximize_;
   std::optional<at::Tensor> tensor_lr_, grad_scale_, found_inf_;
-  std::vector<at::Tensor> brought_;
+  std::vector<at::Tensor> converted_;
 };
 
 // The gradients of one or several fused steps, by device.
@@ -49,7 +49,7 @@ class Gradients {
   std::vector<OnDevice> devices_;
 };
 
-// Of all of them on the device: a float64 number.
+// The sum of squares of all gradients on the device, as a float64 tensor.
 at::Tensor sum_squares_on(const at::Device& device, const std::vector<TensorList<1>>& grads);
 
 }  // namespace dltrain::bindings

@@ -21,20 +21,20 @@
 
 namespace dltrain::bindings {
 
-// as_it_lies: only where that takes no more than reading the tensors, without the GIL, without any copy; any: else too, with errors for
-// what does not fit.
-enum class Layouts { as_it_lies, any };
+// in_place: only tensors that are updated in place, which needs neither the GIL nor a copy; any: also other tensors, with an error for
+// those that cannot be used.
+enum class Layouts { in_place, any };
 
-// A parameter, its gradient, which may be undefined, and what the optimizer's state has of it.
+// A parameter, its gradient, which may be undefined, and its tensors in the optimizer's state.
 template <size_t keys>
 struct Reading {
   const at::Tensor* param;
   const at::Tensor* grad;
-  std::array<const at::Tensor*, keys> values;  // the rule's counters, then its states; null where it is not wanted
-  const at::Tensor* master;                    // the fp32 tensor that is updated in the parameter's place, where there is one; else null
-  bool complete;                               // nothing is missing
+  std::array<const at::Tensor*, keys> values;  // the rule's counters, then its states; null if not used
+  const at::Tensor* master;                    // the fp32 tensor that is updated instead of the parameter; may be null
+  bool complete;                               // whether all tensors exist
 
-  // Whether one is of a Python class that answers for its sizes or device.
+  // Whether a tensor is of a Python class that overrides its sizes or device.
   bool asks_python() const {
     const auto asks = [](const at::Tensor* tensor) { return tensor && tensor->unsafeGetTensorImpl()->is_python_dispatch(); };
     return asks(param) || asks(grad) || std::any_of(values.begin(), values.end(), asks) || asks(master);
@@ -44,7 +44,7 @@ struct Reading {
 template <class Rule>
 inline constexpr size_t keys_count = math::counters_of<Rule>().size() + Rule::states.size();
 
-// The names of an optimizer's lists in errors and in its op: of its states, then of its counters.
+// The names of an optimizer's lists of tensors, in errors and in its op: first those of its states, then those of its counters.
 template <class Rule>
 const std::vector<std::string>& lists_of() {
   static const std::vector<std::string> names = [] {
@@ -56,7 +56,7 @@ const std::vector<std::string>& lists_of() {
   return names;
 }
 
-// The updates of one step with such states. The vectors are reused from step to step; the caller keeps the tensors alive.
+// The updates of one step with these states. The vectors are reused from step to step. The caller keeps the tensors alive.
 template <class Rule, unsigned bits>
 class Updates {
  public:
@@ -72,13 +72,13 @@ class Updates {
     copies_.clear();
   }
 
-  // flag: the rule's. Returns whether the manner allowed it; else nothing is done.
+  // flag: the rule's flag. Returns whether `layouts` allows this update; if not, nothing is added.
   bool add(const Reading<keys_count<Rule>>& reading, bool flag, int64_t index, Layouts layouts) {
     Tensors tensors = {reading.param, reading.grad};
     for (int k = 2; k < K; ++k) tensors[k] = reading.values[counters + Operation::state_of[k]];
     const at::Tensor& param = *reading.param;
     const at::Tensor* const master = reading.master;
-    if (layouts == Layouts::as_it_lies) {
+    if (layouts == Layouts::in_place) {
       if (!fit(tensors, reading) || !one_layout(tensors, master)) return false;
     } else {
       if (detail::is_lazy(*tensors[1])) tensors[1] = &dense_grads_.emplace_back(detail::resolved(*tensors[1]));
@@ -87,8 +87,8 @@ class Updates {
       for (int i = 0; i < counters; ++i) check_counter(*reading.values[i], lists_of<Rule>()[Rule::states.size() + i], index, param);
     }
 
-    const bool in_place = layouts == Layouts::as_it_lies || one_layout(tensors, master);
-    if (!in_place) {  // what is written by a copy must have a place for each element
+    const bool in_place = layouts == Layouts::in_place || one_layout(tensors, master);
+    if (!in_place) {  // a copy is written back, so each element must have memory of its own
       for (int k = 0; k < K; ++k) {
         if (k != 1) check_written(*tensors[k], c10::str(name(k), "[", index, "]"));
       }
@@ -124,13 +124,13 @@ class Updates {
     return true;
   }
 
-  // Of others that have been added as they lie.
+  // Adds the updates of another object, which have all been added in place.
   void append(const Updates& others) {
     for (const DeviceList& part : others.parts_) {
       if (part.list.size() == 0) continue;
-      DeviceList& ours = of(part.device, part.list.signature(), part.flag);
-      ours.list.append(part.list);
-      ours.counts.append(part.counts);
+      DeviceList& own = of(part.device, part.list.signature(), part.flag);
+      own.list.append(part.list);
+      own.counts.append(part.counts);
     }
     params_.insert(params_.end(), others.params_.begin(), others.params_.end());
   }
@@ -141,7 +141,7 @@ class Updates {
     }
   }
 
-  // Makes what it writes known.
+  // Runs the updates, and increments the versions of the parameters.
   void run(const Rule& rule, StepArguments& arguments) {
     for (DeviceList& part : parts_) {
       if (part.list.size() == 0) continue;
@@ -154,7 +154,7 @@ class Updates {
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (const auto& [original, copy] : copies_) original.copy_(copy);
-    // So that autograd notices where a graph still needs the old values.
+    // Autograd then notices if a graph still needs the old values.
     for (c10::TensorImpl* param : params_) {
       if (!param->is_inference()) param->bump_version();
     }
@@ -184,7 +184,7 @@ class Updates {
 
   static bool may_be_half(int k) { return k < 2; }
 
-  // What the rule asks for, where the flag stands, into memory that the rows then point to.
+  // Computes the norms that the rule needs, if the flag is set, into memory to which the rows then point.
   static Memory take_norms(const ExecutionContext& context, const Rule& rule, DeviceList& part) {
     constexpr int sums = math::norms_of<Rule>();
     Memory memory;
@@ -201,13 +201,13 @@ class Updates {
     return memory;
   }
 
-  // Asking for its memory changes nothing, as it would where that is another tensor's until somebody writes.
+  // Whether getting the pointer to the memory has no side effect. It has one if the memory is shared until the first write (copy-on-write).
   static bool has_memory(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
     return impl.has_storage() && !awaits_memory(*impl.unsafe_storage().unsafeGetStorageImpl());
   }
 
-  // torch before 2.13 has no such storages, nor the question. A template, since only there a requirement may fail.
+  // Before version 2.13 torch has neither such storages nor this method. A template, because a requirement may fail only there.
   template <class Storage>
   static bool awaits_memory(const Storage& storage) {
     if constexpr (requires { storage.has_materializer(); }) return storage.has_materializer();
@@ -226,7 +226,7 @@ class Updates {
     return !reading.master || (detail::fits(*reading.master, param, false) && has_memory(*reading.master));
   }
 
-  // The same element at the same offset in all tensors, with nothing in between: then the update may walk through memory.
+  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly.
   static bool one_layout(const Tensors& tensors, const at::Tensor* master) {
     const auto all = [&](auto&& holds) {
       return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); }) && (!master || holds(*master));
