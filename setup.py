@@ -1,4 +1,4 @@
-"""Builds dltrain_ext._C against the torch that the environment has. What the project is stands in pyproject.toml."""
+"""Builds dltrain_ext._C against the torch of the environment. The project's metadata is in pyproject.toml."""
 
 import json
 import os
@@ -20,7 +20,7 @@ BUILDING = {"build", "build_ext", "bdist_wheel", "dist_info", "editable_wheel", 
 
 
 def import_torch():
-    """The environment's torch, also from inside pip's build isolation: it hides site-packages but keeps sys.prefix."""
+    """Imports the environment's torch, also in pip's build isolation: it hides site-packages but keeps sys.prefix."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -46,7 +46,7 @@ def commit() -> str:
 
 
 class Toolkit(NamedTuple):
-    """A CUDA toolkit: where its nvcc has it, and what that compiles for, as torch names it ("8.0")."""
+    """A CUDA toolkit: its folders, its version, and the architectures of its nvcc, as torch names them ("8.0")."""
 
     home: str
     include: str
@@ -55,25 +55,25 @@ class Toolkit(NamedTuple):
 
 
 def find_toolkit() -> Toolkit | str:
-    """That of CUDA_HOME or CUDA_PATH, of the nvcc on the PATH, or of /usr/local/cuda; else why there is none."""
+    """The toolkit of CUDA_HOME or CUDA_PATH, of the nvcc on the PATH, or of /usr/local/cuda; else why there is none."""
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = Path(given or "/usr/local/cuda", "bin", "nvcc")
     if not given and (found := shutil.which("nvcc")):
         nvcc = Path(found)
 
-    def said(*arguments: str) -> str:
+    def output_of(*arguments: str) -> str:
         done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)
         return done.stdout + done.stderr
 
     try:
-        version = re.search(r"release (\d+\.\d+)", said("--version"))
-        top = re.search(r"TOP=(.+)", said("--dryrun", "-E", "-x", "cu", os.devnull))
-        numbers = re.findall(r"sm_(\d+)(\d)\b", said("--list-gpu-code"))
+        version = re.search(r"release (\d+\.\d+)", output_of("--version"))
+        top = re.search(r"TOP=(.+)", output_of("--dryrun", "-E", "-x", "cu", os.devnull))
+        numbers = re.findall(r"sm_(\d+)(\d)\b", output_of("--list-gpu-code"))
     except (OSError, subprocess.CalledProcessError):
         return f"there is no nvcc that runs on the PATH or in CUDA_HOME (tried {nvcc})"
     if not version:
         return f"{nvcc} --version names no release"
-    # The nvcc on the PATH may be a link or a script: where the rest lies it knows itself.
+    # The nvcc on the PATH may be a link or a script, so nvcc itself is asked for the folder of the toolkit.
     homes = dict.fromkeys([str(nvcc.parents[1]), *([os.path.normpath(top[1])] if top else [])])
     targets = [f"targets/{name}-linux/include" for name in (platform.machine(), "sbsa")]  # sbsa: Arm servers
     for home in homes:
@@ -84,7 +84,7 @@ def find_toolkit() -> Toolkit | str:
 
 
 def switch(name: str) -> str | None:
-    """What a variable of the environment says that may be 0 or 1; None where it is not set."""
+    """Returns the value of an environment variable that may be 0 or 1; None if it is not set."""
     wish = os.environ.get(name) or None
     if wish not in (None, "0", "1"):
         sys.exit(f"{name}: expected 0 or 1, got {wish!r}")
@@ -92,9 +92,9 @@ def switch(name: str) -> str | None:
 
 
 def cuda_or_reason(wish: str | None, torch_cuda: str | None, toolkit: Toolkit | str) -> str | None:
-    """Whether to build for CUDA: None if so, else why not. Leaves with a message where the wish cannot be met.
+    """Returns None if the build is for CUDA, else the reason why not. Exits with a message if the wish cannot be met.
 
-    wish: DLTRAIN_CUDA; torch_cuda: the version that torch is built for; toolkit: what was found.
+    wish: DLTRAIN_CUDA; torch_cuda: the CUDA version of torch; toolkit: the result of find_toolkit.
     """
     if wish == "0":
         return "DLTRAIN_CUDA=0"
@@ -112,7 +112,7 @@ def cuda_or_reason(wish: str | None, torch_cuda: str | None, toolkit: Toolkit | 
 
 
 def architectures(wanted: list[str], known: list[str]) -> str:
-    """As TORCH_CUDA_ARCH_LIST has them: those that the toolkit knows, with PTX of the last for what comes later."""
+    """Returns a TORCH_CUDA_ARCH_LIST of the wanted ones that the toolkit knows, with PTX of the last for later GPUs."""
     names = [name for name in wanted if name.removesuffix("+PTX") in known]
     if not names:
         sys.exit(f"nvcc compiles for none of {', '.join(wanted)}, but for {', '.join(known) or 'nothing'}")
@@ -122,22 +122,22 @@ def architectures(wanted: list[str], known: list[str]) -> str:
 def sources(cuda: bool) -> list[str]:
     paths = [
         path.relative_to(ROOT)
-        for room in (*BUILD["torch_free_rooms"], "bindings")
-        for path in sorted((ROOT / "csrc" / room).rglob("*"))
+        for module in (*BUILD["torch_free_modules"], "bindings")
+        for path in sorted((ROOT / "csrc" / module).rglob("*"))
         if path.suffix in (".cpp", ".cu")
     ]
     return [str(path) for path in paths if cuda or "cuda" not in path.parts]
 
 
 def in_units(paths: list[str], folder: Path) -> list[str]:
-    """The sources, those of each unit as one that includes them: what they include costs more than they do."""
+    """Returns the sources, with one file per unit that includes all of its sources: then headers are compiled once."""
     units = []
     for name in BUILD["units"]:
-        room = [path for path in paths if path.startswith(f"csrc/{name}/") and path.endswith(".cpp")]
-        paths = [path for path in paths if path not in room]
+        included = [path for path in paths if path.startswith(f"csrc/{name}/") and path.endswith(".cpp")]
+        paths = [path for path in paths if path not in included]
         unit = Path(folder, f"{name.replace('/', '_')}.cpp")
-        text = "".join(f'#include "{Path(path).relative_to("csrc")}"\n' for path in room)
-        if not unit.exists() or unit.read_text() != text:  # else what was made of it is still good
+        text = "".join(f'#include "{Path(path).relative_to("csrc")}"\n' for path in included)
+        if not unit.exists() or unit.read_text() != text:  # an unchanged file is not compiled again
             unit.parent.mkdir(parents=True, exist_ok=True)
             unit.write_text(text)
         units.append(str(unit))
@@ -145,25 +145,25 @@ def in_units(paths: list[str], folder: Path) -> list[str]:
 
 
 def extension_arguments() -> dict:
-    """The parts of setup() that need torch."""
+    """Returns the arguments of setup() that need torch."""
     torch = import_torch()
     toolkit = find_toolkit()
     reason = cuda_or_reason(switch("DLTRAIN_CUDA"), torch.version.cuda, toolkit)
     cuda = reason is None
     print(f"dltrain_ext: building for {'the CPU and CUDA' if cuda else f'the CPU alone ({reason})'}")
-    sanitizers = os.environ.get("DLTRAIN_SANITIZE")  # e.g. address,undefined: for the tests
+    sanitizers = os.environ.get("DLTRAIN_SANITIZE")  # e.g. address,undefined, for the tests
     instrument = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
     debug = ["-O0", "-g1"] if sanitizers else ["-g0"]  # as in CMakeLists.txt
-    if os.environ.get("DLTRAIN_COVERAGE"):  # counts the lines that run, for gcov: for the tests too
+    if os.environ.get("DLTRAIN_COVERAGE"):  # counts the lines that run, for gcov; also for the tests
         instrument += ["--coverage", "-fprofile-update=atomic"]
-    memory = ["--param=ggc-min-heapsize=4000000"]  # kB: GCC would else spend a tenth of its time to save it
+    memory = ["--param=ggc-min-heapsize=4000000"]  # kB: otherwise GCC spends a tenth of its time on collecting garbage
     public = ["-DDLT_PRIVATE_CPYTHON=0"] * (switch("DLTRAIN_PRIVATE_CPYTHON") == "0")
     flags = {"cxx": BUILD["flags"] + memory + debug + instrument + public + ["-DDLTRAIN_CUDA"] * cuda}
     include_dirs = [str(ROOT / "csrc")]
     if cuda:
         os.environ["CUDA_HOME"] = toolkit.home  # before torch looks for it
         include_dirs += [toolkit.include] * (toolkit.include != "/usr/include")
-        # Torch would otherwise ask the GPUs that it sees, and there need not be one.
+        # Otherwise torch takes the architectures of the GPUs that it finds, and there may be none.
         if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
             os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(BUILD["cuda"]["architectures"], toolkit.architectures)
         flags["nvcc"] = BUILD["cuda"]["flags"] + ["-DDLTRAIN_CUDA"]
@@ -193,7 +193,7 @@ def extension_arguments() -> dict:
                 return [path for objects in pool.map(compile, sets.items()) for path in objects]
 
         def run(self):
-            """Leaves a note of what the extension was built against, to be read before it is loaded."""
+            """Also writes a file that says what the extension was built against. It is read before the extension."""
             super().run()
             built_for = (
                 f"{torch.version.cuda}, by nvcc {toolkit.version} for {os.environ['TORCH_CUDA_ARCH_LIST']}"
@@ -211,13 +211,13 @@ def extension_arguments() -> dict:
                 f"CUDA = {built_for!r}\n"
             )
 
-    # The OpenMP symbols are left to torch's own runtime: two in one process would be two teams of threads.
+    # Torch's own runtime resolves the OpenMP symbols: two runtimes in one process would have two teams of threads.
     extension = kind(
         "dltrain_ext._C",
         sources=sources(cuda),
         include_dirs=include_dirs,
         extra_compile_args=flags,
-        # __gcov_dump is for children that leave by os._exit, where nothing else writes what was counted.
+        # __gcov_dump is for children that end by os._exit, which does not write the counts.
         extra_link_args=instrument + ["-Wl,-u,__gcov_dump"] * ("--coverage" in instrument),
     )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}

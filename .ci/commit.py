@@ -29,7 +29,7 @@ ENVIRONMENT = Step("environment", f"[ -x .venv/bin/pytest ] || {{ {TEST.rpartiti
 
 
 def cpp(name: str, *options: str) -> str:
-    """A command that builds the C++ tests of the rooms without torch in build/NAME."""
+    """A command that builds the C++ tests of the modules without torch in build/NAME."""
     return f"cmake -S . -B build/{name} -G Ninja {' '.join(options)} && cmake --build build/{name}"
 
 

@@ -1,4 +1,4 @@
-"""The rooms and their arrows, read from the includes and imports as they are."""
+"""The modules and the arrows between them, read from the includes and imports of the sources."""
 
 import ast
 import re
@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# room -> the rooms that it may use
-ROOMS = {
+# C++ module -> the modules that it may use
+CPP_MODULES = {
     "core": set(),
     "math": {"core"},
     "kernels": {"math", "core"},
@@ -28,7 +28,7 @@ PARTS_OF_COMM = {
     "run": {"program", "plan", "transport", "fault"},
 }
 
-# module -> the modules of the package that it may use
+# Python module -> the modules of the package that it may use
 MODULES = {
     "__init__": {"amp", "codecs", "comm", "ddp", "optim", "sim", "_build_info"},
     "_ops": {"_C", "_build_info"},
@@ -54,18 +54,18 @@ def sources() -> list[Path]:
 
 
 def wrong_includes(path: Path) -> Iterator[str]:
-    room, part, *_ = path.relative_to(ROOT / "csrc").parts
+    module, part, *_ = path.relative_to(ROOT / "csrc").parts
     text = path.read_text()
     for included in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.M):
         if not (ROOT / "csrc" / included).is_file():
             yield f"{included} is not written from csrc/ on"
-        elif included.split("/")[0] not in ROOMS[room] | {room}:
-            yield f"{room} may not use {included}"
-        elif room == "comm" == included.split("/")[0] and included.split("/")[1] not in PARTS_OF_COMM[part] | {part}:
+        elif included.split("/")[0] not in CPP_MODULES[module] | {module}:
+            yield f"{module} may not use {included}"
+        elif module == "comm" == included.split("/")[0] and included.split("/")[1] not in PARTS_OF_COMM[part] | {part}:
             yield f"comm/{part} may not use {included}"
     for included in re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, re.M):
-        if room != "bindings" and re.match(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h|pyconfig\.h", included):
-            yield f"{room} is torch-free, but includes <{included}>"
+        if module != "bindings" and re.match(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h|pyconfig\.h", included):
+            yield f"{module} may not use torch or Python, but includes <{included}>"
 
 
 def violations(paths: Iterable[Path], wrong: Callable[[Path], Iterable[str]]) -> list[str]:
@@ -77,8 +77,8 @@ def test_includes_run_one_way():
     assert not violations(sources(), wrong_includes)
 
 
-def test_every_room_is_known():
-    assert {path.relative_to(ROOT / "csrc").parts[0] for path in sources()} <= ROOMS.keys()
+def test_every_cpp_module_is_known():
+    assert {path.relative_to(ROOT / "csrc").parts[0] for path in sources()} <= CPP_MODULES.keys()
 
 
 def test_a_topology_knows_no_codec_and_no_transport():

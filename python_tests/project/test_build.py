@@ -1,4 +1,4 @@
-"""How setup.py decides what to build, and that the CUDA sources of every room compile without a GPU."""
+"""How setup.py decides what to build, and that the CUDA sources of every module compile without a GPU."""
 
 import importlib.util
 import json
@@ -141,7 +141,7 @@ def test_sources_of_each_kind(setup):
     assert plain < cuda
     assert all("/cuda/" in path for path in cuda - plain)
     assert not any(path.endswith(".cu") for path in plain)
-    assert {path.split("/")[1] for path in plain} == {*BUILD["torch_free_rooms"], "bindings"}
+    assert {path.split("/")[1] for path in plain} == {*BUILD["torch_free_modules"], "bindings"}
 
 
 MEMBERS = """
