@@ -81,7 +81,7 @@ TEST_P(GraphsOn, ReplayAnAllReduce) {
   constexpr int world_size = 3;
   on_nccl_ranks(context(), world_size, [](Executor& executor, Runner& runner, const ExecutionContext& context) {
     cuda::stay_out_of_captures(context.device);  // of the other ranks, which are threads of this process
-    Options call;
+    CallOptions call;
     call.algorithm = "direct";
     call.codec = "int8";
     const Array<float> array(context, Values(1000, 127.0f));
@@ -107,7 +107,7 @@ TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
   std::latch captured(1), begun(1);
   on_nccl_ranks(context(), 2, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
     const Array<float> array(context, Values(100, 1.0f));
-    Options call;
+    CallOptions call;
     call.algorithm = "direct";
     runner.run(executor, {array.data()}, 100, call);
     array.values();
@@ -134,7 +134,7 @@ TEST_P(GraphsOn, AFirstCallHasADeadlineAlsoInACapture) {
     if (executor.rank() == 1) return over.wait();
     cuda::stay_out_of_captures(context.device);
     const Array<float> array(context, Values(100, 1.0f));
-    Options call;
+    CallOptions call;
     call.algorithm = "direct";
     call.timeout = std::chrono::milliseconds(300);
     const cuda::DeviceGuard guard(context.device);

@@ -47,7 +47,7 @@ int launches_of(const Program& program) {
   for (const auto& tick : program.ticks) {
     for (int half : {0, 1}) {
       Packing sums(122, 1200), decodes(480, 1);
-      for (const Part& part : tick) {
+      for (const SegmentWork& part : tick) {
         if (part.segment % 2 != half) continue;
         for (const SumStep& step : part.sums) sums.add(step.region.codec, static_cast<int>(step.received.size()));
         for (const DecodeStep& step : part.decodes) decodes.add(step.region.codec, 0);
