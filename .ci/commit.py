@@ -45,7 +45,8 @@ def cpp_tests(name: str, tests: str = "*") -> str:
 
 SLOW = "AllReduce.Feeds*:AllReduce.*Millions*:AllReduce.AddsTheNoise*:*AllReduceOn*:Simulate.*:FailureDetector.*"
 THREADED = (  # what has threads of its own, and the CUDA kernels that are quick to emulate
-    "*Queue*:*FailureDetector*:Executor.*:AllReduce.TakesHalves:AllReduce.Spreads*:AllReduce.IsTheSame*:*FoldOn.Scales*:"
+    "*Queue*:*Mailbox*:*FailureDetector*:Executor.*:AllReduce.TakesHalves:AllReduce.Spreads*:AllReduce.IsTheSame*:"
+    "*FoldOn.Scales*:"
     "*FoldOn.Adds*:*CodecOn.Sees*:*ReduceOn.IsFinite*:*ReadsItsScalars*:Memory*:*Nccl*:*ReduceScatter*:*TwoLevels*:"
     "*Layout*:*Feedback*"
 )
