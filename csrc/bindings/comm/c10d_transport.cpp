@@ -1,12 +1,12 @@
 #include "bindings/comm/c10d_transport.h"
 
 #include <ATen/ops/from_blob.h>
-#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <thread>
 #include <utility>
 
+#include "bindings/comm/unobserved.h"
 #include "bindings/execution_context.h"
 #include "core/in_time.h"
 
@@ -96,18 +96,6 @@ void shut_down(const c10::intrusive_ptr<c10d::Backend>& backend, std::chrono::mi
 }
 
 c10d::ReduceOp op_of(bool average) { return average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM; }
-
-// Hides messages from profilers: a message may be posted long before it arrives, and would outlive the profiler's session. The guard takes
-// microseconds, so it is only used if there are callbacks.
-class Unobserved {
- public:
-  Unobserved() {
-    if (at::hasCallbacks()) guard_.emplace();
-  }
-
- private:
-  std::optional<at::DisableRecordFunctionGuard> guard_;
-};
 
 // Whether the shards are adjacent and of equal length, as the backends' collectives require.
 bool are_equal(const std::vector<Span>& shards) {
