@@ -82,7 +82,9 @@ class GlooWaits::Entry {
   Wait& wait_;
 };
 
-GlooWaits::GlooWaits(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) { Rounds::of_this_process().enter(*this); }
+GlooWaits::GlooWaits(c10::intrusive_ptr<c10d::Backend> backend, Others others) : others_(others), backend_(std::move(backend)) {
+  Rounds::of_this_process().enter(*this);
+}
 
 GlooWaits::~GlooWaits() { close(); }
 
@@ -91,13 +93,23 @@ bool GlooWaits::wait(int peer, c10d::Work& message, std::chrono::milliseconds ti
   {
     const Entry entry(*this, wait);
     if (message.wait(timeout)) return true;
+    // The message may have been complete when its wait was ended. If not, look() ends this wait as well: a timeout would close all
+    // connections.
+    if (others_ == Others::leave && is_broken(wait) && message.wait(timeout)) return true;
   }
   if (!wait.is_broken) return false;
+  constexpr auto reason = "the connection broke in the middle of a message";
+  if (others_ == Others::leave) throw comm::TransportError(reason);
   try {
     return message.wait(at_once);  // it may have been complete when its wait was ended
   } catch (const std::exception&) {
-    throw comm::TransportError("the connection broke in the middle of a message");
+    throw comm::TransportError(reason);
   }
+}
+
+bool GlooWaits::is_broken(const Wait& wait) {
+  const std::lock_guard lock(mutex_);
+  return wait.is_broken;
 }
 
 bool GlooWaits::any_has_broken() {

@@ -20,7 +20,11 @@ class GlooWaits {
  public:
   static constexpr int tag = 0x7fffffff;  // of that receive, and of nothing else
 
-  explicit GlooWaits(c10::intrusive_ptr<c10d::Backend> backend);
+  // What becomes of the backend's other connections when one breaks in the middle of a message. Closing them all tells the other peers at
+  // once; leaving them takes another interval to see that the message is not complete.
+  enum class Others { close, leave };
+
+  explicit GlooWaits(c10::intrusive_ptr<c10d::Backend> backend, Others others = Others::close);
   ~GlooWaits();
   GlooWaits(const GlooWaits&) = delete;
   GlooWaits& operator=(const GlooWaits&) = delete;
@@ -43,9 +47,11 @@ class GlooWaits {
   };
   class Entry;
 
+  bool is_broken(const Wait& wait);
   void look();
   bool has_broken(int peer);
 
+  const Others others_;
   std::mutex mutex_;  // guards the members below
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::map<int, c10::intrusive_ptr<c10d::Work>> probes_;  // by peer
