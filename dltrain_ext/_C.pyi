@@ -251,6 +251,36 @@ class Communicator:
     def drain(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
 
+class SessionEnd:
+    """The end of the session with a peer. In good order: the peer has closed its mailbox, and all that it sent has been
+    received. Else the connection is lost, and the reason says how that was seen."""
+
+    @property
+    def in_good_order(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+
+class Mailbox:
+    """Messages of any length between the ranks of a backend of Gloo that serves nobody else. The caller keeps no
+    reference to the backend, because the connections are closed with the last one."""
+
+    def __init__(self, backend: Backend, *, limit: int = 67108864) -> None:
+        """limit: the bytes of messages that are held for each peer and direction, which one message may exceed."""
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def send(self, peer: int, tensors: Sequence[Tensor], *, copy: bool = True) -> bool:
+        """Sends the bytes of contiguous CPU tensors, one after another, as one message, and returns at once. Without
+        copy they must not change until the peer has the message. False: the message is not sent, because the peer has
+        not taken what was sent before. Raises DistBackendError when the session has ended or the mailbox is closed."""
+    def receive(self, timeout: float | None = None) -> tuple[int, Tensor | SessionEnd] | None:
+        """The next message from any peer, as bytes, or the end of a session, which comes once for each peer. None:
+        nothing came in so many seconds. Raises DistBackendError when the mailbox is closed, which Ctrl-C does."""
+    def close(self, grace: float = 1.0) -> None:
+        """Returns when the peers have received all that was sent to them, or after so many seconds. To drop a mailbox
+        without closing it looks to the peers as if the process had been killed."""
+
 def algorithms(collective: str, /) -> list[str]: ...
 def check_feedback(codec: str, stochastic: bool, expected: str, /) -> None: ...
 def check_names(algorithm: str, codec: str, collective: str, /) -> None: ...

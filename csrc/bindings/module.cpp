@@ -32,4 +32,5 @@ PYBIND11_MODULE(_C, module) {
   dltrain::bindings::bind_buckets(module);
   dltrain::bindings::bind_levels(module);
   dltrain::bindings::bind_communicator(module);
+  dltrain::bindings::bind_mailbox(module);
 }

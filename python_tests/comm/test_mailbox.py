@@ -1,0 +1,310 @@
+"""Mailboxes over Gloo: messages of any length from any rank, and sessions that end alone."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import FAR, SLACK, ready, run_ranks
+
+from dltrain_ext import _C, comm
+
+FIRST_LENGTHS = [0, 1, 1000, 65_360, 65_361, 1 << 20, (3 << 20) + 5, 17]  # a frame has room for 65,360 bytes
+
+
+def open_mailbox(name="mailbox", **options):
+    """One over connections of its own, which nobody else holds."""
+    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
+    timeout = timedelta(seconds=60)
+    return _C.Mailbox(dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timeout), **options)
+
+
+def pattern(length, seed):
+    return (torch.arange(length) * 31 + seed).to(torch.uint8)
+
+
+def receive(mailbox):
+    received = mailbox.receive(SLACK + 60)
+    assert received is not None, "nothing came"
+    return received
+
+
+def receive_messages(mailbox, count):
+    """The next so many messages, by sender, and whose sessions have ended meanwhile."""
+    messages, ends = {}, {}
+    while sum(map(len, messages.values())) < count:
+        peer, what = receive(mailbox)
+        if isinstance(what, torch.Tensor):
+            messages.setdefault(peer, []).append(what)
+        else:
+            assert peer not in ends
+            ends[peer] = what
+    return messages, ends
+
+
+def receive_end(mailbox, peer):
+    """That of the session with the peer, behind whatever else it sent."""
+    while True:
+        sender, what = receive(mailbox)
+        assert sender == peer
+        if isinstance(what, _C.SessionEnd):
+            return what
+
+
+def send_all(mailbox, peer, tensors, **options):
+    """With waiting for the peer where it is behind."""
+    while not mailbox.send(peer, tensors, **options):
+        time.sleep(0.01)
+
+
+def exchange(mailbox, peers, seed):
+    """One message to each of them, and one from each."""
+    for peer in peers:
+        send_all(mailbox, peer, [pattern(100_000, seed + mailbox.rank)])
+    messages, ends = receive_messages(mailbox, len(peers))
+    assert not ends and messages.keys() == set(peers)
+    for peer, (message,) in messages.items():
+        assert torch.equal(message, pattern(100_000, seed + peer))
+
+
+def send_variable_lengths(rank, world_size, copy):
+    mailbox = open_mailbox()
+    assert (mailbox.rank, mailbox.world_size) == (rank, world_size)
+    generator = torch.Generator().manual_seed(1)
+    lengths = FIRST_LENGTHS + torch.randint(0, 300_000, (60,), generator=generator).tolist()
+    if rank > 0:
+        for number, length in enumerate(lengths):
+            send_all(mailbox, 0, [pattern(length, rank + number)], copy=copy)
+    else:
+        messages, ends = receive_messages(mailbox, len(lengths) * (world_size - 1))
+        assert not ends and messages.keys() == set(range(1, world_size))
+        for peer, each in messages.items():
+            for number, (length, message) in enumerate(zip(lengths, each, strict=True)):
+                assert torch.equal(message, pattern(length, peer + number)), (peer, number, length)
+        for peer in messages:
+            assert mailbox.send(peer, [torch.tensor([peer])])
+    if rank > 0:
+        messages, _ = receive_messages(mailbox, 1)
+        assert messages[0][0].view(torch.int64).item() == rank
+    assert mailbox.send(rank, [pattern(10, 0), pattern(200_000, 1)])
+    own, _ = receive_messages(mailbox, 1)
+    assert torch.equal(own[rank][0], torch.cat([pattern(10, 0), pattern(200_000, 1)]))
+    mailbox.close()
+    with pytest.raises(dist.DistBackendError, match="the mailbox is closed"):
+        mailbox.receive()
+    with pytest.raises(dist.DistBackendError, match="the mailbox is closed"):
+        mailbox.send(1 - min(rank, 1), [])
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_lengths_vary_from_several_senders_at_once(copy):
+    run_ranks(4, send_variable_lengths, copy)
+
+
+def send_pieces(rank, world_size):
+    mailbox = open_mailbox()
+    cases = [
+        [pattern(100, 0), pattern(0, 1), pattern(200, 2)],  # in one frame
+        [pattern(100_000, 3), pattern(0, 4), pattern(1, 5), pattern(70_000, 6)],  # one message for each
+        [pattern(5_000, i) for i in range(40)],  # gathered
+        [torch.full((50_000,), 1.5), torch.arange(3)],
+    ]
+    for case in cases:
+        for copy in (True, False):
+            if rank == 1:
+                send_all(mailbox, 0, case, copy=copy)
+            else:
+                sender, message = receive(mailbox)
+                assert sender == 1 and torch.equal(message, torch.cat([each.view(torch.uint8) for each in case]))
+    if rank == 1:
+        changed = torch.ones(100_000)
+        send_all(mailbox, 0, [changed])
+        changed.zero_()  # has been copied
+        for wrong in (torch.ones(4, 4).t()[1:], torch.ones(4, device="meta")):
+            with pytest.raises(ValueError, match="expected contiguous tensors on the CPU"):
+                mailbox.send(0, [wrong])
+        with pytest.raises(ValueError, match="peer: expected a rank below 2, got 2"):
+            mailbox.send(2, [])
+    else:
+        assert torch.equal(receive(mailbox)[1].view(torch.float32), torch.ones(100_000))
+    mailbox.close()
+
+
+def test_pieces_are_one_message():
+    run_ranks(2, send_pieces)
+
+
+def close_in_order(rank, world_size):
+    """Rank 1 closes behind a large message, and its process goes on; the others stay connected."""
+    mailbox = open_mailbox()
+    others = [each for each in range(world_size) if each not in (1, rank)]
+    if rank == 1:
+        for peer in (0, 2):
+            assert mailbox.send(peer, [pattern(32 << 20, peer)], copy=False)
+        mailbox.close(FAR.total_seconds())
+    else:
+        sender, message = receive(mailbox)
+        assert sender == 1 and torch.equal(message, pattern(32 << 20, rank))
+        sender, end = receive(mailbox)
+        assert sender == 1 and isinstance(end, _C.SessionEnd) and end.in_good_order and not end.reason
+        with pytest.raises(dist.DistBackendError, match="the session with rank 1 has ended"):
+            mailbox.send(1, [torch.ones(1)])
+    dist.barrier()
+    if rank != 1:
+        exchange(mailbox, others, 5)
+        assert mailbox.receive(0.3) is None  # nothing more of rank 1
+    dist.barrier()
+    mailbox.close()
+
+
+def test_a_mailbox_closes_in_good_order():
+    run_ranks(3, close_in_order)
+
+
+def close_at_once(rank, world_size):
+    """All at the same time, each with messages on their way."""
+    for turn in range(5):
+        mailbox = open_mailbox(f"mailbox {turn}")
+        for peer in range(world_size):
+            assert mailbox.send(peer, [pattern(500_000, turn)])
+        dist.barrier()
+        began = time.monotonic()
+        mailbox.close(FAR.total_seconds())
+        assert time.monotonic() - began < SLACK
+
+
+def test_all_close_at_once():
+    run_ranks(4, close_at_once)
+
+
+def drop(rank, world_size):
+    mailbox = open_mailbox()
+    if rank == 1:
+        del mailbox
+        return
+    end = receive_end(mailbox, 1)
+    assert not end.in_good_order and end.reason
+    mailbox.close()
+
+
+def test_a_mailbox_that_is_dropped_looks_broken():
+    run_ranks(2, drop)
+
+
+def survive(rank, world_size, how):
+    """Rank 1 dies: idle, in a stream of messages, or of large ones, so that most probably one is half way."""
+    survivors = [0, 2, 3]
+    communicator = comm.Communicator(dist.new_group(survivors)) if rank != 1 else None
+    if rank == 1:
+        dist.new_group(survivors)
+    mailbox = open_mailbox()
+    if rank == 1:
+        exchange(mailbox, survivors, 1)
+        dist.barrier()
+        ready()
+        message = torch.zeros({"idle": 0, "small": 5_000, "large": 64 << 20}[how], dtype=torch.uint8)
+        while True:
+            sent = how != "idle" and [mailbox.send(peer, [message], copy=False) for peer in survivors]
+            if not sent or not all(sent):
+                time.sleep(0.001)
+    others = [each for each in survivors if each != rank]
+    exchange(mailbox, [*others, 1], 1)
+    dist.barrier()
+    ready()
+    end = receive_end(mailbox, 1)
+    took = time.monotonic()
+    assert not end.in_good_order and end.reason
+    with pytest.raises(dist.DistBackendError, match="the session with rank 1 has ended"):
+        mailbox.send(1, [torch.ones(1)])
+    result = torch.full((1000,), float(rank))
+    communicator.all_reduce(result)
+    assert torch.equal(result, torch.full((1000,), 5.0))
+    for turn in range(20):
+        exchange(mailbox, others, turn)
+        communicator.all_reduce(torch.ones(10))  # nobody is a turn ahead
+    assert mailbox.receive(0.3) is None
+    communicator.all_reduce(torch.ones(10))
+    mailbox.close()
+    communicator.close()
+    return took, end.reason
+
+
+@pytest.mark.parametrize("how", ["idle", "small", "large"])
+def test_a_killed_peer_ends_its_session_alone(how):
+    killed = []
+
+    def kill(pids):
+        time.sleep(0.3)
+        os.kill(pids[1], signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    results = run_ranks(4, survive, how, dying=(1,), when_ready=kill)
+    for rank in (0, 2, 3):
+        took, reason = results[rank]
+        print(f"{how}, rank {rank}: {took - killed[0]:.3f} s: {reason}")
+        assert took - killed[0] < SLACK
+
+
+def outlast_a_stopped_peer(rank, world_size):
+    """Rank 1 stops. Returns how many seconds a send took at most, and close."""
+    mailbox = open_mailbox(limit=4 << 20)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    other = 2 - rank
+    message, longest = pattern(1 << 20, rank), 0.0
+    while True:
+        began = time.monotonic()
+        taken = mailbox.send(1, [message])
+        longest = max(longest, time.monotonic() - began)
+        if not taken:
+            break
+    for turn in range(20):
+        exchange(mailbox, [other], turn)
+    assert not mailbox.send(1, [])
+    began = time.monotonic()
+    mailbox.close(0.5)
+    return longest, time.monotonic() - began
+
+
+def test_a_stopped_peer_blocks_neither_sends_nor_close():
+    results = run_ranks(3, outlast_a_stopped_peer, dying=(1,))
+    for rank in (0, 2):
+        longest, closing = results[rank]
+        print(f"rank {rank}: the longest send {longest:.3f} s, close {closing:.3f} s")
+        assert longest < SLACK and closing < SLACK
+
+
+def close_in_the_middle(rank, world_size):
+    """Rank 1 is stopped while it sends; the others close in the middle of its messages, and then it goes on."""
+    mailbox = open_mailbox()
+    if rank == 1:
+        message = torch.ones(64 << 20, dtype=torch.uint8)
+        ready()
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
+        open_sessions = {0, 2}
+        while open_sessions:
+            for peer in [*open_sessions]:
+                try:
+                    if not mailbox.send(peer, [message], copy=False):
+                        time.sleep(0.001)
+                except dist.DistBackendError:
+                    open_sessions.remove(peer)
+        assert {receive(mailbox)[0] for _ in range(2)} == {0, 2}
+        mailbox.close()
+        return
+    receive(mailbox)
+    while mailbox.receive(1):  # until it is stopped
+        pass
+    mailbox.close(0.1)
+    memory = torch.zeros(64 << 20, dtype=torch.uint8)  # perhaps where the rest of the message would have gone
+    ready()
+    time.sleep(0.5)
+    assert not memory.any()
+
+
+def test_memory_is_safe_when_a_mailbox_closes_in_the_middle_of_a_message():
+    run_ranks(3, close_in_the_middle, when_ready=lambda pids: os.kill(pids[1], signal.SIGCONT))
