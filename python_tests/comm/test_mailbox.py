@@ -283,6 +283,7 @@ def close_in_the_middle(rank, world_size):
     mailbox = open_mailbox()
     if rank == 1:
         message = torch.ones(64 << 20, dtype=torch.uint8)
+        exchange(mailbox, [0, 2], 1)
         ready()
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
         open_sessions = {0, 2}
@@ -296,7 +297,7 @@ def close_in_the_middle(rank, world_size):
         assert {receive(mailbox)[0] for _ in range(2)} == {0, 2}
         mailbox.close()
         return
-    receive(mailbox)
+    exchange(mailbox, [1], 1)
     while mailbox.receive(1):  # until it is stopped
         pass
     mailbox.close(0.1)
@@ -308,3 +309,36 @@ def close_in_the_middle(rank, world_size):
 
 def test_memory_is_safe_when_a_mailbox_closes_in_the_middle_of_a_message():
     run_ranks(3, close_in_the_middle, when_ready=lambda pids: os.kill(pids[1], signal.SIGCONT))
+
+
+def interrupt(rank, world_size):
+    mailbox = open_mailbox()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if rank == 0:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            mailbox.receive()
+        with pytest.raises(dist.DistBackendError, match="the mailbox is closed"):
+            mailbox.receive()
+    else:
+        receive_end(mailbox, 0)
+
+
+def test_ctrl_c_ends_receive():
+    run_ranks(2, interrupt, fresh=True)
+
+
+def profile(rank, world_size):
+    """Until receives are posted for messages that come later."""
+    with torch.profiler.profile() as profiler:
+        mailbox = open_mailbox()
+        send_all(mailbox, 1 - rank, [pattern(200_000, 1)])
+        receive(mailbox)
+    assert not [event.name for event in profiler.events() if "send" in event.name or "recv" in event.name]
+    send_all(mailbox, 1 - rank, [pattern(200_000, 1)])
+    receive(mailbox)
+    mailbox.close()
+
+
+def test_the_profiler_sees_no_messages():
+    run_ranks(2, profile, fresh=True)
