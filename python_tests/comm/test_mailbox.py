@@ -278,6 +278,40 @@ def test_a_stopped_peer_blocks_neither_sends_nor_close():
         assert longest < SLACK and closing < SLACK
 
 
+def fill(rank, world_size, length):
+    """Both send until they are refused, then both receive. Returns how many bytes were taken."""
+    limit = 2 << 20
+    mailbox = open_mailbox(limit=limit)
+    peer, number = 1 - rank, 0
+    refused = None
+    while refused is None or time.monotonic() - refused < 0.5:  # what was sent goes on to the peer for a while
+        if mailbox.send(peer, [torch.tensor([number]), pattern(length, number)]):
+            number += 1
+            refused = None
+        else:
+            refused = refused or time.monotonic()
+            time.sleep(0.001)
+    dist.barrier()
+    numbers = [None] * 2
+    dist.all_gather_object(numbers, number)
+    messages, _ = receive_messages(mailbox, numbers[peer])
+    for expected, message in enumerate(messages[peer]):
+        assert message[:8].view(torch.int64).item() == expected and torch.equal(message[8:], pattern(length, expected))
+    del messages, message
+    dist.barrier()
+    exchange(mailbox, [peer], 1)  # there is room again
+    dist.barrier()
+    mailbox.close()
+    return number * (length + 8 + 256), limit
+
+
+@pytest.mark.parametrize("length", [0, 1_000, 1 << 20])
+def test_what_a_peer_does_not_receive_is_bounded(length):
+    for taken, limit in run_ranks(2, fill, length):
+        print(f"{length} bytes: {taken / limit:.2f} limits")
+        assert limit <= taken <= 2 * (limit + length) + (1 << 20)
+
+
 def close_in_the_middle(rank, world_size):
     """Rank 1 is stopped while it sends; the others close in the middle of its messages, and then it goes on."""
     mailbox = open_mailbox()
