@@ -58,6 +58,7 @@ SANITIZED = " ".join(
         "optim/test_adamw_state",
         "comm/test_all_reduce",
         "comm/test_collectives",
+        "comm/test_mailbox",
         "ddp/test_ddp",
         "faults/test_faults",
         "fuzz/test_fuzz_codecs",
