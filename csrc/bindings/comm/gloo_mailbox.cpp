@@ -86,7 +86,7 @@ struct GlooMailbox::Session {
   int64_t held = 0;                     // the cost of what was sent
   int64_t received = 0;                 // frames; written by the session's thread alone
   int64_t owed = 0;                     // the cost of what was received since a frame went out
-  int64_t farewell = -1;                // the number of this rank's
+  int64_t end_frame = -1;               // the number of this rank's
   bool open = true;                     // for messages to the peer
   bool has_closed = false;              // the peer has
   bool ended = false, stopped = false;  // of the thread: nothing more comes; it is told to end
@@ -253,7 +253,7 @@ bool GlooMailbox::take(Session& session, const std::byte* frame) {
   check_header(session, header);
   acknowledged(session, header.acknowledged);
   if (header.kind == FrameKind::message && !receive_message(session, header, frame + header_bytes)) return false;
-  if (header.kind == FrameKind::farewell) {
+  if (header.kind == FrameKind::end) {
     queue_.push({Event::Kind::closed, session.peer, {}, 0, {}});
     const Lock lock(session.mutex);
     session.open = false;
@@ -338,28 +338,28 @@ void GlooMailbox::close(std::chrono::milliseconds grace) {
   if (!backend_) return;
   const Deadline deadline = Clock::now() + grace;
   for (const auto& session : sessions_) {
-    if (session) say_farewell(*session);
+    if (session) send_end(*session);
   }
   for (const auto& session : sessions_) {
     if (!session) continue;
     Lock lock(session->mutex);
     session->changed.wait_until(lock, deadline, [&] {
-      return session->ended || session->farewell < 0 || session->sent.empty() || session->sent.front().number > session->farewell;
+      return session->ended || session->end_frame < 0 || session->sent.empty() || session->sent.front().number > session->end_frame;
     });
   }
   stop();
 }
 
 // Behind all messages. Where the peer has closed before, it has no use for one.
-void GlooMailbox::say_farewell(Session& session) {
+void GlooMailbox::send_end(Session& session) {
   const Lock lock(session.mutex);
   if (!std::exchange(session.open, false)) return;
   Frame frame;
-  write_header(frame, FrameKind::farewell, 0, {}, {});
+  write_header(frame, FrameKind::end, 0, {}, {});
   try {
     const int64_t number = session.number;
     post(lock, session, std::move(frame));
-    session.farewell = number;
+    session.end_frame = number;
   } catch (const std::exception&) {
     return;  // the connection is lost
   }

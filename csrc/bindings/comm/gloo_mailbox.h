@@ -43,7 +43,7 @@ class GlooMailbox final : public comm::Mailbox {
   bool is_closed() const override { return queue_.is_closed(); }
 
  private:
-  enum class FrameKind : int32_t { message, acknowledgment, farewell };
+  enum class FrameKind : int32_t { message, acknowledgment, end };
   struct Header;
   struct Frame;
   struct Posted;
@@ -62,7 +62,7 @@ class GlooMailbox final : public comm::Mailbox {
   static void acknowledged(Session& session, int64_t frames);
   void acknowledge(Session& session, const Header& header);
   void end(Session& session, const std::string& reason, bool is_connected);
-  void say_farewell(Session& session);
+  void send_end(Session& session);
   void stop();
 
   const int rank_, world_size_;
