@@ -1,10 +1,11 @@
-"""Codecs: what the messages of an all-reduce carry.
+"""Codecs encode tensors into the messages of an all-reduce.
 
-``CODECS`` lists their names. The arithmetic is fp32. Elements share a scale in blocks. A message, little-endian, is::
+``CODECS`` lists their names. The arithmetic is in fp32. The elements of a block share a scale. A message is
+little-endian and consists of::
 
-    scales   float32, one a block (not raw, fp16, bf16)
-    units    of one code or several; unit j of a block of U units holds those of elements j, j + U, j + 2U, ... of the
-             block, in its lowest bits first. The last block ends with the last unit that holds an element.
+    scales   float32, one per block (none in raw, fp16, bf16)
+    words    of one code or several; word j of a block of W words holds those of elements j, j + W, j + 2W, ... of the
+             block, the first of them in its lowest bits. The last block ends with the last word that holds an element.
 
 ===== ===== ============= ============================== ========================= =========================
 codec block bytes/element an element is                  error, nearest (max, rms) error, stochastic
@@ -15,22 +16,23 @@ bf16      1 2             bfloat16                       2^-8, 2^-8             
 fp8     128 1.03125       e4m3fn times absmax / 448      1/28, 1/28                1/14, 1/28
 int8    256 1.015625      -127..127 times absmax / 127   1/254, 1/254              1/127, 1/254
 int4    128 0.53125       -7..7 times absmax / 7         1/14, 1/14                1/7, 1/14
-sign    256 0.140625      a bit, set: minus, times the   1, 1/2                    2, 1
-                          block's mean magnitude
+sign    256 0.140625      a bit, set for minus, times    1, 1/2                    2, 1
+                          the block's mean magnitude
 ===== ===== ============= ============================== ========================= =========================
 
-Errors are bounds relative to the block's largest magnitude, as :func:`error_bound` has them, up to fp32 rounding (a
-factor of 1 + 1e-4); the rms of stochastic rounding is an expectation. fp16 and bf16, blocks of one element, keep them
-down to 2^-14 and 2^-126, and the absolute error below. In fp8 the error is also relative to the element (2^-4,
-stochastic 2^-3) down to 2^-6 / 448 of the largest.
+Errors are bounds relative to the largest magnitude of the block, as :func:`error_bound` returns them. fp32 rounding may
+exceed them by a factor of 1 + 1e-4, and the rms error of stochastic rounding is an expected value. fp16 and bf16, with
+blocks of one element, have these relative errors down to 2^-14 and 2^-126, and below the same absolute error as there.
+In fp8 the error is also relative to the element, at most 2^-4 of it (stochastic 2^-3), down to 2^-6 / 448 of the
+largest.
 
-- int8's numbers are in two's complement; int4's are stored 8 larger, as 1 to 15.
-- Rounding is to nearest even, or stochastic: unbiased, with a Philox stream (Salmon et al., 2011) keyed by (seed, step)
-  and counted by (element, rank), so the same on any number of threads and on any device. Stochastic sign takes the
-  largest magnitude for the scale. raw rounds nothing.
-- A NaN or an infinity makes its whole block NaN; so does a finite number that rounds beyond fp16's or bf16's range.
-- A block whose largest (sign to nearest: mean) magnitude is below 2^-117, about 6e-36, becomes zero: 127 / absmax would
-  overflow near 4e-37. raw, fp16 and bf16 have no such threshold.
+- The codes of int8 are in two's complement; those of int4 are stored plus 8, as 1 to 15.
+- Rounding is to nearest even, or stochastic, which is unbiased. Its Philox stream (Salmon et al., 2011) is keyed by
+  (seed, step) and counted by (element, rank), so it does not depend on the number of threads or the device.
+  Stochastic sign uses the largest magnitude as the scale. raw does not round.
+- A NaN or an infinity makes its whole block NaN. So does a finite number that rounds beyond the range of fp16 or bf16.
+- A block whose largest magnitude (for sign to nearest: mean magnitude) is below 2^-117, about 6e-36, becomes zero,
+  because 127 / absmax would overflow near 4e-37. raw, fp16 and bf16 have no such threshold.
 """
 
 from __future__ import annotations
@@ -74,34 +76,34 @@ def __getattr__(name: str) -> Any:
 
 
 def block_size(codec: str) -> int:
-    """The elements of a block, which share a scale; 1 where there is none."""
+    """Returns the number of elements of a block, which share a scale; 1 for codecs without scales."""
     return _find(codec).block
 
 
 def error_bound(codec: str, rounding: str = "nearest") -> ErrorBound:
-    """The bound of the codec's error with that rounding, "nearest" or "stochastic"."""
+    """Returns the bound of the codec's error; ``rounding`` is ``"nearest"`` or ``"stochastic"``."""
     return ErrorBound(*_find(codec).error(is_stochastic(rounding)))
 
 
 def nbytes(codec: str, numel: int) -> int:
-    """Bytes of the message of ``numel`` elements."""
+    """Returns the size in bytes of the message of ``numel`` elements."""
     check_number(numel, "numel", 2**60 + 1)
     return _find(codec).bytes(numel)
 
 
 def empty(tensor: Any, codec: str) -> Encoded:
-    """A message for that tensor, or array, that is still to be written: ``out`` of :func:`encode`."""
+    """Returns an uninitialized message for a tensor or an array, to be used as ``out`` of :func:`encode`."""
     given, in_kind = as_tensor(tensor, "tensor")
     message = _empty(given, codec)
     return replace(message, wire=in_kind(message.wire))
 
 
 def zero_residual(tensor: Any, *, feedback_dtype: str = "fp32") -> Tensor:
-    """A residual for :func:`encode` that holds nothing yet.
+    """Returns a residual of zeros for :func:`encode`.
 
     Args:
-        tensor: what will be encoded; the residual has its shape and device.
-        feedback_dtype: "fp32", or "bf16" for half the memory and less exact feedback.
+        tensor: the tensor or array that will be encoded; the residual has its shape and device.
+        feedback_dtype: ``"fp32"``, or ``"bf16"`` for half the memory and less exact feedback.
     """
     dtype = dtype_of_feedback(feedback_dtype)
     given, _ = as_tensor(tensor, "tensor")
@@ -123,33 +125,34 @@ def encode(
     decoded: Tensor | None = None,
     out: Encoded | None = None,
 ) -> Encoded:
-    """Encode ``tensor * scale + residual * loss_scale``, and keep in ``residual`` what that lost.
+    """Encodes ``tensor * scale + residual * loss_scale``, and stores the encoding error in ``residual``.
 
     Args:
-        tensor: float32, float16 or bfloat16 of any shape, on the CPU or a CUDA device; or an array with
-            ``__dlpack__`` of a library with ``from_dlpack`` (NumPy, CuPy, JAX); one on a device is used on torch's
+        tensor: a tensor of float32, float16 or bfloat16 of any shape, on the CPU or a CUDA device, or an array with
+            ``__dlpack__`` of a library with ``from_dlpack`` (NumPy, CuPy, JAX). An array on a device is used on torch's
             current stream.
         codec: one of ``CODECS``.
         residual: error feedback (Seide et al., 2014; Karimireddy et al., 2019), float32 or bfloat16 of the tensor's
-            shape, updated in place. In units of the unscaled, averaged gradient. Where a block is not finite it stays
-            as it is. Not with stochastic sign, whose error can exceed what it encodes: feedback would make it grow.
-        scale: what the tensor is multiplied by first: 1 / world size where contributions will be averaged.
-        loss_scale: a float32 tensor of one number above 0, where the tensor lies: so many times larger than the
-            residual is the tensor. 1 where None.
-        rounding: "nearest" (ties to even) or "stochastic".
-        seed, step, rank, first: key and counter of the stochastic rounding; at least 0, step and rank below 2^32.
-            ``first``, a multiple of 4, is the number of the tensor's first element: tensors of one step that share it
-            are rounded alike, so give them ranges, or seeds, of their own.
-        decoded: written with what the message stands for; float32, float16 or bfloat16 of the tensor's shape, or the
-            tensor itself. Otherwise what is written shares no memory with anything else; ``out`` may be a received
+            shape, in units of the unscaled, averaged gradient. It becomes the encoding error divided by ``loss_scale``,
+            and does not change in blocks that are not finite. Stochastic sign takes none: its error can exceed what it
+            encodes, so feedback would make it grow.
+        scale: a factor of the tensor, for example 1 / world size for contributions that will be averaged.
+        loss_scale: a one-element float32 tensor above 0, on the tensor's device: the factor by which the tensor is
+            larger than the residual. None is 1.
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"``.
+        seed, step, rank, first: key and counter of the stochastic rounding, at least 0; step and rank are below 2^32.
+            ``first``, a multiple of 4, is the number of the tensor's first element. Tensors of one step with the same
+            numbers get the same random numbers, so give them separate ranges, or different seeds.
+        decoded: a tensor for the decoded message, float32, float16 or bfloat16 of the tensor's shape, or the tensor
+            itself. Apart from this, written tensors must not share memory with others; ``out`` may be a received
             message.
-        out: an ``Encoded`` whose wire is written and which is returned, in the place of a new one.
+        out: an ``Encoded`` whose wire is written and which is returned; None makes a new one.
 
     Returns:
-        The message; its wire is of the tensor's kind, or ``out``.
+        The message, whose wire is of the same library as the tensor, or ``out``.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
     return reduce(
         tensor,
@@ -185,20 +188,23 @@ def reduce(
     decoded: Tensor | None = None,
     out: Encoded | None = None,
 ) -> Encoded:
-    """A hop of an all-reduce in one pass: encode the sum of messages and of one's own contribution.
+    """Does one hop of an all-reduce in one pass: encodes the sum of received messages and of this rank's contribution.
 
-    The sum is taken in fp32, in this order: ``received[:position]``, ``tensor * scale``, ``received[position:]``,
+    The terms are added in fp32 in this order: ``received[:position]``, ``tensor * scale``, ``received[position:]``,
     ``residual * loss_scale``.
 
     Args:
-        tensor: one's own contribution, as for :func:`encode`.
-        received: messages of one codec, each of as many elements.
-        codec: that of ``received``, and of the result; needed where ``received`` is empty.
-        position: how many of the received come before one's own in the sum.
+        tensor: this rank's contribution, as for :func:`encode`.
+        received: a sequence of messages in one codec, each of as many elements as the tensor.
+        codec: the codec of ``received`` and of the result; None only if ``received`` is not empty.
+        position: the number of received messages that come before the tensor in the sum.
         residual, scale, loss_scale, rounding, seed, step, rank, first, decoded, out: as for :func:`encode`.
 
+    Returns:
+        The message, as for :func:`encode`.
+
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
     stochastic = is_stochastic(rounding)
     for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("rank", rank, 2**32)):
@@ -244,19 +250,19 @@ def reduce(
 
 
 def decode(encoded: Encoded, out: Any = None, *, return_stats: bool = False) -> Any:
-    """What a message stands for.
+    """Decodes a message.
 
     Args:
         encoded: the message.
-        out: where to write it; float32, float16 or bfloat16, of as many elements as were encoded. A new tensor or
-            array of the kind, shape and dtype that was encoded where None.
-        return_stats: also return the sum of squares and the non-finite flag of what is written, found in the same pass.
+        out: a tensor or array to write to, float32, float16 or bfloat16 of as many elements as were encoded. None makes
+            a new one of the library, shape and dtype of what was encoded.
+        return_stats: also return the sum of squares and the non-finite flag of the values, computed in the same pass.
 
     Returns:
-        ``out``, or ``(out, DecodeStats)``.
+        ``out``, or ``(out, DecodeStats)`` with ``return_stats``.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
     wire, in_kind = _wire_of(encoded, "encoded", None, None)
     if out is None:
@@ -288,7 +294,7 @@ def _empty(tensor: Tensor, codec: str) -> Encoded:
 def _find(codec: str) -> _ops.Codec:
     if not isinstance(codec, str):
         raise TypeError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
-    if codec not in CODECS:  # which is no text that C++ could take, maybe
+    if codec not in CODECS:  # checked here, because C++ does not accept every str
         raise ValueError(f"codec: expected one of {', '.join(CODECS)}, got {codec!r}")
     return _ops.find_codec(codec)
 
@@ -296,7 +302,7 @@ def _find(codec: str) -> _ops.Codec:
 def _wire_of(
     given: Any, name: str, codec: str | None, numel: int | None, *, written: bool = False
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """As :func:`as_tensor` of a message that is checked; None: whatever it says of itself."""
+    """Checks a message, and returns its wire as :func:`as_tensor` does; None stands for the message's own value."""
     if not isinstance(given, Encoded):
         raise TypeError(f"{name}: expected an Encoded, got {type(given).__name__}")
     check_message(given, name)

@@ -1,4 +1,4 @@
-"""What the codecs are given, checked: tensors, and arrays of other libraries as tensors."""
+"""Checks of the codecs' arguments, and conversion of arrays of other libraries to tensors."""
 
 import sys
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def dtype_of_feedback(feedback_dtype: str) -> torch.dtype:
 def check_tensor(
     given: Tensor | None, name: str, like: Tensor, shape: torch.Size | None = None, *, written: bool = False
 ) -> None:
-    """What the op cannot tell: it is not even reached where a tensor is on meta."""
+    """Checks what the op cannot check: it is not called if a tensor is on the meta device."""
     if given is None:
         return
     if not isinstance(given, Tensor):
@@ -53,7 +53,7 @@ def _check_written(given: Tensor, name: str) -> None:
 
 
 def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The memory of an array as a tensor, and what makes arrays of its kind of tensors."""
+    """Returns the memory of an array as a tensor, and a function that makes arrays of its library from tensors."""
     if isinstance(given, Tensor):
         check_dense(given, name)
         if written:
@@ -67,7 +67,7 @@ def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, 
         library = sys.modules.get(type(given).__module__.partition(".")[0])
     if not written and not hasattr(library, "from_dlpack"):
         raise TypeError(f"{name}: expected an array of a library with from_dlpack, got {type(given).__name__}")
-    # What torch.from_dlpack does not look at: strides that would end the process, and memory that is not to be written.
+    # torch.from_dlpack does not check for negative strides, which would abort the process, and for read-only memory.
     if any(stride < 0 for stride in getattr(given, "strides", None) or ()):
         raise ValueError(f"{name}: expected strides of at least 0, got {given.strides}; make a copy of the array")
     immutable = hasattr(given, "at") or not getattr(getattr(given, "flags", None), "writeable", True)  # JAX, NumPy
@@ -76,4 +76,4 @@ def as_tensor(given: Any, name: str, *, written: bool = False) -> tuple[Tensor, 
     try:
         return torch.from_dlpack(given), getattr(library, "from_dlpack", lambda tensor: tensor)
     except (AttributeError, BufferError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{name}: expected an array that torch can take, got one of which it says: {error}") from None
+        raise ValueError(f"{name}: expected an array that torch.from_dlpack accepts, got the error: {error}") from None

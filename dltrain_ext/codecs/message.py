@@ -1,4 +1,4 @@
-"""What the codecs give: messages, and what is known of them."""
+"""The results of the codecs: messages, statistics and error bounds."""
 
 import math
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A tensor as a codec's message.
+    """A tensor as a message of a codec.
 
     Attributes:
-        wire: the message, uint8 of shape (nbytes,): a tensor, or an array of the kind that was encoded.
+        wire: the message, uint8 of shape (nbytes,): a tensor, or an array of the library of what was encoded.
         codec: one of ``CODECS``.
-        shape: of what was encoded.
-        dtype: of what was encoded.
+        shape: the shape of what was encoded.
+        dtype: the torch dtype of what was encoded.
     """
 
     wire: Any
@@ -26,17 +26,17 @@ class Encoded:
 
     @property
     def numel(self) -> int:
-        """Elements that were encoded."""
+        """The number of elements that were encoded."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message."""
+        """The size of the message in bytes."""
         return int(self.wire.shape[0])
 
 
 def check_message(given: Encoded, name: str) -> None:
-    """What a message says of itself, as somebody may have sent it."""
+    """Checks the attributes of a message, which another process may have sent."""
     if not isinstance(given.codec, str):
         raise TypeError(f"{name}: expected a message whose codec is a name, got {given.codec!r}")
     shape = given.shape
@@ -47,11 +47,11 @@ def check_message(given: Encoded, name: str) -> None:
 
 
 class DecodeStats(NamedTuple):
-    """What decoding finds out about the values, as tensors of one number where the values lie.
+    """Statistics of decoded values, as one-element tensors on the device of the values.
 
     Attributes:
-        sum_squares: float64, added in an order that depends on the number of values alone.
-        found_inf: float32, 1 where a value is NaN or infinite, else 0.
+        sum_squares: float64; the order of the additions depends only on the number of values.
+        found_inf: float32, 1 if a value is NaN or infinite, else 0.
     """
 
     sum_squares: Tensor
@@ -59,11 +59,11 @@ class DecodeStats(NamedTuple):
 
 
 class ErrorBound(NamedTuple):
-    """Of a codec's error, relative to the largest magnitude of a block.
+    """The bound of a codec's error, relative to the largest magnitude of a block.
 
     Attributes:
-        max: of an element.
-        rms: root mean square over a block; of stochastic rounding an expectation.
+        max: the bound of an element's error.
+        rms: the bound of the root mean square over a block; with stochastic rounding, of its expected value.
     """
 
     max: float

@@ -454,7 +454,7 @@ class Empty(Unheard):
     [
         (r"tensor: expected a tensor or an object with __dlpack__, got list", [1.0]),
         (r"tensor: expected an array of a library with from_dlpack, got Unheard", Unheard()),
-        (r"tensor: expected an array that torch can take, got one of which it says", Empty()),
+        (r"tensor: expected an array that torch.from_dlpack accepts, got the error", Empty()),
     ],
 )
 def test_arrays_that_torch_cannot_take_are_named(match, array):
