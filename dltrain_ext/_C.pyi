@@ -1,4 +1,4 @@
-"""The compiled module, as csrc/bindings binds it. Only _ops imports it."""
+"""The types of the compiled module, which csrc/bindings defines. Only _ops imports it."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ class StepArguments:
     ) -> None: ...
 
 class FusedGroup:
-    """A parameter group as it has been read for one step."""
+    """A parameter group whose tensors have been read for one step."""
 
     def gather(
         self,
@@ -53,11 +53,11 @@ def optimizers() -> list[
         str | None,
     ]
 ]:
-    """Of each its name, hyper-parameters with their defaults, states (key, optional, initial, nonnegative), counters
-    (key, initial), and flag."""
+    """Returns for each optimizer its name, hyper-parameters with their defaults, states (key, optional, initial,
+    nonnegative), counters (key, initial), and flag."""
 
 def sum_squares_of(groups: Sequence[FusedGroup]) -> list[Tensor]:
-    """For each device the sum of squares of all gradients that the groups have read there, a float64 number."""
+    """Returns for each device the sum of squares of all gradients that the groups have read there, as float64."""
 
 class Codec:
     @property
@@ -74,7 +74,7 @@ class Codec:
     def error(self, stochastic: bool, /) -> tuple[float, float]: ...
 
 class Step:
-    """One message or one local act of a plan."""
+    """One message or one local action of a plan."""
 
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __init__(self, op: str, peer: int, chunks: tuple[int, int]) -> None: ...
@@ -87,7 +87,7 @@ class Step:
     def __eq__(self, other: object, /) -> bool: ...
 
 class Plan:
-    """What one rank does in a collective: rounds of steps over abstract chunks. print() draws it."""
+    """What one rank does in a collective: rounds of steps over abstract chunks. ``print()`` draws the plan."""
 
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __init__(
@@ -118,7 +118,7 @@ class Plan:
     @property
     def exact(self) -> bool: ...
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Returns the plan as JSON text."""
     def __eq__(self, other: object, /) -> bool: ...
 
 class Estimate:
@@ -154,10 +154,10 @@ def simulate(
     decode: float,
     late: Sequence[float],
 ) -> Estimate:
-    """What sim.simulate says, but encode and decode, which are seconds for each element."""
+    """Does what sim.simulate does. ``encode`` and ``decode`` are seconds per element."""
 
 class Level:
-    """Ranks that are connected."""
+    """Ranks that are connected to each other."""
 
     @staticmethod
     def over_backend(backend: Backend, device: torch.device, global_ranks: Sequence[int]) -> Level: ...
@@ -165,10 +165,10 @@ class Level:
     def over_nccl(
         unique_id: bytes, rank: int, device: torch.device, global_ranks: Sequence[int], timeout: float
     ) -> Level:
-        """Collective."""
+        """Is a collective call; ``timeout`` is in seconds."""
 
 class BucketState:
-    """What stays of a DDP bucket from step to step; parameters: first element, elements, codec, number."""
+    """The state of a DDP bucket. A parameter is its first element, number of elements, codec, and first number."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class BucketState:
     def stats(self) -> dict[str, float]: ...
 
 class Ranks:
-    """Of a communicator, as the world knows them, and this one's place among them."""
+    """The global ranks of a communicator, and the index of this rank among them."""
 
     def __init__(self, name: str, description: str, ranks: Sequence[int], rank: int) -> None: ...
     @property
@@ -225,7 +225,7 @@ class Communicator:
         shard: Tensor | None = None,
         sizes: Sequence[int] = (),
     ) -> None: ...
-    # A torch._C.Future, which has the methods of this one, and is what torch's own stubs call so.
+    # Returns a torch._C.Future, which has the same methods, and which torch's own stubs declare as this type.
     def submit(
         self,
         tensor: Tensor,
@@ -289,13 +289,13 @@ def collectives() -> list[str]: ...
 def find_codec(name: str, /) -> Codec: ...
 def nccl_unique_id() -> bytes: ...
 def nccl_version() -> str:
-    """Raises RuntimeError, saying why there is none."""
+    """Returns the version of NCCL; raises RuntimeError that says why NCCL cannot be used."""
 
 def make_plan(collective: str, algorithm: str, rank: int, world_size: int, root: int, /) -> Plan: ...
 def timeout_of(group: ProcessGroup, /) -> float:
-    """The seconds that a group's own collectives wait."""
+    """Returns the timeout of a group's own collectives in seconds."""
 
 def two_level_pieces(numel: int, /) -> int:
-    """What an all-reduce in two levels makes of so many elements."""
+    """Returns the number of pieces into which an all-reduce in two levels divides ``numel`` elements."""
 
 def verify(plans: Sequence[Plan], /) -> None: ...

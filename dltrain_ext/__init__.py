@@ -1,11 +1,11 @@
-"""The path of a gradient, fused: all-reduce plans, a DDP comm hook and one-pass optimizers for PyTorch."""
+"""Fused gradient communication and optimizers for PyTorch: all-reduce plans, a DDP comm hook, one-pass optimizers."""
 
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-# Where Python starts in the checkout (python -m benchmarks), this folder hides the installed package, which alone holds
-# the compiled part after `pip install .`. The package is taken, whole, from where that part is.
+# In a checkout (python -m benchmarks) this folder hides the installed package, and after `pip install .` only that one
+# contains the compiled part. So the whole package is loaded from the folder of the compiled part.
 _folders = [*__path__, *(str(Path(entry, "dltrain_ext")) for entry in sys.path)]
 _compiled = PathFinder.find_spec("_C", _folders)
 if _compiled is None or _compiled.origin is None:
@@ -15,6 +15,7 @@ if _compiled is None or _compiled.origin is None:
     )
 __path__[:] = [str(Path(_compiled.origin).parent)]
 
+# fsdp and lightning are imported by name only: they take seconds to load, or need a package that may be missing.
 from dltrain_ext import amp, codecs, comm, ddp, optim, sim  # noqa: E402
 from dltrain_ext._build_info import VERSION as __version__  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that any room may meet."""
+"""Checks of arguments, for all modules."""
 
 import math
 from typing import Any, SupportsFloat, SupportsIndex
@@ -6,7 +6,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 import torch
 from torch import Tensor
 
-# torch orders numbers of these, and of few others
+# The dtypes that torch can compare; there are few others.
 _ORDERED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -23,14 +23,14 @@ def check_number(number: int, name: str, bound: int) -> None:
 def as_number(value: Any, name: str) -> float:
     try:
         if isinstance(value, str) or not isinstance(value, SupportsFloat | SupportsIndex):
-            raise TypeError  # float() would parse them
+            raise TypeError  # float() would parse a str
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{name}: expected a number, got {value!r}") from error
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are plain numbers in memory: not sparse, nested or quantized."""
+    """Returns whether the elements are plain numbers in memory: the tensor is not sparse, nested or quantized."""
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
@@ -43,7 +43,7 @@ def check_dense(given: Tensor, name: str) -> None:
 
 
 def check_numbers(**given: Any) -> None:
-    """Before torch compares them; how many numbers a tensor has it sees itself."""
+    """Checks numbers before torch compares them. Torch itself checks that a tensor has one element."""
     for name, value in given.items():
         if isinstance(value, Tensor):
             check_dense(value, name)

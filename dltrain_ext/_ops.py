@@ -1,4 +1,4 @@
-"""The compiled part: loads it, and is the only file that names it or torch.ops."""
+"""Loads the compiled part. No other file names the compiled module or torch.ops."""
 
 from collections.abc import Callable, Sequence
 
@@ -85,14 +85,14 @@ __all__ = [
 ]
 
 
-# What each means, and takes, is the function of that name in reference; so it is of sum_squares.
+# The functions of the same names in reference define these ops and their arguments, and sum_squares.
 decode_: Callable[..., None] = torch.ops.dltrain_ext.decode_
 encode_sum_: Callable[..., None] = torch.ops.dltrain_ext.encode_sum_
 unscale_and_clip: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.dltrain_ext.unscale_and_clip
 
 
 def _changes_its_arguments(*given: object, **options: object) -> None:
-    """And returns nothing."""
+    """Is the fake implementation of ops that write to their arguments and return nothing."""
 
 
 for _name in ("decode_", "encode_sum_", *(f"{name}_" for name, *_ in optimizers())):

@@ -1,4 +1,4 @@
-"""Loss scaling whose verdict, clipping and unscaling are part of the optimizer's one pass."""
+"""Loss scaling whose unscaling, clipping and check for overflows are part of the optimizer's one pass."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,11 @@ from dltrain_ext.optim.shards import whole
 
 
 class GradStats(NamedTuple):
-    """What is known of all gradients that an optimizer is about to use, as they lie in ``.grad``: one-element tensors.
+    """What is known about all gradients that an optimizer is about to use, as they are in ``.grad``.
 
-    ``sum_squares`` is float64; it is finite exactly if all gradients are. ``found_inf``, not zero where one is not
-    finite, may be None, and is then taken from the sum.
+    Attributes:
+        sum_squares: their sum of squares, a one-element float64 tensor. It is finite exactly if all gradients are.
+        found_inf: a one-element tensor that is not zero if a gradient is not finite; if None, the sum decides.
     """
 
     sum_squares: Tensor
@@ -27,21 +28,23 @@ class GradStats(NamedTuple):
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler``, for any optimizer; with ours, ``step`` is one fused step without a host sync.
+    """A ``torch.amp.GradScaler`` for any optimizer. With those of ``dltrain_ext.optim`` a step is fused, without a host
+    sync.
 
-    Dynamic loss scaling (Micikevicius et al. 2018): gradients of ``scale(loss)`` are that much larger; a step whose
-    gradients are not all finite is skipped, and the scale falls; it grows after ``growth_interval`` steps without.
+    Dynamic loss scaling (Micikevicius et al. 2018): ``scale(loss)`` multiplies the loss, and so the gradients, by the
+    scale. A step whose gradients are not all finite is skipped, and the scale decreases; it increases after
+    ``growth_interval`` consecutive steps whose gradients are finite.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        min_scale, max_scale: ``update()`` keeps the scale within; a scale that is set by hand is left as it is.
-        hysteresis: so many steps in a row have to overflow before the scale falls; it falls at each one after these. 1
-            is torch's behaviour.
+        min_scale, max_scale: the range in which ``update()`` keeps the scale; a scale set by hand may be outside of it.
+        hysteresis: the number of consecutive steps that must overflow before the scale decreases; it then decreases at
+            each further one. With 1, the behaviour is torch's.
 
-    ``state_dict`` has torch's entries and a few more: a GradScaler loads ours, and the other way round.
+    ``state_dict`` has torch's entries and a few more: a GradScaler can load it, and this class that of a GradScaler.
 
     Raises:
-        TypeError, ValueError: one that is no number, or out of range.
+        TypeError, ValueError: an argument is not a number, or is out of its range.
     """
 
     def __init__(
@@ -68,10 +71,10 @@ class LossScaler(torch.amp.GradScaler):
             raise ValueError(f"init_scale: expected {min_scale} to {max_scale}, got {init_scale}")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.min_scale, self.max_scale, self.hysteresis = min_scale, max_scale, hysteresis
-        # As torch has it of the scale: numbers until the device is known, then tensors there.
+        # Like torch's scale, these are numbers until the device is known, and then tensors on it.
         self._init_skipped = self._init_overflows = 0
         self._skipped: Tensor | None = None
-        self._overflows: Tensor | None = None  # in a row
+        self._overflows: Tensor | None = None  # consecutive ones
         self._total_norm: Tensor | None = None
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -81,15 +84,14 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many calls of ``step`` have changed nothing: an int64 number on the scale's device."""
+        """The number of calls of ``step`` that have changed nothing: an int64 number on the scale's device."""
         return torch.tensor(self._init_skipped) if self._skipped is None else self._skipped.clone()
 
     @property
     def total_norm(self) -> Tensor:
-        """The 2-norm of all gradients of the last ``step``, unscaled and before clipping: a float32 number on their
-        device. NaN before the first, and after one that had no need of it: without ``max_norm``, one of torch's
-        optimizers or of gradients that were unscaled before.
-        """
+        """The 2-norm of all gradients of the last ``step``, unscaled and before clipping: a one-element float32 tensor
+        on their device. It is NaN before the first step, and after a step without ``max_norm`` if the optimizer is
+        torch's, the gradients had been unscaled before, or the scaler is disabled."""
         return torch.tensor(math.nan) if self._total_norm is None else self._total_norm
 
     def step(
@@ -99,23 +101,27 @@ class LossScaler(torch.amp.GradScaler):
         grad_stats: GradStats | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps unless a gradient is not finite, with gradients unscaled and, with ``max_norm``, clipped to that 2-norm
-        as by ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer.
+        """Steps the optimizer unless a gradient is not finite.
 
-        With our optimizers the gradients are read once for norm and verdict, or not at all where ``grad_stats`` brings
-        what was found while they were reduced, and once more by the step, and are not written; scale, clip factor and
-        verdict stay on the device. Who changes ``.grad`` after ``grad_stats`` was made must not hand it over. For other
-        optimizers this is ``unscale_``, ``clip_grad_norm_`` and torch's own ``step``, which have no use for
-        ``grad_stats``.
+        With the optimizers of ``dltrain_ext.optim`` the gradients are read once for the norm and the check, or not at
+        all if ``grad_stats`` is given, and once more by the step. They are not written. The scale, the clip factor and
+        the result of the check stay on the device. For other optimizers this calls ``unscale_``, ``clip_grad_norm_``
+        and torch's own ``step``, and does not use ``grad_stats``. With ``enabled=False`` nothing is scaled and no step
+        is skipped; clipping is still part of the step.
 
-        With ``enabled=False`` nothing is scaled and no step is skipped; clipping is part of the step as well.
+        Args:
+            optimizer: the optimizer.
+            max_norm: the 2-norm to which the unscaled gradients of all its parameters are clipped, as by
+                ``torch.nn.utils.clip_grad_norm_``; None does not clip.
+            grad_stats: what was found while the gradients were reduced. It must be None if ``.grad`` has changed since.
 
-        Returns what ``optimizer.step(**kwargs)`` returns.
+        Returns:
+            The result of ``optimizer.step(**kwargs)``.
 
         Raises:
-            TypeError, ValueError: ``max_norm`` is no number >= 0; ``grad_stats`` are no single numbers, or the sum no
-                float64; ``optimizer`` is none.
-            RuntimeError: a second call since ``update()``, or a closure, as in torch.
+            TypeError, ValueError: ``max_norm`` is not a number >= 0, ``grad_stats`` does not consist of one-element
+                tensors with a float64 sum, or ``optimizer`` is not an optimizer.
+            RuntimeError: this is the second call since ``update()``, or a closure is given, as in torch.
         """
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm >= 0):
             raise ValueError(f"max_norm: expected a number >= 0 or None, got {max_norm!r}")
@@ -135,9 +141,8 @@ class LossScaler(torch.amp.GradScaler):
     def _fused_step(
         self, optimizer: FusedStep, max_norm: float | None, grad_stats: GradStats | None, **kwargs: Any
     ) -> Any:
-        """Does for our optimizers what torch's step does for others, with the judge in the place of its pass over the
-        gradients.
-        """
+        """Does for fused optimizers what torch's step does for others; the unscaler replaces its pass over the
+        gradients."""
         if self._enabled and "closure" in kwargs:
             raise RuntimeError("closure: cannot be passed while enabled=True, since gradients are unscaled only once")
         state = self._state_of(optimizer) if self._enabled else None
@@ -148,13 +153,13 @@ class LossScaler(torch.amp.GradScaler):
             optimizer.unscaler = None
         if state is not None:
             state["stage"] = OptState.STEPPED
-            # As torch does: a scale of the user's own counts once.
+            # As in torch, a scale that the user has set is used once.
             for name in ("grad_scale", "found_inf"):
                 optimizer.__dict__.pop(name, None)
         return result
 
     def _clip(self, optimizer: torch.optim.Optimizer, max_norm: float, closure: Any = None, **kwargs: Any) -> None:
-        """What comes before the step of an optimizer that is not ours."""
+        """Clips the gradients before the step of an optimizer that is not a FusedStep."""
         if closure is not None:
             raise RuntimeError("max_norm: expected None with a closure, since gradients are there only after it")
         if self._enabled and self._state_of(optimizer)["stage"] is OptState.READY:
@@ -163,7 +168,7 @@ class LossScaler(torch.amp.GradScaler):
         self._total_norm = whole(torch.nn.utils.clip_grad_norm_(params, max_norm))
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What torch keeps of an optimizer that has not stepped yet in this iteration."""
+        """Returns torch's state of an optimizer; raises RuntimeError if it has stepped since the last update()."""
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
@@ -177,7 +182,7 @@ class LossScaler(torch.amp.GradScaler):
         grad_stats: GradStats | None,
         groups: Sequence[_ops.FusedGroup],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What the gradients of the groups are to be divided by, and whether the step is skipped."""
+        """Returns the divisor of the groups' gradients, and a number that is not zero if the step is skipped."""
         flags = [] if state is None else _flags(state)
         ready = state is not None and state["stage"] is OptState.READY
         divisor = grad_scale_of(optimizer)
@@ -210,8 +215,8 @@ class LossScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Sets the scale for the next iteration, as in torch, within ``min_scale`` and ``max_scale`` and with
-        ``hysteresis``; to be called once an iteration, after all steps. ``new_scale`` sets it by hand.
-        """
+        ``hysteresis``. It must be called once per iteration, after all steps. ``new_scale``, a number or a one-element
+        tensor, sets the scale by hand, without limits. Raises TypeError if ``new_scale`` is neither."""
         if not self._enabled or new_scale is not None:
             if not isinstance(new_scale, int | float | Tensor | None) or (
                 isinstance(new_scale, Tensor) and not (is_dense(new_scale) and new_scale.numel() == 1)
@@ -234,19 +239,19 @@ class LossScaler(torch.amp.GradScaler):
         scale.clamp_(self.min_scale, self.max_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's entries, ``min_scale``, ``max_scale``, ``hysteresis``, ``skipped_steps`` and ``_overflows``; empty
-        with ``enabled=False``. Numbers all of them, so this waits for the device.
-        """
+        """Returns torch's entries, ``min_scale``, ``max_scale``, ``hysteresis``, ``skipped_steps`` and ``_overflows``,
+        or an empty dict with ``enabled=False``. The values are Python numbers, so this waits for the device."""
         if not self._enabled:
             return {}
         ours = {name: getattr(self, name) for name in ("min_scale", "max_scale", "hysteresis")}
         return {**super().state_dict(), **ours, **self._counted()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of ours, or of a GradScaler: what that lacks stays as it is.
+        """Loads the state of a LossScaler or a GradScaler. Entries that are missing in it keep their values.
 
         Raises:
-            TypeError, ValueError: it is neither, or holds what no step could have made; then nothing has changed.
+            TypeError, ValueError: it is the state of neither, or has values that no step can produce. Nothing has
+                changed.
         """
         ours = {name: getattr(self, name) for name in ("min_scale", "max_scale", "hysteresis")}
         if self._enabled:
@@ -315,12 +320,12 @@ def _check_stats(stats: GradStats | None) -> None:
 
 
 def _flags(state: dict[str, Any]) -> list[Tensor]:
-    """What was found in the gradients of an optimizer, by device, since the last update()."""
+    """Returns what was found in the gradients of an optimizer since the last update(), one tensor per device."""
     return list(state["found_inf_per_device"].values())
 
 
 def _sum(numbers: Sequence[Tensor]) -> Tensor:
-    """On the device of the first."""
+    """Returns the sum of the numbers, on the device of the first one."""
     total = numbers[0] if numbers else torch.zeros((), dtype=torch.float64)
     for number in numbers[1:]:
         total = total + number.to(total.device, non_blocking=True)
@@ -328,7 +333,7 @@ def _sum(numbers: Sequence[Tensor]) -> Tensor:
 
 
 def _any(flags: Sequence[Tensor]) -> Tensor:
-    """Whether one of the numbers is not zero, on the device of the first."""
+    """Returns whether one of the numbers is not zero, on the device of the first one."""
     result = flags[0] != 0 if flags else torch.zeros((), dtype=torch.bool)
     for flag in flags[1:]:
         result = result | (flag.to(result.device, non_blocking=True) != 0)

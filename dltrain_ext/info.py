@@ -1,4 +1,4 @@
-"""What to paste into a bug report: ``python -m dltrain_ext.info``."""
+"""Prints what a bug report needs: ``python -m dltrain_ext.info``."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from dltrain_ext import __version__, _build_info, _ops, codecs, comm
 
 
 def collect() -> dict[str, str]:
-    """Versions, build flags and machine, by name."""
+    """Returns a dict of the versions, the build flags and the properties of the machine, as text by name."""
     return {
         "dltrain_ext": __version__,
         "package": str(Path(_build_info.__file__).parent),

@@ -1,4 +1,4 @@
-"""The hook and the scaler in PyTorch Lightning: a strategy and a precision plugin for its Trainer."""
+"""A strategy and a precision plugin for PyTorch Lightning's Trainer, with the DDP comm hook and the loss scaler."""
 
 import inspect
 from collections.abc import Mapping
@@ -23,25 +23,27 @@ except ModuleNotFoundError as error:
 
 __all__ = ["DDPStrategy", "MixedPrecision"]
 
-_KEY = "dltrain_ext.hook"  # in Lightning's checkpoints
-_GIVEN = {"process_group", "named_parameters", "scaler", "timeout"}  # to the hook by Lightning
+_KEY = "dltrain_ext.hook"  # the key in Lightning's checkpoints
+_GIVEN = {"process_group", "named_parameters", "scaler", "timeout"}  # options that Lightning determines
 _OPTIONS = inspect.signature(ddp.AllReduceState).parameters.keys() - _GIVEN
 
 
 class DDPStrategy(strategies.DDPStrategy):
-    """Lightning's ``DDPStrategy``, whose gradients go through :func:`dltrain_ext.ddp.allreduce_hook`, on any device.
+    """Lightning's ``DDPStrategy`` whose gradients are reduced by :func:`dltrain_ext.ddp.allreduce_hook`, on any device.
 
-    Its checkpoints hold what every rank has lost and not yet fed back, gathered on rank 0; a run that goes on from one
-    has the bits of a run that never stopped, and may have another world size. Accumulated batches stay on their rank.
+    Its checkpoints contain the residuals of all ranks, gathered on rank 0. A run that continues from one has the same
+    bits as a run that never stopped, and may have another world size. While batches are accumulated nothing is sent.
 
     Args:
-        codec, algorithm, error_feedback, options: of :class:`dltrain_ext.ddp.AllReduceState`, whose group, deadline and
-            scaler are those of Lightning's group and precision plugin; all other options are Lightning's.
+        codec, algorithm, error_feedback, options: those of :class:`dltrain_ext.ddp.AllReduceState`, except for the
+            group, timeout and scaler, which are those of Lightning's group and precision plugin; other options are
+            Lightning's.
 
-    ``hook_state`` is the :class:`dltrain_ext.ddp.AllReduceState` of the latest ``fit``.
+    Attributes:
+        hook_state: the :class:`dltrain_ext.ddp.AllReduceState` of the latest ``fit``; None before.
 
     Raises:
-        ValueError: a hook of the user's own.
+        ValueError: the options contain another comm hook.
     """
 
     hook_state: ddp.AllReduceState | None = None
@@ -68,26 +70,26 @@ class DDPStrategy(strategies.DDPStrategy):
         self.hook_state = ddp.register(self.model, scaler=scaler, **self._hook)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.hook_state is not None and "optimizer_states" in checkpoint:  # not of weights alone
+        if self.hook_state is not None and "optimizer_states" in checkpoint:  # not in one of weights only
             checkpoint[_KEY] = gather_feedback(self.hook_state.state_dict(), self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """And the hook's, which is there by now: Lightning reads the file before the model is wrapped."""
+        """Also loads the hook's state, which exists by now: Lightning reads the file before the model is wrapped."""
         super().load_optimizer_state_dict(checkpoint)
         if self.hook_state is not None and _KEY in checkpoint:
             self.hook_state.load_state_dict(checkpoint[_KEY])
 
 
 class _Scaler(LossScaler):
-    """Clips in its step what Lightning has asked to be clipped before."""
+    """Clips in its step the gradients that Lightning asks to clip before it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.max_norms: dict[Optimizer, float] = {}
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Once: Lightning does not know that clipping by value may have done it."""
+        """Unscales once: Lightning does not know that clipping by value may have unscaled already."""
         if self._enabled and self._state_of(optimizer)["stage"] is OptState.READY:
             super().unscale_(optimizer)
 
@@ -102,20 +104,20 @@ class _Scaler(LossScaler):
 
 
 class MixedPrecision(plugins.MixedPrecision):
-    """Lightning's ``MixedPrecision`` with a :class:`dltrain_ext.amp.LossScaler`: ``Trainer(plugins=[...])``.
+    """Lightning's ``MixedPrecision`` with a :class:`dltrain_ext.amp.LossScaler`, for ``Trainer(plugins=[...])``.
 
-    With our optimizers, unscaling and ``Trainer(gradient_clip_val=...)`` are part of the step's one pass, so hooks like
-    ``on_before_optimizer_step`` see gradients that are still scaled and not clipped. Clipping by value is a pass of its
-    own. Checkpoints are those of Lightning's plugin, in both directions.
+    With the optimizers of ``dltrain_ext.optim``, unscaling and ``Trainer(gradient_clip_val=...)`` are part of the
+    step's one pass, so hooks like ``on_before_optimizer_step`` see gradients that are still scaled and not clipped.
+    Clipping by value is a separate pass. Checkpoints can be exchanged with Lightning's plugin in both directions.
 
     Args:
-        precision: ``"bf16-mixed"`` scales nothing and skips no step, but clips in the same pass; ``"16-mixed"`` on the
-            CPU as well.
-        device: the type of the accelerator.
-        options: of the ``LossScaler``; none with ``"bf16-mixed"``.
+        precision: ``"16-mixed"``, also on the CPU, or ``"bf16-mixed"``, which scales nothing and skips no step, but
+            clips in the same pass.
+        device: the type of the accelerator, ``"cpu"`` or ``"cuda"``.
+        options: arguments of the ``LossScaler``; there must be none with ``"bf16-mixed"``.
 
     Raises:
-        TypeError, ValueError: ``precision`` is another; options that have no use.
+        TypeError, ValueError: ``precision`` is another one, or options are given that have no effect.
     """
 
     def __init__(self, precision: Literal["16-mixed", "bf16-mixed"], device: str, **options: Any) -> None:

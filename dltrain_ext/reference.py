@@ -1,4 +1,4 @@
-"""What every op means, in plain torch: the yardstick of the tests, in whatever precision its arguments have."""
+"""Defines every op in plain torch, as the reference of the tests. The precision is that of the arguments."""
 
 import math
 from collections.abc import Sequence
@@ -28,14 +28,15 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One AdamW step over lists of tensors, in place (the op: float32; params and grads also float16 or bfloat16).
+    """Performs one AdamW step over lists of tensors, in place.
 
-    Loshchilov & Hutter 2019, Algorithm 2; with ``max_exp_avg_sqs``, else empty, AMSGrad (Reddi, Kale & Kumar 2018).
-    The lists run in parallel, one entry a parameter, equal shapes within an entry; ``steps`` are one-element tensors
-    and advance by one. With ``masters``, else empty, these are updated, and params become copies of them. Gradients are
-    divided by ``grad_scale`` on the way and not written. One-element tensors on the device of the parameters:
-    ``tensor_lr`` stands in for ``lr``, and where ``found_inf`` is not zero nothing changes. The op raises TypeError or
-    ValueError naming the list and the index, what was expected and what came.
+    The algorithm is Loshchilov & Hutter 2019, Algorithm 2, or AMSGrad (Reddi, Kale & Kumar 2018) if ``max_exp_avg_sqs``
+    is not empty. The op takes float32 tensors; params and grads may also be float16 or bfloat16. Each list has one
+    entry per parameter, with equal shapes within an entry; ``steps`` are one-element tensors and are incremented. If
+    ``masters`` is not empty, the masters are updated and copied to params. Gradients are divided by ``grad_scale``, and
+    are not written. ``grad_scale``, ``tensor_lr``, which replaces ``lr``, and ``found_inf`` are one-element tensors on
+    the device of the parameters. If ``found_inf`` is not zero, nothing changes. The op raises TypeError or ValueError
+    that names the list and the index, the expected and the actual value.
     """
     if found_inf is not None and found_inf.item() != 0:
         return
@@ -71,11 +72,11 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One SGD step over lists of tensors, in place.
+    """Performs one SGD step over lists of tensors, in place.
 
-    Momentum with the learning rate outside of it (Polyak 1964; Nesterov's form: Sutskever et al. 2013).
-    ``momentum_buffers`` is empty without momentum. ``first``: the buffers hold nothing yet. The rest as in
-    :func:`adamw_`.
+    The momentum buffers do not contain the learning rate (Polyak 1964; Nesterov's form: Sutskever et al. 2013).
+    ``momentum_buffers`` is empty without momentum. ``first`` says that the buffers have no values yet. The other
+    arguments are those of :func:`adamw_`.
     """
     if found_inf is not None and found_inf.item() != 0:
         return
@@ -115,10 +116,11 @@ def lars_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One LARS step over lists of tensors, in place (You, Gitman & Ginsburg 2017, Algorithm 1).
+    """Performs one LARS step over lists of tensors, in place (You, Gitman & Ginsburg 2017, Algorithm 1).
 
-    ``adapt``: with a trust ratio. ``lr_inside``, of the momentum; ``clip``: the ratio becomes min(ratio / lr, 1). The
-    two others: whether weight decay stays without a trust ratio, and where a norm is zero. The rest as in
+    ``adapt`` says whether there is a trust ratio, and ``lr_inside`` whether the momentum buffer contains the learning
+    rate. With ``clip`` the ratio becomes min(ratio / lr, 1). ``decays_excluded`` says whether weight decay applies
+    without a trust ratio, and ``decays_at_zero_norm`` whether it applies if a norm is zero. The rest is as in
     :func:`adamw_`.
     """
     if found_inf is not None and found_inf.item() != 0:
@@ -162,9 +164,9 @@ def adagrad_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One Adagrad step over lists of tensors, in place (Duchi, Hazan & Singer 2011).
+    """Performs one Adagrad step over lists of tensors, in place (Duchi, Hazan & Singer 2011).
 
-    ``sums`` of the squares of gradients so far. The rest as in :func:`adamw_`.
+    ``sums`` are the sums of the squares of all gradients so far. The other arguments are those of :func:`adamw_`.
     """
     if found_inf is not None and found_inf.item() != 0:
         return
@@ -184,11 +186,11 @@ def _copy_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 
 
 class Format(NamedTuple):
-    """How a codec writes a block: so many elements share a scale, and so many a unit of so many bits."""
+    """The layout of a codec's blocks: elements that share a scale, codes per word, dtype of a word, largest code."""
 
     block: int
     codes: int
-    unit: torch.dtype
+    word: torch.dtype
     largest: float | None = None
 
 
@@ -202,7 +204,7 @@ FORMATS = {
     "sign": Format(256, 8, torch.uint8, 1.0),
 }
 TINY = 2.0**-117
-FLOATS = {  # stored bits of the mantissa, smallest normal exponent, largest number, first that rounds to infinity
+FLOATS = {  # bits of the mantissa, smallest normal exponent, largest number, smallest number that rounds to infinity
     "fp16": (10, -14, 65504.0, 65520.0),
     "bf16": (7, -126, float.fromhex("0x1.fep127"), float.fromhex("0x1.ffp127")),
     "fp8": (3, -6, 448.0, torch.inf),
@@ -210,9 +212,9 @@ FLOATS = {  # stored bits of the mantissa, smallest normal exponent, largest num
 
 
 def sum_squares(grads: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of all gradients, float32, float16 or bfloat16 of any shapes on one device: a float64 number
-    there, here within the rounding of its order. It is finite exactly if all of them are. The op takes at least one.
-    """
+    """Returns the sum of squares of all gradients, a float64 number on their device. The gradients have any shapes and
+    are float32, float16 or bfloat16 on one device; the op takes at least one. The sum is finite exactly if all
+    gradients are. The op may add in another order, so the results may differ by rounding."""
     return torch.stack([grad.double().square().sum() for grad in grads]).sum()
 
 
@@ -223,12 +225,12 @@ def unscale_and_clip(
     found_inf: Tensor | None = None,
     max_norm: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What becomes of a step whose gradients, ``grad_scale`` times too large, have this sum of squares: three numbers.
+    """Computes what a step needs, from the sum of squares of gradients that are ``grad_scale`` times too large.
 
-    What the gradients are to be divided by, to be unscaled and clipped to the 2-norm ``max_norm`` (float64); their norm
-    once unscaled, before clipping (float32); and 1 where they are not all finite or ``found_inf`` is not 0, else 0
-    (float32). The first and the last are what the optimizers' ops take as ``grad_scale`` and ``found_inf``.
-    Pascanu, Mikolov & Bengio 2013, Algorithm 1, as ``torch.nn.utils.clip_grad_norm_`` has it.
+    Returns three numbers: the divisor that unscales the gradients and clips them to the 2-norm ``max_norm`` (float64);
+    their norm, unscaled and before clipping (float32); and 1 if they are not all finite or ``found_inf`` is not 0, else
+    0 (float32). The first and the last are ``grad_scale`` and ``found_inf`` of the optimizers' ops. The algorithm is
+    Pascanu, Mikolov & Bengio 2013, Algorithm 1, in the form of ``torch.nn.utils.clip_grad_norm_``.
     """
     scale = torch.ones(()).double() if grad_scale is None else grad_scale.double().reshape(())
     norm = sum_squares.double().sqrt().reshape(()) / scale
@@ -256,13 +258,14 @@ def encode_sum_(
     rank: int = 0,
     first: int = 0,
 ) -> None:
-    """The one operation of a codec. Unlike the other meanings it is in float32: it gives the very bytes.
+    """Adds messages, a tensor and a residual, and encodes the sum. It is in float32 and gives the same bytes as the op.
 
-    Adds, in this order, what ``received[:position]`` stand for, ``tensor * scale``, what ``received[position:]`` stand
-    for, and ``residual * loss_scale``; encodes the sum into ``wire``, writes what that stands for to ``decoded`` and
-    what encoding lost, over ``loss_scale``, to ``residual``. Without ``wire`` nothing is encoded: ``decoded`` is the
-    sum. ``tensor`` begins at element ``first``, a multiple of 4, of what the rank encodes. The op raises TypeError or
-    ValueError naming the argument, what was expected and what came.
+    The terms are added in this order: the decoded ``received[:position]``, ``tensor * scale``, the decoded
+    ``received[position:]``, and ``residual * loss_scale``. The sum is encoded into ``wire``, the decoded ``wire`` is
+    written to ``decoded``, and the encoding error, divided by ``loss_scale``, to ``residual``. Without ``wire`` nothing
+    is encoded, and ``decoded`` is the sum. ``first``, a multiple of 4, is the number of the tensor's first element
+    among the elements that the rank encodes. The op raises TypeError or ValueError that names the argument, the
+    expected and the actual value.
     """
     numel, up = tensor.numel(), torch.tensor(1.0) if loss_scale is None else loss_scale
     terms = [_decoded(message, codec, numel) for message in received]
@@ -288,10 +291,10 @@ def encode_sum_(
 def decode_(
     wire: Tensor, codec: str, out: Tensor, *, sum_squares: Tensor | None = None, found_inf: Tensor | None = None
 ) -> None:
-    """Write what ``wire`` stands for to ``out``.
+    """Decodes ``wire`` and writes the values to ``out``.
 
-    ``sum_squares`` (float64) becomes the sum of squares of ``out``, here within the rounding of its order, and
-    ``found_inf`` (float32) 1 where it is not finite, else 0; both or neither.
+    ``sum_squares`` (float64) becomes the sum of squares of ``out``, which the op may add in another order.
+    ``found_inf`` (float32) becomes 1 if a value is not finite, else 0. Either both are passed, or both are None.
     """
     out.copy_(_decoded(wire, codec, out.numel()).reshape(out.shape))
     if sum_squares is not None and found_inf is not None:
@@ -300,11 +303,11 @@ def decode_(
 
 
 def philox(seed: int, step: int, rank: int, first: int, numel: int) -> Tensor:
-    """Philox4x32-10 (Salmon et al. 2011): a word in [0, 2^32), as int64, for each element from ``first`` on."""
+    """Returns a word below 2^32, as int64, for each element from ``first`` on: Philox4x32-10 (Salmon et al. 2011)."""
     low = 2**32 - 1
 
     def product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The upper and lower half, of factors below 2^32: int64 has no room for the product itself."""
+        """Returns the upper and lower half of a product of factors below 2^32, which int64 cannot hold."""
         upper, lower = a * (b >> 16), a * (b & 0xFFFF)
         middle = upper + (lower >> 16)
         return middle >> 16, (middle << 16 | (lower & 0xFFFF)) & low
@@ -324,12 +327,12 @@ def _encoded(x: Tensor, codec: str, random: Tensor | None) -> Tensor:
     form = FORMATS[codec]
     if form.largest is None:
         codes = _codes(x, codec, random)
-        return torch.where(_is_nan(codes, codec), _nan(codec), codes).to(form.unit).view(torch.uint8)
+        return torch.where(_is_nan(codes, codec), _nan(codec), codes).to(form.word).view(torch.uint8)
     blocks = _blocks(x, form.block)
     if codec == "sign" and random is None:
         counts = _blocks(torch.ones_like(x), form.block).sum(1)
         total = _added_halves_first(blocks.abs())
-        # Those that overflow are divided before they are added.
+        # If a sum overflows, its terms are divided before they are added.
         small = _added_halves_first(blocks.abs() / counts[:, None])
         small = torch.where(blocks.isfinite().all(1), small.clamp(max=torch.finfo(torch.float32).max), small)
         statistic = torch.where(total.isfinite(), total / counts, small)
@@ -337,18 +340,18 @@ def _encoded(x: Tensor, codec: str, random: Tensor | None) -> Tensor:
         statistic = torch.where(blocks.isfinite().all(1), blocks.abs().amax(1), torch.nan)
     seen, tiny = statistic.isfinite(), statistic < TINY
     scales = torch.where(tiny, 0.0, statistic.clamp(max=float.fromhex("0x1.fffffcp127")) / form.largest)
-    # Not number / tensor, which torch rounds twice.
+    # The dividend is a tensor, because torch would round number / tensor twice.
     inverse = torch.where(tiny, 0.0, torch.full_like(statistic, form.largest) / statistic)
-    words = None if random is None else _blocks(random, form.block).flatten()
+    random_words = None if random is None else _blocks(random, form.block).flatten()
     scaled = blocks if codec == "sign" and random is None else blocks * inverse[:, None]
-    codes = _codes(scaled.nan_to_num(0.0).flatten(), codec, words).reshape(blocks.shape)
+    codes = _codes(scaled.nan_to_num(0.0).flatten(), codec, random_words).reshape(blocks.shape)
     codes = torch.where(seen[:, None], codes, 0).flatten()
     codes[x.numel() :] = 0
-    units = form.block // form.codes
+    words = form.block // form.codes
     shifts = torch.arange(form.codes) * (8 // form.codes)
-    payload = (codes.reshape(-1, form.codes, units) << shifts[:, None]).sum(1).to(torch.uint8).flatten()
+    payload = (codes.reshape(-1, form.codes, words) << shifts[:, None]).sum(1).to(torch.uint8).flatten()
     rest = x.numel() % form.block
-    kept = x.numel() // form.block * units + min(rest, units)
+    kept = x.numel() // form.block * words + min(rest, words)
     return torch.cat([torch.where(seen, scales, torch.nan).view(torch.uint8), payload[:kept]])
 
 
@@ -357,11 +360,11 @@ def _decoded(wire: Tensor, codec: str, numel: int) -> Tensor:
     if form.largest is None:
         kinds = {"raw": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
         return wire.view(kinds[codec]).float()
-    count, units = -(-numel // form.block), form.block // form.codes
+    count, words = -(-numel // form.block), form.block // form.codes
     scales, payload = wire[: 4 * count].view(torch.float32), wire[4 * count :].long()
-    payload = torch.nn.functional.pad(payload, (0, count * units - payload.numel()))
+    payload = torch.nn.functional.pad(payload, (0, count * words - payload.numel()))
     shifts = torch.arange(form.codes) * (8 // form.codes)
-    codes = (payload.reshape(count, 1, units) >> shifts[:, None]) & (2 ** (8 // form.codes) - 1)
+    codes = (payload.reshape(count, 1, words) >> shifts[:, None]) & (2 ** (8 // form.codes) - 1)
     if codec == "fp8":
         values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
     elif codec == "sign":
@@ -373,7 +376,7 @@ def _decoded(wire: Tensor, codec: str, numel: int) -> Tensor:
 
 
 def _codes(y: Tensor, codec: str, random: Tensor | None) -> Tensor:
-    """What each number is rounded to, as the bits of its code in an int64; y is in units of the scale."""
+    """Rounds each number, which is in multiples of the scale, and returns the bits of its code as int64."""
     if random is not None and codec != "raw":
         y = _either_neighbour(y, codec, random)
     if codec == "raw":
@@ -390,7 +393,7 @@ def _codes(y: Tensor, codec: str, random: Tensor | None) -> Tensor:
 
 
 def _either_neighbour(y: Tensor, codec: str, random: Tensor) -> Tensor:
-    """One of the two numbers beside y that the codec has, so that the mean is y."""
+    """Rounds stochastically to one of the codec's two numbers next to y, so that the expected value is y."""
     uniform = ((random >> 1).float() * 2.0**-31).clamp(max=1 - 2.0**-24)
     if codec == "sign":
         return torch.where(uniform < 0.5 - 0.5 * y.clamp(-1.0, 1.0), -1.0, 1.0)
@@ -400,14 +403,14 @@ def _either_neighbour(y: Tensor, codec: str, random: Tensor) -> Tensor:
         return y.trunc() + y.sign() * (uniform < (y - y.trunc()).abs())
     mantissa, smallest, largest, infinite = FLOATS[codec]
     size = y.abs().clamp(max=largest)
-    # Of normal numbers the lower bits of the word are added below the last place; others are multiples of one step.
+    # For normal numbers low bits of the random word are added below the last bit; others are multiples of one step.
     below = 23 - mantissa
     normal = ((size.view(torch.int32).long() + (random & (2**below - 1))) >> below << below).to(torch.int32)
     step = 2.0 ** (smallest - mantissa)
     steps = size.double() / step
     subnormal = (steps.trunc() + (uniform < steps - steps.trunc())) * step
     if codec == "bf16":
-        subnormal = normal.view(torch.float32)  # whose subnormals are float32's
+        subnormal = normal.view(torch.float32)  # bfloat16 and float32 have the same exponents
     rounded = torch.where(size < 2.0**smallest, subnormal.float(), normal.view(torch.float32)).clamp(max=largest)
     return torch.where(y.abs() < infinite, rounded.copysign(y), y)
 

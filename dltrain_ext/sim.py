@@ -1,4 +1,4 @@
-"""What training would take on a network that one does not have: all-reduces and steps, by plan and codec."""
+"""Estimates the time of all-reduces and training steps on a modelled network, by plan and codec."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ __all__ = ["Estimate", "Network", "Speed", "StepEstimate", "best", "break_even",
 
 
 def best(world_size: int, nbytes: int, *, codec: str = "raw", network: Network | None = None) -> Estimate:
-    """The fastest plan's estimate, in one level or, where hosts have several ranks, in two; arguments as for
-    :func:`simulate`."""
+    """Returns the estimate of the fastest plan, in one level or, if hosts have several ranks, in one or two levels. The
+    arguments are those of :func:`simulate`."""
     network = network_of(network)
     algorithms = algorithms_for(codec)
     check_number(world_size, "world_size", 2**16 + 1)
@@ -32,14 +32,14 @@ def best(world_size: int, nbytes: int, *, codec: str = "raw", network: Network |
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Of one step of data-parallel training.
+    """The estimated time of one step of data-parallel training.
 
     Attributes:
-        seconds: of the step.
-        compute: of that, forward, backward and optimizer on a rank by itself.
-        exposed: of that, communication that nothing hides.
-        straggling: of that, the mean wait for the slowest rank.
-        efficiency: the throughput over that of as many ranks that need not communicate.
+        seconds: time of the step in seconds, the sum of the next three.
+        compute: forward, backward and optimizer on a single rank, in seconds.
+        exposed: communication that does not overlap with backward, in seconds.
+        straggling: mean wait for the slowest rank, in seconds.
+        efficiency: throughput relative to as many ranks that do not communicate, ``compute / seconds``.
     """
 
     seconds: float
@@ -63,19 +63,22 @@ def training_step(
     network: Network | None = None,
     stragglers: tuple[float, float] = (0.0, 0.0),
 ) -> StepEstimate:
-    """A step whose gradients are all-reduced in buckets, one after another, beside backward.
+    """Estimates a step whose gradients are all-reduced in buckets, one after another, while backward runs.
 
     Args:
-        world_size: ranks.
-        buckets: bytes of each in fp32, in the order in which backward fills them.
-        backward: seconds, in which the buckets become full in proportion to their sizes.
-        other: seconds of all else, forward and optimizer; nothing is sent meanwhile.
+        world_size: the number of ranks.
+        buckets: the size of each bucket in bytes of fp32, in the order in which backward fills them.
+        backward: duration of backward in seconds. Buckets are filled at a constant rate.
+        other: duration of forward and optimizer in seconds, in which nothing is sent.
         codec, network: as for :func:`simulate`.
-        algorithm: the fastest for each bucket where None.
-        stragglers: a rank comes late to a step with that probability, by so many seconds.
+        algorithm: one of ``comm.ALGORITHMS``; None selects the fastest one for each bucket.
+        stragglers: the probability that a rank is late for a step, and its delay in seconds.
+
+    Returns:
+        A :class:`StepEstimate`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
     if not isinstance(buckets, Sequence):
         raise TypeError(f"buckets: expected a sequence of bytes, got {buckets!r}")
@@ -89,8 +92,8 @@ def training_step(
             raise ValueError(f"{name}: expected at least 0 s, got {seconds!r}")
     if not isinstance(stragglers, tuple) or [isinstance(x, int | float) for x in stragglers] != [True, True]:
         raise TypeError(f"stragglers: expected a probability and seconds, got {stragglers!r}")
-    probability, lateness = stragglers
-    if not (0 <= probability <= 1 and lateness >= 0):
+    probability, delay = stragglers
+    if not (0 <= probability <= 1 and delay >= 0):
         raise ValueError(f"stragglers: expected a probability and seconds, got {stragglers!r}")
 
     def reduce(nbytes: int) -> float:
@@ -104,7 +107,7 @@ def training_step(
         full += backward * nbytes / max(total, 1)
         done = max(done, full) + each[nbytes]
     compute = backward + other
-    straggling = lateness * (1 - (1 - probability) ** world_size)
+    straggling = delay * (1 - (1 - probability) ** world_size)
     exposed = max(0.0, done - backward)
     return StepEstimate(compute + exposed + straggling, compute, exposed, straggling)
 
@@ -112,9 +115,9 @@ def training_step(
 def break_even(
     codec: str, world_size: int, nbytes: int, *, against: str = "raw", network: Network | None = None
 ) -> float | None:
-    """The bandwidth of the hosts' links, in bytes a second, below which a codec is the faster one, each by its best
-    plan; None where it is faster at 1 Tbit/s still, 0 where it is slower even at 1 Mbit/s. The rest is ``network``'s.
-    """
+    """Returns the bandwidth of the hosts' links, in bytes per second, below which ``codec`` is faster than ``against``,
+    each with its fastest plan. It is None if ``codec`` is faster even at 1 Tbit/s, and 0 if it is slower even at 1
+    Mbit/s. All other properties are those of ``network``."""
     for name, given in (("codec", codec), ("against", against)):
         if not isinstance(given, str) or given not in CODECS:
             raise ValueError(f"{name}: expected one of {', '.join(CODECS)}, got {given!r}")
@@ -134,7 +137,7 @@ def break_even(
 
 
 def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """To 1 %, in the logarithm."""
+    """Returns the bandwidth, to 1 %, at which ``holds`` changes; the bisection is logarithmic."""
     while high / low > 1.01:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
