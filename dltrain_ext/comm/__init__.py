@@ -1,5 +1,5 @@
-"""Collectives by plans that are data: choose, print and verify them, and run them, with a codec, over a
-torch.distributed group."""
+"""Collectives over a torch.distributed group, in any codec. What they do is a plan, which is data that can be selected,
+printed and verified."""
 
 from dltrain_ext.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from dltrain_ext.comm.communicator import CallOptions, Communicator

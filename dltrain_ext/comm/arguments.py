@@ -1,4 +1,4 @@
-"""What collectives are given, checked before it is used."""
+"""Checks of the arguments of collectives."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from dltrain_ext import _ops
 from dltrain_ext._arguments import check_dense, check_number
 
-IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # what plans add up
+IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that plans add
 
 
 def is_average(op: "str | dist.ReduceOp") -> bool:
@@ -22,7 +22,7 @@ def _check_texts(**given: object) -> None:
     for name, text in given.items():
         if not isinstance(text, str):
             raise TypeError(f"{name}: expected a str, got {text!r}")
-        if not text.isprintable():  # nor can it be told to C++
+        if not text.isprintable():  # C++ would not accept it either
             raise ValueError(f"{name}: expected a name, got {text!r}")
 
 
@@ -38,7 +38,7 @@ def check_tensors(**given: object) -> None:
 
 
 def check_list(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """One for each rank, of one dtype and device."""
+    """Checks a list that has one tensor for each rank, all of one dtype and device."""
     if not tensors:
         raise ValueError(f"{name}: expected a tensor for each rank, got none")
     for rank, tensor in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""A torch.distributed group on connections of its own, over which it runs its collectives."""
+"""Runs the collectives of a torch.distributed group on connections of its own."""
 
 import collections
 import contextlib
@@ -44,7 +44,7 @@ Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 class CallOptions(TypedDict, total=False):
-    """What the collectives take by name; see :func:`dltrain_ext.comm.all_reduce`."""
+    """The keyword arguments of the collectives; see :func:`dltrain_ext.comm.all_reduce`."""
 
     algorithm: str
     codec: str
@@ -62,39 +62,41 @@ _CALL_OPTIONS = CallOptions.__annotations__.keys()
 class Communicator:
     """Runs the collectives of one group, in the order of the calls, on connections of its own.
 
-    CPU tensors go over Gloo. CUDA tensors go over NCCL: their calls enqueue, no host waits, and the result is there in
-    the order of the current stream; connections for a device are made by the first call with a tensor on it.
+    CPU tensors are sent over Gloo, and CUDA tensors over NCCL. Calls with CUDA tensors only enqueue work: no host
+    waits, and the result is ordered with the current stream. The first call with a tensor on a device connects for that
+    device.
 
-    Where there are several hosts, and several ranks on one of them, all-reduces go in two levels: the ranks of a host
-    add up their parts, and each takes one share of the sum across the hosts, by the algorithm and the codec of the
-    call. So a host's link carries what one rank would send. There are as many shares as the smallest host has ranks;
-    the other ranks of a larger one have none.
+    If there are several hosts, and several ranks on one of them, all-reduces have two levels: the ranks of a host add
+    up their tensors, and each of them takes one shard of the sum between hosts, with the algorithm and the codec of the
+    call. So a host's link carries what one rank would send. There are as many shards as the smallest host has ranks;
+    the other ranks of larger hosts have none.
 
-    ``torch.profiler`` shows each call as it shows torch's own collectives: a range ``record_param_comms`` with the
-    collective's name, its elements, their dtype, and the group.
+    ``torch.profiler`` shows each call like torch's own collectives: as a range ``record_param_comms`` with the name of
+    the collective, the number and dtype of its elements, and the group.
 
-    Making one is a collective call: every rank of the group makes its communicators in the same order.
+    Making a communicator is a collective call: all ranks of the group make their communicators in the same order.
 
     Args:
-        group: the ranks; the default group where None. Its own backend may be any.
-        timeout: how long one all-reduce, and the making itself, may wait for the peers; the group's own where None.
-        transport: what carries messages of CUDA tensors: ``"nccl"``, a communicator of NCCL's own, whose messages are
-            grouped launches on a stream of this object, also in CUDA graphs; ``"c10d"``, torch.distributed's
-            connections; ``"auto"``: the first where all ranks have it, else the second, with a warning.
-        ranks_per_host: so many neighbouring ranks of the group share a host: 1 for all-reduces in one level. Where
-            None, hosts are told apart by the machine and its network namespace.
-        tuning: what ``algorithm="auto"`` and ``codec="auto"`` go by: a :class:`Tuning`, or the path of a saved one, of
-            this many ranks and the same on all of them. The environment variables ``DLTRAIN_TUNING``, a path,
-            ``DLTRAIN_ALGORITHM`` and ``DLTRAIN_SEGMENTS`` stand above it, for ``"auto"`` alone. Without one, the first
-            all-reduce on the CPU by ``algorithm="auto"`` times some plans, for about 50 ms; not so where
-            ``torch.use_deterministic_algorithms`` is on, and on CUDA: there the plan goes by size alone.
-        answer_timeout: how long a rank may at least take, when a call has failed, to answer what it is waiting for,
-            which a thread of its own does: one that has not is taken for stopped. Where the way to the group's store
-            and back, or other ranks' answers, take long it is more: eight times what TCP would estimate (RFC 6298).
+        group: the process group, with any backend; the default group if None.
+        timeout: how long an all-reduce, and the making itself, may wait for the peers; the group's own timeout if None.
+        transport: what carries the messages of CUDA tensors: ``"nccl"``, an NCCL communicator of its own, whose
+            messages are grouped launches on a stream of this object, also in CUDA graphs; ``"c10d"``,
+            torch.distributed's connections; or ``"auto"``, the first if all ranks have NCCL, else the second, with a
+            warning.
+        ranks_per_host: the number of consecutive ranks of the group that share a host; 1 for all-reduces in one level.
+            None identifies hosts by the machine and its network namespace.
+        tuning: what ``algorithm="auto"`` and ``codec="auto"`` use: a :class:`Tuning`, or the path of a saved one, for
+            this number of ranks, and the same on all of them. For ``"auto"`` the environment variables
+            ``DLTRAIN_TUNING`` (a path), ``DLTRAIN_ALGORITHM`` and ``DLTRAIN_SEGMENTS`` override it. Without a tuning
+            the first all-reduce with ``algorithm="auto"`` on the CPU times some plans, for about 50 ms. On CUDA, and if
+            ``torch.use_deterministic_algorithms`` is on, the plan is selected by size only.
+        answer_timeout: the least time that a rank has, after a call has failed, to report what it waits for, which a
+            thread of its own does; a rank that does not is reported as stopped. The time is longer if round trips to
+            the group's store, or answers of other ranks, take long: eight times what TCP would estimate (RFC 6298).
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
-        torch.distributed.DistBackendError: a rank did not come, or the transport cannot be had on a rank; names it.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
+        torch.distributed.DistBackendError: a rank did not come, or cannot use the transport; the message names it.
     """
 
     _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
@@ -131,7 +133,7 @@ class Communicator:
         self._connections = Connections(store, members, timeout, transport, ranks_per_host, answer_timeout, measures)
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._numbers = itertools.count(1)  # of the calls
-        self._measuring = collections.Counter[str]()  # what stats() would count of it
+        self._measuring = collections.Counter[str]()  # what stats() must not count
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._close = weakref.finalize(self, _close, self._by_device, self._connections)
@@ -144,11 +146,10 @@ class Communicator:
 
     def __del__(self) -> None:
         for communicator in getattr(self, "_by_device", {}).values():
-            communicator.drain()  # what is enqueued is somebody's result
+            communicator.drain()  # the results of enqueued calls are still needed
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a child of fork(), which has none of the threads, and whose connections are not its
-        own."""
+        """Raises RuntimeError in a child of fork(), which has none of the threads, and does not own the connections."""
         if self._process != os.getpid():
             raise RuntimeError(
                 f"communicator: expected to be used in process {self._process}, which made it, got a call in process "
@@ -178,7 +179,7 @@ class Communicator:
         segments: int | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """:func:`dltrain_ext.comm.all_reduce` on this communicator."""
+        """Runs :func:`dltrain_ext.comm.all_reduce` on this communicator."""
         check_tensors(tensor=tensor, residual=residual)
         check_options(algorithm, codec, seed, step, segments)
         device = checked_device(tensor)
@@ -210,7 +211,7 @@ class Communicator:
         op: "str | dist.ReduceOp" = "sum",
         **options: "Unpack[CallOptions]",
     ) -> Work | None:
-        """:func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must not be in two levels."""
+        """Runs :func:`dltrain_ext.comm.reduce_scatter` on this communicator, which must have one level."""
         check_tensors(output=output)
         if not isinstance(input, list | tuple):
             return self._run("reduce_scatter", "input", input, options, op=op, shard=output)
@@ -221,7 +222,7 @@ class Communicator:
     def all_gather(
         self, output: torch.Tensor | Tensors, input: torch.Tensor, **options: "Unpack[CallOptions]"
     ) -> Work | None:
-        """:func:`dltrain_ext.comm.all_gather` on this communicator, which must not be in two levels."""
+        """Runs :func:`dltrain_ext.comm.all_gather` on this communicator, which must have one level."""
         check_tensors(input=input)
         if not isinstance(output, list | tuple):
             return self._run("all_gather", "output", output, options, shard=input)
@@ -241,17 +242,17 @@ class Communicator:
         if work is None:
             share_out()
             return None
-        torch.autograd.graph.increment_version(parts)  # now, as for a single tensor: the copies come when they come
+        torch.autograd.graph.increment_version(parts)  # now, as for a single tensor, though the copies are made later
         return work.then(share_out)
 
     def broadcast(self, tensor: torch.Tensor, src: int, **options: "Unpack[CallOptions]") -> Work | None:
-        """:func:`dltrain_ext.comm.broadcast` on this communicator, which must not be in two levels."""
+        """Runs :func:`dltrain_ext.comm.broadcast` on this communicator, which must have one level."""
         return self._run("broadcast", "tensor", tensor, options, root=self._group_rank(src, "src"))
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: "str | dist.ReduceOp" = "sum", **options: "Unpack[CallOptions]"
     ) -> Work | None:
-        """:func:`dltrain_ext.comm.reduce` on this communicator, which must not be in two levels."""
+        """Runs :func:`dltrain_ext.comm.reduce` on this communicator, which must have one level."""
         return self._run("reduce", "tensor", tensor, options, op=op, root=self._group_rank(dst, "dst"))
 
     def _group_rank(self, rank: int, name: str) -> int:
@@ -260,7 +261,7 @@ class Communicator:
         return self._ranks.index(rank)
 
     def _run(self, collective: str, name: str, tensor: torch.Tensor, options: CallOptions, **own: Any) -> Work | None:
-        """Of a tensor that is called so, and checks what is not checked in C++."""
+        """Checks what C++ does not check, and runs a collective on a tensor; ``name`` is that of its argument."""
         get: Any = options.get
         if unknown := options.keys() - _CALL_OPTIONS:
             raise TypeError(f"{collective}: expected the options {', '.join(_CALL_OPTIONS)}, got {', '.join(unknown)}")
@@ -271,7 +272,7 @@ class Communicator:
     def _start(
         self,
         tensor: torch.Tensor,
-        place: torch.device,
+        device: torch.device,
         *,
         op: "str | dist.ReduceOp" = "sum",
         rounding: str = "nearest",
@@ -282,34 +283,36 @@ class Communicator:
     ) -> Work | None:
         options["step"] = next(self._numbers) % 2**32 if step is None else step
         options.update(average=is_average(op), stochastic=is_stochastic(rounding), segments=segments or 0)
-        communicator = self._on(place)
+        communicator = self._on(device)
         if async_op:
             return self._submit(communicator, tensor, **options)
         communicator.run(tensor, **options)
         return None
 
     def reduce_bucket(self, tensor: torch.Tensor, bucket: _ops.BucketState, **options: Any) -> Work:
-        """What the hooks call: hands the tensor to the worker, or enqueues."""
+        """Is called by the hooks: passes the tensor to the worker, or enqueues the work."""
         return self._submit(self._on(checked_device(tensor)), tensor, bucket=bucket, **options)
 
     def _submit(self, by: "_ops.Communicator", tensor: torch.Tensor, **options: Any) -> Work:
         return Work(by.submit(tensor, **options), by.wait, self)
 
     def tune(self, *, seconds: float = 10.0, codecs: Sequence[str] | None = None) -> Tuning:
-        """Measures the group, and from then on lets ``algorithm="auto"`` and ``codec="auto"`` go by it. Collective.
+        """Measures the group. From then on ``algorithm="auto"`` and ``codec="auto"`` use the result. This is a
+        collective call.
 
-        A few all-reduces are timed, and the latency, the bandwidth and the costs of messages and copies with which the
-        model of :mod:`dltrain_ext.sim` comes closest to them; codecs are timed on each rank. Of all plans and numbers
-        of segments those that the model takes for the fastest are then timed, as many as there is time for, and the
-        fastest makes the table. Between the sizes that were timed it draws a line; beyond them the model speaks,
-        corrected by how far it was off at the largest. Rank 0 decides for all.
+        A few all-reduces are timed, and the latency, the bandwidth and the costs of messages and copies are fitted to
+        them, with the model of :mod:`dltrain_ext.sim`. Codecs are timed on each rank. Then the plans and numbers of
+        segments that are the fastest by the model are timed, as many as there is time for, and the fastest are entered
+        in a table. Times between the measured sizes are interpolated, and beyond them they are the model's, corrected
+        by its error at the largest measured size. Rank 0 decides for all.
 
         Args:
-            seconds: about how long it may try out plans; some more go to the calibration.
-            codecs: those to look at beside raw; all where None.
+            seconds: about how long plans may be timed; the calibration takes some more seconds.
+            codecs: the codecs to time beside raw; all if None.
 
         Returns:
-            The same on all ranks, and kept as ``tuning``; print it, ``save`` it, and give it to the next run.
+            The :class:`Tuning`, the same on all ranks, which is also the property ``tuning``. Save it with ``save``,
+            and pass it to the next run.
         """
         self.check_process()
         if not isinstance(codecs, Sequence | None):
@@ -327,16 +330,16 @@ class Communicator:
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[timing.Group]:
-        """What is sent meanwhile does not count."""
+        """What is sent in this context is not counted."""
         before = self._counted()
         yield timing.Group(self._rank, self._world_size, self._device, self._try, self._connections.rendezvous.exchange)
         self._measuring.update(self._counted() - before)
 
     def connect(self, numel: int, dtype: torch.dtype, *, codec: str, algorithm: str, segments: int | None) -> None:
-        """Has those connect, on CUDA, that such an all-reduce needs, so that the first one does not keep its caller
-        until all ranks have come to theirs. Collective."""
+        """Connects on CUDA the ranks that such an all-reduce requires, so that the first one does not block its caller
+        until all ranks make it. This is a collective call."""
         if self._device.type == "cpu":
-            return  # whose connections are there
+            return  # the CPU's connections exist
         with self._measured():
             tensor = torch.zeros(numel, dtype=dtype, device=self._device)
             self.all_reduce(tensor, algorithm=algorithm, codec=codec, segments=segments)
@@ -348,40 +351,40 @@ class Communicator:
 
     @property
     def tuning(self) -> Tuning | None:
-        """What ``"auto"`` goes by; None before there is one."""
+        """The tuning that ``"auto"`` uses; None before there is one."""
         return self._selector.tuning
 
     @property
     def usual_plan(self) -> str:
-        """For large tensors, where nothing was measured and runs are to have the same bits.
+        """The plan for large tensors if nothing was measured and runs are to have the same bits.
 
         ``"direct"`` has the fewest rounds, and on CUDA a fifth of the ring's launches. On the CPU the ring was a little
-        faster on up to 8 ranks; each of its hops encodes once more.
+        faster on up to 8 ranks, although each of its hops encodes again.
         """
         return "ring" if self._device.type == "cpu" and self._world_size <= 8 else "direct"
 
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
-        """What ``algorithm="auto"`` stands for, with tensors of so many bytes in fp32: a plan, and the number of
-        segments where that is decided; ``"auto"`` before tuning."""
+        """Returns what ``algorithm="auto"`` stands for, with tensors of ``nbytes`` bytes in fp32: a plan, which is
+        ``"auto"`` before tuning, and the number of segments, which is None if it is not decided."""
         check_names("auto", codec)
         check_number(nbytes, "nbytes", 2**65)
         return self._selector.plan_for(codec, nbytes)
 
     def codec_for(self, nbytes: int, algorithm: str = "auto", dtype: torch.dtype = torch.float32) -> tuple[str, str]:
-        """What ``codec="auto"`` stands for, with tensors of so many bytes in fp32 that are in that dtype, behind the
-        algorithm to go with it: ``"native"`` where compressing would lose against the backend's own all-reduce of that
-        dtype. Without a tuning the first call for tensors of about that size times the codecs, and plans, for about a
-        second: collective."""
+        """Returns what ``codec="auto"`` stands for, with tensors of that dtype and ``nbytes`` bytes in fp32: an
+        algorithm, which is ``"native"`` if compression is slower than the backend's own all-reduce of that dtype, and a
+        codec. Without a tuning the first call for tensors of about that size times codecs and plans for about a second;
+        it is collective."""
         check_names(algorithm, "raw")
         check_number(nbytes, "nbytes", 2**65)
         if not isinstance(dtype, torch.dtype) or dtype not in IN_PLANS:
             raise ValueError(f"dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
-        return self._selector.codec_for(nbytes, algorithm, dtype, self._measured, tells=self._rank == 0)
+        return self._selector.codec_for(nbytes, algorithm, dtype, self._measured, warns=self._rank == 0)
 
     def stats(self) -> dict[str, int]:
-        """``calls`` completed (on CUDA: enqueued) and ``wire_bytes`` sent by this rank, in two levels across the hosts;
-        ``inside_bytes`` are those inside its host. Headers, what a backend sends by itself, and measuring are not
-        counted."""
+        """Returns the number of ``calls`` completed (on CUDA: enqueued), and the bytes that this rank has sent:
+        ``wire_bytes`` (in two levels: between hosts) and ``inside_bytes`` (within its host). Headers, what a backend
+        sends by itself, and measurements are not counted."""
         total = self._counted()
         total.subtract(self._measuring)
         return dict(total)
@@ -393,7 +396,7 @@ class Communicator:
         return total
 
     def close(self) -> None:
-        """Fails what is under way and every later call, at once. Leaving the process does the same."""
+        """Fails the calls that are running and all later ones, immediately. The end of the process does the same."""
         self._close()
 
 

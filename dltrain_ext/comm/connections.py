@@ -1,4 +1,4 @@
-"""The connections of a communicator's own: who stands where, and what carries the messages."""
+"""Makes the connections of a communicator: which ranks are connected, and by which transport."""
 
 import contextlib
 import functools
@@ -14,21 +14,21 @@ from dltrain_ext.comm.hosts import host_id, layout
 from dltrain_ext.comm.rendezvous import JointWork, Rendezvous, SubWork
 from dltrain_ext.comm.transports import Site, Transport, candidates
 
-# Across the hosts, and inside one; how many hosts there are, and shares of each.
+# The level between hosts, that within a host, and the numbers of hosts and shards.
 Levels = tuple["_ops.Level", "_ops.Level | None", tuple[int, int]]
 
 
 class Connections:
-    """Makes them for one communicator; making is collective, in the order of the calls.
+    """Makes the connections of one communicator. Making them is collective, in the order of the calls.
 
     Args:
-        store: the group's, under a prefix that belongs to the communicator.
-        members: of the group.
-        timeout: how long the peers may take to come.
-        transport: one of ``TRANSPORTS``; what carries the messages of CUDA tensors.
-        ranks_per_host: that many neighbours of the group form a host; where None, hosts are looked up.
-        answer_timeout: how long a rank may at least take to say what it waits for, when a call has failed.
-        measures: whether the first all-reduce by "auto" may take the time to see which plans are fast.
+        store: that of the group, under the communicator's prefix.
+        members: the ranks of the group.
+        timeout: how long the peers are waited for.
+        transport: one of ``TRANSPORTS``, for the messages of CUDA tensors.
+        ranks_per_host: the number of consecutive ranks of the group that form a host; None detects hosts.
+        answer_timeout: the least time that a rank has to answer what it waits for, when a call has failed.
+        measures: whether the first all-reduce by ``"auto"`` may time some plans.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class Connections:
         self._ranks, self._rank = members.ranks, members.rank
         self._answer_timeout, self._measures = answer_timeout, measures
         self._site = Site(store, timeout)
-        self.rendezvous = Rendezvous(dist.PrefixStore("meetings", store), members.ranks, members.rank, timeout)
-        said = [each.split(" ", 1) for each in self.rendezvous.exchange(f"{_trip_to(store)} {host_id()}")]
-        self._round_trip = max(float(trip) for trip, _ in said)
-        hosts = [host for _, host in said]
+        self.rendezvous = Rendezvous(dist.PrefixStore("rendezvous", store), members.ranks, members.rank, timeout)
+        answers = [each.split(" ", 1) for each in self.rendezvous.exchange(f"{_trip_to(store)} {host_id()}")]
+        self._round_trip = max(float(trip) for trip, _ in answers)
+        hosts = [host for _, host in answers]
         self._layout = layout(hosts, self._rank, ranks_per_host)
 
     @property
     def ranks_per_host(self) -> int:
-        """Of the largest host; 1 where all-reduces go in one level."""
+        """The number of ranks on the largest host; 1 if all-reduces have one level."""
         return 1 if self._layout is None else self._layout.largest
 
     def connect(self, device: torch.device) -> "_ops.Communicator":
-        """For tensors on a device, whose number may differ between the ranks."""
-        communicator, said = None, "connected"
+        """Connects for tensors on a device, whose index may differ between the ranks."""
+        communicator, answer = None, "connected"
         with self.rendezvous.at_work() as work:
             some = candidates(device.type, self._transport)
             tried = (self._levels_if_all_can(work, device, over) for over in some if over.version is not None)
@@ -66,14 +66,14 @@ class Connections:
             try:
                 if levels is None:
                     levels = self._levels(work, device, some[-1])
-                # Of all, on any device: where they ask each other why a call has failed.
+                # All ranks, on any device, are connected by the control channel, to find out why a call has failed.
                 control = self._site.gloo(work.part("control"), threads=0) if len(self._ranks) > 1 else None
                 times = self._timeout.total_seconds(), self._answer_timeout.total_seconds(), self._round_trip
                 communicator = _ops.Communicator(*levels, control, self._members, device, *times, self._measures)
             except RuntimeError as error:
-                said = str(error)
-            # Nobody leaves, and makes a call, before all are there to take part and to answer.
-            for rank, outcome in zip(self._ranks, work.part("made").agree(said), strict=True):
+                answer = str(error)
+            # No rank returns, and makes a call, before all ranks can take part and answer.
+            for rank, outcome in zip(self._ranks, work.part("made").agree(answer), strict=True):
                 if outcome != "connected":
                     raise dist.DistBackendError(
                         f"communicator of ranks {self._ranks}: rank {rank} could not connect: {outcome}"
@@ -82,17 +82,17 @@ class Connections:
         return communicator
 
     def close(self) -> None:
-        """Makes no more; what was made belongs to the communicators."""
+        """Makes no more connections. Those that were made belong to the communicators."""
         self._site.close()
 
     def _levels(self, work: JointWork, device: torch.device, over: Transport) -> Levels:
-        """Of all ranks, and none, where there is one level."""
+        """The first level has all ranks, and there is no second one, if there is one level."""
         if self._layout is None:
             return over.make(self._site, work.part(f"{over.name}/all"), device), None, (1, 1)
-        neighbours, counterparts, hosts, shares, _ = self._layout
-        inside = over.make(self._site, work.part(f"{over.name}/inside/{neighbours[0]}", neighbours), device)
-        across = over.make(self._site, work.part(f"{over.name}/across/{counterparts[0]}", counterparts), device)
-        return across, inside, (hosts, shares)
+        neighbours, counterparts, hosts, shards, _ = self._layout
+        intra_host = over.make(self._site, work.part(f"{over.name}/intra/{neighbours[0]}", neighbours), device)
+        inter_host = over.make(self._site, work.part(f"{over.name}/inter/{counterparts[0]}", counterparts), device)
+        return inter_host, intra_host, (hosts, shards)
 
     def _levels_if_all_can(self, work: JointWork, device: torch.device, over: Transport) -> Levels | None:
         if not self._all_have(work, over):
@@ -102,7 +102,7 @@ class Connections:
             levels = self._levels(work, device, over)
         except RuntimeError as error:
             answer = str(error)
-        can = self._all_say("connected", work.part(f"connected over {over.name}"), answer, over)
+        can = self._all_answer("connected", work.part(f"connected over {over.name}"), answer, over)
         return levels if can else None
 
     def _all_have(self, work: JointWork, over: Transport) -> bool:
@@ -111,25 +111,25 @@ class Connections:
             answer = f"version {over.version()}"
         except RuntimeError as error:
             answer = str(error)
-        return self._all_say("version ", work.part(over.name), answer, over)
+        return self._all_answer("version ", work.part(over.name), answer, over)
 
-    def _all_say(self, yes: str, part: SubWork, answer: str, over: Transport) -> bool:
-        """Whether the answers of all ranks begin so; where not, whoever does not say so is why another is taken."""
+    def _all_answer(self, yes: str, part: SubWork, answer: str, over: Transport) -> bool:
+        """Returns whether the answers of all ranks begin with ``yes``. If not, the others are reported as reasons."""
         answers = zip(part.ranks, part.agree(answer), strict=True)
-        no = [f"rank {rank}: {said}" for rank, said in answers if not said.startswith(yes)]
+        no = [f"rank {rank}: {text}" for rank, text in answers if not text.startswith(yes)]
         if not no:
             return True
-        reasons = "; ".join(no[:4])  # some are but consequences of others
+        reasons = "; ".join(no[:4])  # some are only consequences of others
         if self._transport == over.name:
-            raise dist.DistBackendError(f"transport: {over.name} cannot be had: {reasons}")
+            raise dist.DistBackendError(f"transport: {over.name} cannot be used: {reasons}")
         tell_once(f"{over.without}: {reasons}")
         return False
 
 
 def _trip_to(store: dist.Store) -> float:
-    """Seconds there and back."""
+    """Returns the seconds of one round trip to the store."""
     began = time.monotonic()
-    with contextlib.suppress(dist.DistNetworkError):  # whoever meets there says that it is gone
+    with contextlib.suppress(dist.DistNetworkError):  # the exchange reports that the store is gone
         store.check(["round trip"])
     return time.monotonic() - began
 

@@ -1,4 +1,4 @@
-"""What an all-reduce costs on a modelled network."""
+"""The cost model of collectives on a modelled network."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from dltrain_ext.comm.arguments import check_names
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a codec on one rank: fp32 elements a second that it encodes, and that it decodes and adds. Raw needs no
-    encoding."""
+    """The speed of a codec on one rank, in fp32 elements per second: ``encode`` of encoding, and ``decode`` of decoding
+    and adding. For raw ``encode`` is infinite."""
 
     encode: float
     decode: float
@@ -22,7 +22,7 @@ class Speed:
         _check_positive(self, "encode", "decode")
 
     def to_list(self) -> list[float | None]:
-        """For JSON, which has no infinity."""
+        """Returns both numbers for JSON, with None for infinity."""
         return [None if math.isinf(speed) else speed for speed in (self.encode, self.decode)]
 
     @classmethod
@@ -33,23 +33,23 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Hosts of equal links, and what their ranks can do. The defaults are a 10 Gbit/s Ethernet of single GPUs.
+    """Hosts with equal links, and the speed of their ranks. The defaults are single GPUs on a 10 Gbit/s Ethernet.
 
     Args:
-        latency: seconds until the first byte of a message comes to another host.
-        bandwidth: bytes a second of a host's link, each way.
-        ranks_per_host: neighbouring ranks that share a host and its link; the last host has what is left.
-        inside_latency, inside_bandwidth: between ranks of one host; each has that bandwidth to itself, each way.
-        burst: bytes that a host's link has let through at once after a pause, as token buckets do (``tc tbf``; many
-            cloud instances). Each all-reduce begins after a pause.
-        memory_bandwidth: bytes a second that a rank's codecs and sums move, where ``speeds`` does not tell.
-        speeds: of codecs that have been measured, by name.
-        overhead: seconds of a rank's own time for each message, at either end.
-        copy: seconds of a processor core for each byte that a rank sends or receives, beside what it else does.
-        cores: that all ranks have to share, where hosts are emulated on one machine; 0: nobody waits for one.
+        latency: seconds until the first byte of a message arrives at another host.
+        bandwidth: bytes per second of a host's link, in each direction.
+        ranks_per_host: the number of consecutive ranks that share a host and its link; the last host may have fewer.
+        inside_latency, inside_bandwidth: the same between ranks of a host; each rank has this bandwidth for itself.
+        burst: bytes that a host's link transmits at once after a pause, as token buckets do (``tc tbf``; many cloud
+            instances). Each all-reduce begins after a pause.
+        memory_bandwidth: bytes per second that a rank's codecs and sums read and write, for codecs not in ``speeds``.
+        speeds: the :class:`Speed` of codecs that have been measured, by name.
+        overhead: seconds of a rank's own time for each message, at both ends.
+        copy: seconds of a processor core per byte that a rank sends or receives, in addition to its other work.
+        cores: the number of cores that all ranks share if hosts are emulated on one machine; 0 is no limit.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
 
     latency: float = 30e-6
@@ -79,7 +79,8 @@ class Network:
             _ops.find_codec(codec)
 
     def speed(self, codec: str) -> Speed:
-        """What ``speeds`` says or, where it does not, as fast as memory is: each element and its code once."""
+        """Returns the entry of ``speeds``, or the speed at which memory is read and written: each element and its code
+        once."""
         check_names("auto", codec)
         if codec in self.speeds:
             return self.speeds[codec]
@@ -88,7 +89,7 @@ class Network:
         return Speed(encode, self.memory_bandwidth / (wire + 8))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """Returns plain numbers, for JSON."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return plain | {"speeds": {name: speed.to_list() for name, speed in self.speeds.items()}}
 
@@ -99,14 +100,14 @@ class Network:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one all-reduce.
+    """The estimate of one collective.
 
     Attributes:
-        seconds: from when the first rank begins until the last one has the result.
-        wire_bytes: sent by one rank, in two levels across the hosts; the largest over the ranks.
-        algorithm: what ran; chosen, where that was asked for.
-        segments: likewise.
-        rounds: of its plan.
+        seconds: from when the first rank begins until the last rank has the result.
+        wire_bytes: bytes sent by one rank, in two levels between hosts; the largest over the ranks.
+        algorithm: the plan that ran, which was selected if that was asked for.
+        segments: the number of segments, likewise.
+        rounds: the number of rounds of the plan.
     """
 
     seconds: float
@@ -128,25 +129,28 @@ def simulate(
     late: Sequence[float] = (),
     collective: str = "all_reduce",
 ) -> Estimate:
-    """How long a collective takes on a modelled network.
+    """Returns an estimate of the time of a collective on a modelled network.
 
-    The programs that the executor would run are walked with a clock for each rank, link and core in the place of
-    messages and kernels: the alpha-beta-gamma model (Thakur, Rabenseifner, Gropp 2005) with contention.
+    The programs of the executor are followed with a clock for each rank, link and core instead of messages and kernels:
+    this is the alpha-beta-gamma model (Thakur, Rabenseifner, Gropp 2005) with contention.
 
     Args:
         algorithm: one of ``comm.COLLECTIVES[collective]``, ``"auto"`` or, for an all-reduce, ``"butterfly"``.
-        world_size: ranks, at least 1; thousands take seconds at most.
-        nbytes: of the tensor in fp32; where each rank has a share, of all shares.
+        world_size: the number of ranks, at least 1; thousands take seconds at most.
+        nbytes: size of the tensor in fp32; if each rank has a shard, of all shards.
         codec: one of ``codecs.CODECS``.
-        network: ``Network()`` where None.
-        segments: as for ``comm.all_reduce``; chosen where None.
-        levels: 2 for a sum inside each host, then ``algorithm`` across the hosts, as ``comm.Communicator`` does it.
-        late: seconds by which each rank begins later, where not all begin together. Every rank is then followed by
-            itself, which takes time and memory where there are thousands.
+        network: the network; ``Network()`` if None.
+        segments: as for ``comm.all_reduce``; selected if None.
+        levels: 2 for a sum within each host, and ``algorithm`` between hosts, as in ``comm.Communicator``.
+        late: seconds by which each rank begins later; empty if all begin together. Each rank is then followed on its
+            own, which takes time and memory for thousands of ranks.
         collective: one of ``comm.COLLECTIVES``; the root of those that have one is rank 0.
 
+    Returns:
+        An :class:`Estimate`.
+
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
     network = network_of(network)
     check_number(nbytes, "nbytes", 2**48)
@@ -211,7 +215,7 @@ def _in_one_level(
 def _in_two_levels(
     algorithm: str, world_size: int, numel: int, codec: str, network: Network, segments: int, late: Sequence[float]
 ) -> Estimate:
-    """Pieces go through the three stages one after another, so that inside and across are busy at once."""
+    """Pieces go through the three stages one after another, so that both levels are busy at the same time."""
     per_host = network.ranks_per_host
     if not 1 < per_host < world_size:
         raise ValueError(
@@ -221,20 +225,20 @@ def _in_two_levels(
     pieces = _ops.two_level_pieces(numel)
     length = numel // pieces
     hosts = math.ceil(world_size / per_host)
-    shares = world_size - (hosts - 1) * per_host  # as many as the last host, which may be smaller, has ranks
-    # Of a host that many ranks work each at a share of the piece, and share the link.
-    share = replace(network, bandwidth=network.bandwidth / shares, burst=network.burst / shares, ranks_per_host=1)
-    inside = [
-        _in_one_level("direct", per_host, length * per_host // shares, "raw", network, 1, (), half).seconds
+    shards = world_size - (hosts - 1) * per_host  # the number of ranks of the last host, which may be smaller
+    # That many ranks of a host each work on a shard of the piece, and share the host's link.
+    shared = replace(network, bandwidth=network.bandwidth / shards, burst=network.burst / shards, ranks_per_host=1)
+    intra_host = [
+        _in_one_level("direct", per_host, length * per_host // shards, "raw", network, 1, (), half).seconds
         for half in ("reduce_scatter", "all_gather")
     ]
-    across, later = (
-        _in_one_level(algorithm, hosts, length // shares, codec, link, segments, ())
-        for link in (share, replace(share, burst=0))  # the first piece has used it up
+    inter_host, later = (
+        _in_one_level(algorithm, hosts, length // shards, codec, link, segments, ())
+        for link in (shared, replace(shared, burst=0))  # the first piece has used up the burst
     )
-    slowest = max(sum(inside), later.seconds)
-    seconds = max(late, default=0.0) + sum(inside) + across.seconds + (pieces - 1) * slowest
-    return replace(across, seconds=seconds, wire_bytes=across.wire_bytes * pieces)
+    slowest = max(sum(intra_host), later.seconds)
+    seconds = max(late, default=0.0) + sum(intra_host) + inter_host.seconds + (pieces - 1) * slowest
+    return replace(inter_host, seconds=seconds, wire_bytes=inter_host.wire_bytes * pieces)
 
 
 def _check_positive(given: object, *names: str, zero: bool = False) -> None:

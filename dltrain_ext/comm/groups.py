@@ -1,4 +1,4 @@
-"""The groups that a communicator can be made of, and where their users' tensors are."""
+"""The groups of which communicators can be made, and the device of their users' tensors."""
 
 import os
 import weakref
@@ -24,7 +24,7 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """By its ``group_name``, as torch's functional collectives have groups."""
+    """Returns the group with a ``group_name``, by which torch's functional collectives name groups."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
         return group_of(resolve(name))
@@ -32,7 +32,7 @@ def group_named(name: str) -> dist.ProcessGroup:
         raise ValueError(f"group_name: expected the group_name of a group of this rank, got {name!r}") from error
 
 
-_forked_groups: list[weakref.ref[Any]] = []  # in a child: the default group that it has from its parent
+_forked_groups: list[weakref.ref[Any]] = []  # in a forked child: its parent's default group
 
 
 def _note_fork() -> None:
@@ -52,8 +52,8 @@ def _check_own(group: Any) -> None:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the tensors of a group's users are, as a rule."""
-    backends = dist.get_backend_config(group)  # "cuda:nccl", also where there is one for the CPU beside it
+    """Returns the device on which the users of a group usually have their tensors."""
+    backends = dist.get_backend_config(group)  # "cuda:nccl", and perhaps one for the CPU
     if _ops.built_with_cuda and f"cuda:{dist.Backend.NCCL}" in backends.split(","):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

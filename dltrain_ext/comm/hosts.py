@@ -1,4 +1,4 @@
-"""Which ranks share a host, and what each stands for where all-reduces go in two levels."""
+"""Which ranks share a host, and which of them exchange the same shard in all-reduces in two levels."""
 
 import os
 import socket
@@ -8,27 +8,28 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """Of two levels, as one member of the group sees it.
+    """The two levels, as one member of the group sees them.
 
     Attributes:
         neighbours: the members on its host.
-        counterparts: those that stand for the same share of each host; itself alone where it has no share.
-        hosts: how many there are.
-        shares: of each host: as many as the smallest has members. The first members have one each.
-        largest: how many members are on the largest host.
+        counterparts: the members with the same shard on all hosts; only itself if it has no shard.
+        hosts: the number of hosts.
+        shards: the number of shards: that of the members on the smallest host. The first members of a host have one
+            each.
+        largest: the number of members on the largest host.
     """
 
     neighbours: list[int]
     counterparts: list[int]
     hosts: int
-    shares: int
+    shards: int
     largest: int
 
 
 def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> Layout | None:
-    """None for one level: where there is one host, or one member on each.
+    """Returns None for one level: if there is one host, or one member on each.
 
-    hosts: where each member is.
+    hosts: the host of each member.
     """
     if ranks_per_host is not None:
         if len(hosts) % ranks_per_host:
@@ -38,17 +39,17 @@ def layout(hosts: Sequence[str], rank: int, ranks_per_host: int | None) -> Layou
         hosts = [str(member // ranks_per_host) for member in range(len(hosts))]
     members = {host: [m for m, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)}
     sizes = [len(some) for some in members.values()]
-    shares, largest = min(sizes), max(sizes)
+    shards, largest = min(sizes), max(sizes)
     if len(members) == 1 or largest == 1:
         return None
     neighbours = members[hosts[rank]]
-    place = neighbours.index(rank)
-    counterparts = [some[place] for some in members.values()] if place < shares else [rank]
-    return Layout(neighbours, counterparts, len(members), shares, largest)
+    index = neighbours.index(rank)
+    counterparts = [some[index] for some in members.values()] if index < shards else [rank]
+    return Layout(neighbours, counterparts, len(members), shards, largest)
 
 
 def host_id() -> str:
-    """The same for processes that share a machine and its network interfaces."""
+    """Returns an id that is the same for processes that share a machine and its network interfaces."""
     parts = (
         socket.gethostname(),
         _read(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip()),

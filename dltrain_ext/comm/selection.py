@@ -1,4 +1,4 @@
-"""What "auto" stands for on a communicator: by its tuning, by measuring, or by the environment, which stands above."""
+"""Selects what "auto" stands for on a communicator: by the environment first, by its tuning, or by measuring."""
 
 import hashlib
 import os
@@ -15,30 +15,30 @@ from dltrain_ext.comm.timing import Group
 from dltrain_ext.comm.trial_selection import select_by_trials
 from dltrain_ext.comm.tuning import Tuning
 
-_SECONDS = 1.0  # that measuring for a codec may take
-Measured = Callable[[], AbstractContextManager[Group]]  # the group, while it is measured, which is collective
+_SECONDS = 1.0  # the time that measuring for a codec may take
+Measured = Callable[[], AbstractContextManager[Group]]  # enters and leaves the measuring of the group; collective
 
 
 class Selector:
-    """Of one communicator, whose ``tuning`` argument it is given."""
+    """Selects for one communicator; ``tuning`` is the communicator's argument."""
 
     def __init__(self, tuning: Tuning | str | os.PathLike[str] | None, world_size: int):
         given = _as_tuning(tuning, world_size)
         self._overrides = Overrides.of_environment(world_size)
         self.tuning = self._overrides.tuning or given
         self._world_size = world_size
-        # In torch's deterministic mode noise may not decide about bits.
+        # In torch's deterministic mode the noise of measurements must not change the bits.
         self.may_measure = world_size > 1 and not torch.are_deterministic_algorithms_enabled()
         self._selected: dict[object, tuple[str, str]] = {}
 
     @property
     def digest(self) -> str:
-        """The same for all that choose alike."""
+        """A digest that is the same for all ranks that select alike."""
         return hashlib.sha256(repr((self.tuning, self._overrides, self.may_measure)).encode()).hexdigest()
 
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
-        """For the algorithm ``"auto"`` and tensors of so many bytes in fp32: a plan, and the number of segments where
-        that is decided; ``"auto"`` without a tuning."""
+        """Returns for the algorithm ``"auto"`` and tensors of ``nbytes`` bytes in fp32 a plan, which is ``"auto"``
+        without a tuning, and the number of segments if it is decided."""
         overrides, choice = self._overrides, None
         if overrides.algorithm is not None:
             _check_override(overrides.algorithm, codec)
@@ -48,9 +48,9 @@ class Selector:
         return algorithm, overrides.segments or (choice.segments if choice else None)
 
     def codec_for(
-        self, nbytes: int, algorithm: str, dtype: torch.dtype, measured: Measured, *, tells: bool
+        self, nbytes: int, algorithm: str, dtype: torch.dtype, measured: Measured, *, warns: bool
     ) -> tuple[str, str]:
-        """For the codec ``"auto"``: the algorithm to go with it, ``"native"`` where compressing would lose, and one."""
+        """Returns for the codec ``"auto"`` an algorithm, ``"native"`` if compression would be slower, and a codec."""
         if algorithm == "auto" and self._overrides.algorithm is not None:
             algorithm = self._overrides.algorithm
         if is_raw_alone(algorithm) or self._world_size == 1:
@@ -60,14 +60,14 @@ class Selector:
             codec = self.tuning.codec_for(nbytes, dtype)
         else:
             codec, plan = self._select_by_trials(nbytes, dtype, algorithm, measured)
-        if tells and codec in ("raw", "native"):
-            tell_once("codec 'auto': compression would lose here, so there is none")
+        if warns and codec in ("raw", "native"):
+            tell_once("codec 'auto': compression would be slower here, so nothing is compressed")
         if codec == "native":
             return ("native" if algorithm == "auto" else algorithm), "raw"
         return plan, codec
 
     def _select_by_trials(self, nbytes: int, dtype: torch.dtype, algorithm: str, measured: Measured) -> tuple[str, str]:
-        """Once for sizes that are alike."""
+        """Selects by trials, once for sizes of the same number of bits."""
         alike = nbytes.bit_length(), dtype, algorithm
         if alike not in self._selected:
             with measured() as group:
@@ -76,7 +76,7 @@ class Selector:
 
 
 def is_raw_alone(algorithm: str) -> bool:
-    """Whether it takes no other codec."""
+    """Returns whether an algorithm accepts only the codec raw."""
     return algorithm == "native" or algorithm in set(ALGORITHMS) - set(algorithms_for("int8"))
 
 
@@ -91,8 +91,8 @@ def _as_tuning(given: Tuning | str | os.PathLike[str] | None, world_size: int) -
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the environment says for ``algorithm="auto"``: ``DLTRAIN_ALGORITHM``, ``DLTRAIN_SEGMENTS`` and
-    ``DLTRAIN_TUNING``, the path of a saved tuning. It has to be the same on all ranks."""
+    """The environment variables for ``algorithm="auto"``: ``DLTRAIN_ALGORITHM``, ``DLTRAIN_SEGMENTS`` and
+    ``DLTRAIN_TUNING``, the path of a saved tuning. They must be the same on all ranks."""
 
     algorithm: str | None
     segments: int | None
@@ -100,7 +100,7 @@ class Overrides:
 
     @classmethod
     def of_environment(cls, world_size: int) -> "Overrides":
-        """Raises ValueError naming the variable."""
+        """Reads the variables. Raises ValueError that names an invalid one."""
         algorithm, segments, path = (os.environ.get(f"DLTRAIN_{name}") for name in ("ALGORITHM", "SEGMENTS", "TUNING"))
         if algorithm is not None:
             _check_override(algorithm, "raw")

@@ -1,4 +1,4 @@
-"""Times all-reduces of a live group."""
+"""Times the all-reduces of a live group."""
 
 import math
 import time
@@ -13,27 +13,27 @@ _MOST_TURNS = 6
 
 
 class Trial(NamedTuple):
-    """An all-reduce to be timed."""
+    """An all-reduce that is timed."""
 
     codec: str  # or "native"
-    nbytes: int  # of the tensor in fp32
+    nbytes: int  # the size of the tensor in fp32
     algorithm: str
-    segments: int  # 0: by the size
+    segments: int  # 0 selects by size
 
 
 @dataclass(frozen=True)
 class Group:
     """What timing needs of a communicator.
 
-    all_reduce: runs a trial on a tensor, in place, and returns when it is done.
-    share: gives all ranks each other's text, by rank.
+    all_reduce: runs a trial on a tensor, in place, and returns when it is complete.
+    exchange: returns the texts of all ranks, by rank.
     """
 
     rank: int
     world_size: int
     device: torch.device
     all_reduce: Callable[[Tensor, Trial], None]
-    share: Callable[[str], list[str]]
+    exchange: Callable[[str], list[str]]
 
 
 def synchronize(device: torch.device) -> None:
@@ -42,12 +42,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def timer(group: Group, nbytes: int, dtype: torch.dtype = torch.float32) -> Callable[[Trial], float]:
-    """What gives the seconds of a trial of that size, on ranks that have just met."""
+    """Returns a function that returns the seconds of a trial of that size, which starts after a barrier."""
     tensor = torch.zeros(nbytes // 4, dtype=dtype, device=group.device)
-    meeting = torch.zeros(1, device=group.device)
+    barrier = torch.zeros(1, device=group.device)
 
     def once(trial: Trial) -> float:
-        group.all_reduce(meeting, Trial("raw", 4, "recursive_doubling", 1))
+        group.all_reduce(barrier, Trial("raw", 4, "recursive_doubling", 1))
         synchronize(group.device)
         began = time.perf_counter()
         group.all_reduce(tensor, trial)
@@ -58,18 +58,18 @@ def timer(group: Group, nbytes: int, dtype: torch.dtype = torch.float32) -> Call
 
 
 class TrialRunner:
-    """Trials in turns within a number of seconds, after which all ranks know the same times.
+    """Runs trials in turns within a number of seconds.
 
-    They tell each other by all-reduces, so what is decided by these is the same on all.
+    The ranks average their times by all-reduces, so what these decide is the same on all ranks.
     """
 
     def __init__(self, group: Group, seconds: float):
         self._group, self.seconds, self._began = group, seconds, time.perf_counter()
-        self.left = seconds  # as of the latest turns
+        self.left = seconds  # after the latest turns
 
     def run(self, trials: Sequence[Trial], part: float, dtype: torch.dtype = torch.float32) -> list[float]:
-        """The shortest of some turns, which may take a part of all the time: what else runs on the machines, and what
-        is done for the first time, only adds. There is a second turn unless no time is left at all."""
+        """Returns the shortest time of each trial over some turns, which may take a part of all the time: other load
+        and first calls only add time. There is a second turn unless no time is left at all."""
         once, end = timer(self._group, trials[0].nbytes, dtype), self.left - part * self.seconds
         shortest = [math.inf] * len(trials)
         for turn in range(_MOST_TURNS):

@@ -1,6 +1,7 @@
-"""What carries messages between ranks: for tensors of which devices, what a rank must have, and how it is made.
+"""Transports carry messages between ranks: for which devices they are, what they require, and how they connect.
 
-To add one is a line of :data:`REGISTRY`, behind a class of ``csrc/comm/transport`` or a backend of torch.distributed.
+To add one, add a line to :data:`REGISTRY` and a class to ``csrc/comm/transport``, or use a backend of
+torch.distributed.
 """
 
 import ctypes
@@ -21,29 +22,29 @@ import torch.distributed as dist
 from dltrain_ext import _ops
 from dltrain_ext.comm.rendezvous import SubWork, wait_for_key
 
-_CONNECTING = timedelta(minutes=5)  # is enough for NCCL
+_CONNECTING = timedelta(minutes=5)  # enough for NCCL
 
 
 @dataclass
 class Site:
-    """Where a communicator's connections are made.
+    """What the connections of a communicator are made with.
 
     Attributes:
-        store: the group's, under a prefix that belongs to the communicator.
-        timeout: how long the peers may take to come.
+        store: that of the group, under the communicator's prefix.
+        timeout: how long the peers are waited for.
     """
 
     store: dist.Store
     timeout: timedelta
     _number: "itertools.count[int]" = field(default_factory=itertools.count)
-    _gloo_devices: list[Any] = field(default_factory=list)  # kept as long as connections are made
+    _gloo_devices: list[Any] = field(default_factory=list)  # kept alive while connections are made
 
     @property
-    def patience(self) -> timedelta:
+    def connect_timeout(self) -> timedelta:
         return min(self.timeout, _CONNECTING)
 
     def gloo(self, part: SubWork, threads: int) -> Any:
-        """A backend. Its all-reduces, but not its messages, need a thread."""
+        """Returns a backend. Its all-reduces need a thread, but its messages do not."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._threads, options._timeout = threads, self.timeout
@@ -55,9 +56,9 @@ class Site:
         return _in_time(make, 2 * self.timeout)
 
     def nccl_of_torch(self, part: SubWork) -> Any:
-        """A backend, whose watchdog ends the process, so it is tried last."""
+        """Returns a backend. It is tried last, because its watchdog ends the process."""
         timeout: Any = self.timeout + timedelta(minutes=5)
-        store = dist.PrefixStore(f"{part.name} {next(self._number)}", self.store)  # which it uses in its calls, too
+        store = dist.PrefixStore(f"{part.name} {next(self._number)}", self.store)  # also used by its calls
         backend: Any = dist.ProcessGroupNCCL(store, part.rank, len(part.ranks), timeout)
         return backend
 
@@ -76,22 +77,22 @@ def _over_torch(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
 def _over_nccl(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     if part.rank == 0:
         part.store.set("id", _ops.nccl_unique_id().hex())
-    if not wait_for_key(part.store, "id", site.patience, time.monotonic()):
-        raise RuntimeError(f"rank {part.ranks[0]} has given no id of a communicator in {site.patience}")
+    if not wait_for_key(part.store, "id", site.connect_timeout, time.monotonic()):
+        raise RuntimeError(f"rank {part.ranks[0]} has published no NCCL id within {site.connect_timeout}")
     unique_id = bytes.fromhex(part.store.get("id").decode())
-    return _ops.Level.over_nccl(unique_id, part.rank, device, part.ranks, site.patience.total_seconds())
+    return _ops.Level.over_nccl(unique_id, part.rank, device, part.ranks, site.connect_timeout.total_seconds())
 
 
 class Transport(NamedTuple):
-    """One of them.
+    """A way to carry messages.
 
     Attributes:
-        name: as the argument ``transport`` has it.
-        device: the type of the tensors whose messages it carries.
-        make: the connections of some ranks. Collective; raises RuntimeError.
-        version: what it has found of what it needs on this rank; raises RuntimeError, saying what is missing. None
-            where every rank has it.
-        without: what a warning says where the next one takes its place.
+        name: its name in the argument ``transport``.
+        device: the type of the device of the tensors whose messages it carries.
+        make: connects some ranks. It is a collective call, and raises RuntimeError.
+        version: returns the version of what it requires on this rank; raises RuntimeError that says what is missing.
+            None if every rank has it.
+        without: the text of the warning if the next transport replaces it.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Transport(NamedTuple):
     without: str = ""
 
 
-# Of several for one device the first that all ranks have is taken; every rank has the last.
+# Of several for one device the first that all ranks have is used; every rank has the last one.
 REGISTRY = (
     Transport("gloo", "cpu", _over_gloo),
     Transport(
@@ -109,11 +110,11 @@ REGISTRY = (
         "cuda",
         _over_nccl,
         lambda: _ops.nccl_version(),
-        "messages of CUDA tensors go by torch.distributed, not by NCCL itself",
+        "messages of CUDA tensors are sent by torch.distributed, not by NCCL directly",
     ),
     Transport("c10d", "cuda", _over_torch),
 )
-# Of those that there is a choice of.
+# The names of those for whose device there are several.
 TRANSPORTS = (
     "auto",
     *(each.name for each in REGISTRY if sum(other.device == each.device for other in REGISTRY) > 1),
@@ -121,7 +122,7 @@ TRANSPORTS = (
 
 
 def candidates(device: str, wanted: str) -> list[Transport]:
-    """In the order in which they are tried: the one that is wanted, where it is for tensors on such a device."""
+    """Returns transports in the order of their trial; only the wanted one, if it is for this type of device."""
     there = [each for each in REGISTRY if each.device == device]
     return [each for each in there if each.name == wanted] or there
 
@@ -130,8 +131,8 @@ _devices: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary(
 
 
 def gloo_devices() -> list[Any]:
-    """What listens on each interface that was chosen, or at the address of the host's name: one for all connections of
-    a process, with one thread."""
+    """Returns Gloo's device for each selected interface, or for the address of the host's name. All connections of a
+    process share a device and its thread."""
     return [_gloo_device(interface) for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")]
 
 
@@ -145,7 +146,7 @@ def _gloo_device(interface: str) -> Any:
 
 
 def _keep_devices() -> None:
-    """In a forked process for ever: whoever destroys one waits for its thread, which is not there."""
+    """Keeps devices alive in a forked process: their destructors would wait for a thread that does not exist there."""
     for device in _devices.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
     _devices.clear()
@@ -155,7 +156,8 @@ os.register_at_fork(after_in_child=_keep_devices)
 
 
 def _in_time(make: Callable[[], Any], timeout: timedelta) -> Any:
-    """What it makes. A signal, or the end of the time, leaves it behind: Gloo has a timeout for each step alone."""
+    """Returns what ``make`` returns. A signal or the timeout abandons it: Gloo only has a timeout for each of its
+    steps."""
     made: Future[Any] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Which codec and plan suit tensors of one size: found by timing them on a live group, in a second at most."""
+"""Selects a codec and a plan for tensors of one size, by timing them on a live group for a second at most."""
 
 from collections.abc import Sequence
 
@@ -8,24 +8,24 @@ from dltrain_ext.comm.plans import algorithms_for
 from dltrain_ext.comm.timing import Group, Trial, TrialRunner
 from dltrain_ext.comm.tuning import LIKE_THE_FASTEST, most_accurate
 
-_FEW_BYTES = "direct"  # and it encodes least often
-_MANY_BYTES = frozenset(("oneshot", "tree", "double_tree", "recursive_doubling"))  # of large tensors of many ranks
-_CODECS = ("raw", "fp16", "int8", "int4")  # bf16 and fp8 lose more for as many bytes, and sign as much as there is
+_FEW_BYTES = "direct"  # it also encodes least often
+_MANY_BYTES = frozenset(("oneshot", "tree", "double_tree", "recursive_doubling"))  # for large tensors and many ranks
+_CODECS = ("raw", "fp16", "int8", "int4")  # bf16 and fp8 lose more with as many bytes, and sign's error is too large
 _SMALL, _PROBE = 4**6, 4**8  # bytes
-_PART = 0.4  # of the time, for the codec, and for the plan
+_PART = 0.4  # the part of the time that is for the codec, and that for the plan
 _LEAST_TURNS = 3
-_LARGE = 4**11  # bytes from which on few rounds do not pay
+_LARGE = 4**11  # bytes from which on having few rounds is no advantage
 
 
 def select_by_trials(group: Group, nbytes: int, dtype: torch.dtype, algorithm: str, seconds: float) -> tuple[str, str]:
-    """The codec, and the plan where the algorithm is ``"auto"``; both ``"native"`` for the backend's own all-reduce.
-    Collective.
+    """Returns the codec, and the plan if the algorithm is ``"auto"``; both are ``"native"`` for the backend's own
+    all-reduce. This is a collective call.
 
-    The codec is the most accurate one that takes at most 10 % longer than the fastest. The plan is the one of few
-    bytes, which encodes least often, unless another is clearly faster.
+    The codec is the most accurate one that takes at most 10 % longer than the fastest. The plan is ``"direct"``, which
+    sends few bytes and encodes least often, unless another is clearly faster.
 
-    nbytes: of the tensors in fp32; where it takes too long to time these, smaller ones are, and the rest is foreseen: a
-    message costs a latency, and then as much for each byte. dtype: of the tensors.
+    nbytes: the size of the tensors in fp32. If it takes too long to time these, smaller ones are timed and
+    extrapolated: the time of a message is a latency plus a constant for each byte. dtype: the dtype of the tensors.
     """
     runner = TrialRunner(group, seconds)
     plan = _FEW_BYTES if algorithm == "auto" else algorithm
@@ -47,7 +47,7 @@ def _select_codec(runner: TrialRunner, nbytes: int, dtype: torch.dtype, plan: st
 def _select_plan(runner: TrialRunner, nbytes: int, dtype: torch.dtype, codec: str, world_size: int) -> str:
     plans = _plans(codec, world_size, nbytes)
     size = _affordable(runner, len(plans), nbytes, codec)
-    if size < nbytes // 4:  # too small to tell
+    if size < nbytes // 4:  # too small for a decision
         return _FEW_BYTES
     times = runner.run([Trial(codec, size, plan, 0) for plan in plans], _PART, dtype)
     took = dict(zip(plans, times, strict=True))
@@ -61,7 +61,8 @@ def _plans(codec: str, world_size: int, nbytes: int) -> Sequence[str]:
 
 
 def _affordable(runner: TrialRunner, trials: int, nbytes: int, codec: str) -> int:
-    """Bytes, at most so many, of which the trials, in that codec, can take some turns in their part of the time."""
+    """Returns a size, at most ``nbytes``, at which the trials in that codec can take some turns in their part of the
+    time."""
     size = min(_PROBE, max(nbytes, _SMALL))
     while size < nbytes:
         (took,) = runner.run([Trial(codec, size, _FEW_BYTES, 1)], 0.02)
@@ -74,6 +75,6 @@ def _affordable(runner: TrialRunner, trials: int, nbytes: int, codec: str) -> in
 
 
 def _at(nbytes: int, size: int, seconds: float, latency: float) -> float:
-    """What takes so long for a size takes so long for that of bytes."""
+    """Extrapolates the time of an all-reduce from ``size`` to ``nbytes``."""
     sending = max(seconds - latency, 0.02 * seconds)
     return seconds - sending + sending * nbytes / size

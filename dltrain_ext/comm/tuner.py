@@ -1,4 +1,4 @@
-"""Measures a live group, fits the model to it, and tries what the model finds the fastest."""
+"""Measures a live group, fits the cost model to it, and times the plans that are the fastest by the model."""
 
 import itertools
 import json
@@ -17,17 +17,17 @@ from dltrain_ext.comm.timing import Group, Trial, synchronize, timer
 from dltrain_ext.comm.tuning import Choice, Tuning
 
 SIZES = tuple(4**power for power in range(5, 14))  # bytes: 1 KiB to 64 MiB
-_TRIED_SIZES = {"raw": SIZES[:-1], "native": SIZES[:-1]}  # up to 16 MiB; of lossy codecs:
+_TRIED_SIZES = {"raw": SIZES[:-1], "native": SIZES[:-1]}  # up to 16 MiB; for lossy codecs:
 _TRIED_LOSSY_SIZES = (4**8, 4**10, 4**12)
 _CALIBRATING_SIZES = (4**6, 4**9, 4**11)
-_REPEATS = (5, 40)  # at least, at most
-_PER_TRIAL = 0.08  # seconds that make more than the least
-_SHORT = 4**9  # bytes up to which the model knows too little to leave a plan out
+_REPEATS = (5, 40)  # the least and the most turns of a trial
+_PER_TRIAL = 0.08  # seconds for which a trial is repeated, within these limits
+_SHORT = 4**9  # bytes up to which the model is too inaccurate to leave a plan out
 
 
 def tune(group: Group, start: Network, levels: int, names: Sequence[str], seconds: float) -> Tuning:
-    """Collective. start: what is known of the network beforehand; names: of codecs. Rank 0 decides."""
-    if len(set(group.share(json.dumps([seconds, *names])))) > 1:
+    """Is a collective call in which rank 0 decides. start: what is known about the network. names: those of codecs."""
+    if len(set(group.exchange(json.dumps([seconds, *names])))) > 1:
         raise ValueError("seconds, codecs: expected the same on all ranks")
     names = ("raw", *names)
     speeds = _slowest(group, {codec: speed_of(codec, group.device) for codec in names})
@@ -37,25 +37,25 @@ def tune(group: Group, start: Network, levels: int, names: Sequence[str], second
         network = fit(replace(start, speeds=speeds), group.world_size, levels, times)
         model = Model(network, group.world_size, levels)
         trials = list(_worth_trying(model, names, seconds))
-    times = _time(group, [Trial(*fields) for fields in json.loads(group.share(json.dumps(trials))[0])])
+    times = _time(group, [Trial(*fields) for fields in json.loads(group.exchange(json.dumps(trials))[0])])
     tuning = ""
     if group.rank == 0:
         tuning = Tuning(group.world_size, network, tabulate(model, names, times)).to_json()
-    return Tuning.from_json(group.share(tuning)[0])
+    return Tuning.from_json(group.exchange(tuning)[0])
 
 
 def _slowest(group: Group, speeds: Mapping[str, Speed]) -> dict[str, Speed]:
-    """Of all ranks."""
-    texts = group.share(json.dumps({codec: speed.to_list() for codec, speed in speeds.items()}))
-    everyones = [{codec: Speed.from_list(plain) for codec, plain in json.loads(text).items()} for text in texts]
+    """Returns the lowest speeds over all ranks."""
+    texts = group.exchange(json.dumps({codec: speed.to_list() for codec, speed in speeds.items()}))
+    of_all_ranks = [{codec: Speed.from_list(plain) for codec, plain in json.loads(text).items()} for text in texts]
     return {
-        codec: Speed(min(each[codec].encode for each in everyones), min(each[codec].decode for each in everyones))
+        codec: Speed(min(each[codec].encode for each in of_all_ranks), min(each[codec].decode for each in of_all_ranks))
         for codec in speeds
     }
 
 
 def speed_of(codec: str, device: torch.device, numel: int = 1 << 20) -> Speed:
-    """Of this rank by itself, on elements that the next level of memory holds."""
+    """Returns the speed of this rank alone, on elements that fit into the next level of memory."""
     values, out = torch.randn(numel, device=device), torch.zeros(numel, device=device)
     if codec == "raw":
         return Speed(math.inf, numel / _fastest(lambda: out.add_(values), device))
@@ -84,24 +84,24 @@ def _calibrating() -> Iterator[Trial]:
 
 
 def _time(group: Group, trials: Sequence[Trial]) -> dict[Trial, float]:
-    """Seconds of each, the same on all ranks: the median of the slowest rank's."""
+    """Returns the seconds of each trial, the same on all ranks: the median over turns of the slowest rank's time."""
     by_size: dict[int, list[Trial]] = {}
     for trial in trials:
         by_size.setdefault(trial.nbytes, []).append(trial)
     own = [_take_turns(group, nbytes, some) for nbytes, some in by_size.items()]
-    everyones = [json.loads(text) for text in group.share(json.dumps([s for samples in own for s in samples]))]
+    of_all_ranks = [json.loads(text) for text in group.exchange(json.dumps([s for samples in own for s in samples]))]
     ordered = [trial for some in by_size.values() for trial in some]
     return {
         trial: statistics.median(map(max, zip(*samples, strict=True)))
-        for trial, samples in zip(ordered, zip(*everyones, strict=True), strict=True)
+        for trial, samples in zip(ordered, zip(*of_all_ranks, strict=True), strict=True)
     }
 
 
 def _take_turns(group: Group, nbytes: int, trials: Sequence[Trial]) -> list[list[float]]:
     once = timer(group, nbytes)
     first = [once(trial) for trial in trials]
-    said = [float(text) for text in group.share(str(min(first)))]
-    turns = int(min(max(_PER_TRIAL / max(said), _REPEATS[0]), _REPEATS[1]))
+    shortest = [float(text) for text in group.exchange(str(min(first)))]
+    turns = int(min(max(_PER_TRIAL / max(shortest), _REPEATS[0]), _REPEATS[1]))
     columns = [[once(trial) for trial in trials] for _ in range(turns)]
     return [list(samples) for samples in zip(*columns, strict=True)]
 
@@ -113,11 +113,11 @@ def fit(
     times: Mapping[Trial, float],
     free: Sequence[str] | None = None,
 ) -> Network:
-    """The network with which the model comes closest to what was measured, by the mean of the logarithms' differences:
-    one of the ``free`` attributes is changed, or two, by ever smaller factors."""
+    """Returns the network with which the cost model is closest to the measured times, by the mean difference of
+    logarithms: one or two of the ``free`` attributes are changed at a time, by ever smaller factors."""
     if free is None:
-        inside = ("inside_latency", "inside_bandwidth") if levels == 2 else ()
-        free = ("latency", "bandwidth", "overhead", "copy", *inside)
+        intra_host = ("inside_latency", "inside_bandwidth") if levels == 2 else ()
+        free = ("latency", "bandwidth", "overhead", "copy", *intra_host)
 
     def distance(network: Network) -> float:
         model = Model(network, world_size, levels)
@@ -155,7 +155,7 @@ class Model:
         return max(estimate.seconds, 1e-9)
 
     def ranking(self, codec: str, nbytes: int) -> list[tuple[float, Trial]]:
-        """The plans, each in the best number of segments, the fastest first."""
+        """Returns the plans, each with its best number of segments, the fastest first."""
         most = 16 if self.world_size <= 64 else 1
         found = []
         for algorithm in algorithms_for(codec):
@@ -166,7 +166,7 @@ class Model:
 
 
 def _worth_trying(model: Model, names: Sequence[str], seconds: float) -> Iterator[Trial]:
-    """Those that could be the fastest, as far as the time goes: first the likeliest of each codec and size."""
+    """Yields the trials that could be the fastest, as the time permits: first the likeliest of each codec and size."""
     candidates = []
     for nbytes in SIZES:
         for codec in ("native", *names):
@@ -189,9 +189,9 @@ def _worth_trying(model: Model, names: Sequence[str], seconds: float) -> Iterato
 
 
 def tabulate(model: Model, names: Sequence[str], times: Mapping[Trial, float]) -> dict[str, list[Choice]]:
-    """The fastest that was measured of each size. Up to the largest of these, what lies between takes as long as a line
-    in the logarithms says, and what lies below as long as the smallest; beyond it the model says what is the fastest,
-    and how much longer that takes."""
+    """Returns the fastest measured trial of each size. Up to the largest measured size the times of other sizes are
+    interpolated in the logarithm, or are those of the smallest size. Above it the model selects the plan, and its time
+    is scaled by how far the model was off at the largest measured size."""
     table = {}
     for codec in (*names, "native"):
         best: dict[int, tuple[Trial, float]] = {}

@@ -1,4 +1,4 @@
-"""Which plan, in how many segments, is the fastest for a message of some size: a table, made by measuring."""
+"""A table of the fastest plan, and its number of segments, for each size of a message. It is made by measuring."""
 
 import json
 import math
@@ -15,19 +15,19 @@ from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.cost_model import Network
 
 VERSION = 1
-LIKE_THE_FASTEST = 1.1  # as long as that times the fastest is as good
+LIKE_THE_FASTEST = 1.1  # up to this factor of the fastest time, a plan or codec is taken for equally fast
 
 
 @dataclass(frozen=True)
 class Choice:
-    """For messages of about a size.
+    """The fastest plan for messages of about a size.
 
     Attributes:
-        nbytes: of the tensor in fp32.
+        nbytes: size of the tensor in fp32.
         algorithm: as for ``comm.all_reduce``.
         segments: likewise.
-        seconds: that it takes.
-        measured: so long it took; else it is what the model says.
+        seconds: the time of the all-reduce.
+        measured: whether this time was measured, or is that of the model.
     """
 
     nbytes: int
@@ -39,12 +39,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What :meth:`Communicator.tune` has found out about a group: print it, save it, give it to another run.
+    """What :meth:`Communicator.tune` has measured of a group. It can be printed, saved, and passed to another run.
 
     Attributes:
-        world_size: ranks of the group.
-        network: what was measured of it, as the model of :mod:`dltrain_ext.sim`.
-        table: by codec, the choices by growing size; for ``"native"`` the backend's own all-reduce.
+        world_size: the number of ranks of the group.
+        network: its measured properties, for :mod:`dltrain_ext.sim`.
+        table: the choices by growing size, by codec; ``"native"`` is the backend's own all-reduce.
     """
 
     world_size: int
@@ -52,7 +52,8 @@ class Tuning:
     table: Mapping[str, Sequence[Choice]]
 
     def choose(self, codec: str, nbytes: int) -> Choice:
-        """Of the size next to ``nbytes``, in the logarithm, with the time scaled to it beyond the largest."""
+        """Returns the choice whose size is nearest to ``nbytes``, logarithmically, with its time scaled beyond the
+        largest."""
         choices = self.table[codec]
         nearest = min(choices, key=lambda choice: abs(math.log(choice.nbytes / max(nbytes, 1))))
         if nbytes <= choices[-1].nbytes:
@@ -60,11 +61,11 @@ class Tuning:
         return Choice(nbytes, nearest.algorithm, nearest.segments, nearest.seconds * nbytes / nearest.nbytes, False)
 
     def codec_for(self, nbytes: int, dtype: torch.dtype = torch.float32) -> str:
-        """The most accurate codec that takes at most 10 % longer than the fastest, or ``"native"`` where that is
-        the backend's own all-reduce. Never sign, whose error is as large as the signal.
+        """Returns the most accurate codec that takes at most 10 % longer than the fastest, or ``"native"`` if that is
+        the backend's own all-reduce. It never returns sign, whose error is as large as the signal.
 
-        nbytes: of the tensor in fp32. dtype: what it is in, and the backend's own all-reduce sends, which is taken to
-            need as long as for as many bytes of fp32.
+        nbytes: size of the tensor in fp32. dtype: that in which the backend's own all-reduce sends it, which is assumed
+        to take as long as for the same number of bytes of fp32.
         """
         seconds = {codec: self.choose(codec, nbytes).seconds for codec in self.table if codec != "sign"}
         if not seconds:
@@ -98,7 +99,7 @@ class Tuning:
 
     @classmethod
     def from_json(cls, text: str) -> "Tuning":
-        """Raises ValueError where that is no tuning."""
+        """Makes a tuning of what ``to_json`` returned. Raises ValueError if it is something else."""
         try:
             plain: dict[str, Any] = json.loads(text)
             if plain["version"] != VERSION:
@@ -112,9 +113,9 @@ class Tuning:
                     if not all(type(number) is int and number < 2**62 for number in whole):
                         raise ValueError(f"{choice} has bytes or segments that are no whole numbers")
                     if not isinstance(choice.seconds, int | float) or choice.seconds == math.inf:
-                        raise ValueError(f"{choice} takes no number of seconds")
+                        raise ValueError(f"{choice} has seconds that are not a finite number")
                     if not (choice.nbytes > 0 and choice.seconds > 0 and choice.segments > 0):
-                        raise ValueError(f"{choice} is none")
+                        raise ValueError(f"{choice} has a number that is not above 0")
                     check_names(choice.algorithm, "raw" if codec == "native" else codec)
             if not table or type(plain["world_size"]) is not int or plain["world_size"] < 1:
                 raise ValueError(f"a table of {len(table)} codecs for {plain['world_size']!r} ranks")
@@ -123,7 +124,7 @@ class Tuning:
             raise ValueError(f"tuning: expected what Tuning.to_json() wrote, got something else: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """As a whole or not at all."""
+        """Writes the tuning to a file, completely or not at all."""
         part = Path(f"{os.fspath(path)}.part")
         part.write_text(self.to_json())
         part.replace(path)
@@ -139,7 +140,7 @@ class Tuning:
 
 
 def most_accurate(seconds: Mapping[str, float]) -> str:
-    """Of codecs, and ``"native"``, that take so long: of those that take at most 10 % longer than the fastest."""
+    """Returns the most accurate of the codecs, or ``"native"``, that take at most 10 % longer than the fastest."""
     fast = [codec for codec in seconds if seconds[codec] <= LIKE_THE_FASTEST * min(seconds.values())]
     exact = [codec for codec in fast if codec in ("raw", "native")]
     return min(exact or fast, key=lambda codec: (0 if exact else error_bound(codec).rms, seconds[codec]))

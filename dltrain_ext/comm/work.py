@@ -1,4 +1,4 @@
-"""A call under way."""
+"""The handle of a call that is running."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """A collective under way, to be waited for like ``torch.distributed.Work``."""
+    """A collective that is running, and can be waited for like ``torch.distributed.Work``."""
 
     def __init__(
         self,
@@ -21,8 +21,8 @@ class Work:
         before: "Work | None" = None,
     ):
         self._future, self._wait = future, wait
-        self._communicator = communicator  # which fails its work when it is dropped
-        self._before = before  # whose error torch would wrap
+        self._communicator = communicator  # kept alive: its destruction fails its work
+        self._before = before  # waited for first, because torch would wrap its error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the collective is complete; on CUDA until it is enqueued, and the current stream waits for it.
@@ -55,6 +55,7 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
+        """Returns whether the collective is complete or has failed."""
         return self._future.done()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -62,7 +63,8 @@ class Work:
         return self._future
 
     def then(self, act: Callable[[], Any]) -> "Work":
-        """One that ends when this has, and ``act`` after it, with what that returns; not where this fails."""
+        """Returns a Work that completes after this one and ``act``, with the result of ``act``, and fails if this one
+        fails."""
 
         def after(future: torch.futures.Future[Any]) -> Any:
             future.value()

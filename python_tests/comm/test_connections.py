@@ -83,7 +83,7 @@ def check_agreement(rank, world_size, case):
     told = [str(warning.message) for warning in caught if "dltrain_ext" in str(warning.message)]
     assert len(told) == (reason is not None) and all(reason in text for text in told)
     if reason:
-        wanted = pytest.raises(dist.DistBackendError, match=f"transport: nccl cannot be had: .*{reason}")
+        wanted = pytest.raises(dist.DistBackendError, match=f"transport: nccl cannot be used: .*{reason}")
         with pytest.MonkeyPatch.context() as monkey, wanted:
             made(monkey, rank, "wanted", **given, transport="nccl")
 

@@ -286,7 +286,7 @@ def check_absent(rank, world_size):
             assert torch.equal(tensor, torch.full_like(tensor, world_size))
     said = [str(warning.message) for warning in caught if "dltrain_ext" in str(warning.message)]
     assert len(said) == 1 and "rank 1: NCCL cannot be loaded: /nowhere/libnccl.so.2" in said[0]
-    with pytest.raises(dist.DistBackendError, match="transport: nccl cannot be had: rank 1: NCCL cannot be loaded"):
+    with pytest.raises(dist.DistBackendError, match="transport: nccl cannot be used: rank 1: NCCL cannot be loaded"):
         comm.Communicator(transport="nccl").all_reduce(tensor)
 
 
