@@ -1,1 +1,1 @@
-"""What a rank loses where it sends less than it has, and what it keeps of that: common to all that send gradients."""
+"""Error feedback: what a rank loses by encoding, and how that is stored. All modules that send gradients use it."""

@@ -1,4 +1,4 @@
-"""What the rooms that send gradients are given, checked before it is used."""
+"""Checks of the arguments of the modules that send gradients."""
 
 import torch
 
@@ -19,9 +19,9 @@ def check_options(
     rounding: str,
     seed: int,
 ) -> tuple[bool, torch.dtype | None]:
-    """Whether rounding is stochastic, and the dtype of feedback, None without.
+    """Returns whether rounding is stochastic, and the dtype of feedback, or None without feedback.
 
-    Raises TypeError, ValueError: naming the argument, what was expected and what came.
+    Raises TypeError or ValueError that names the argument, the expected and the actual value.
     """
     check_names(algorithm, codec)
     dtype = dtype_of_feedback(feedback_dtype)

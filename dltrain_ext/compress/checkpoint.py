@@ -1,4 +1,4 @@
-"""What is lost, in a checkpoint: plain tensors and numbers, by parameter and by the rank that has them."""
+"""Residuals in a checkpoint: plain tensors and numbers, by parameter and by the rank that has them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def key_of(rank: int, world_size: int) -> str:
 
 
 def takes(rank: int, world_size: int, saved_by: int) -> range:
-    """The ranks, of those that saved, whose residuals a rank adds up: so that the sum over all ranks is kept."""
+    """Returns the ranks, of those that saved, whose residuals a rank adds up, so that the sum over all is kept."""
     return range(rank, saved_by, world_size) if saved_by != world_size else range(rank, rank + 1)
 
 
@@ -31,10 +31,10 @@ def save(
     world_size: int,
     saved_by: int | None,
 ) -> dict[str, Any]:
-    """``version``, ``steps``, ``world_size`` and ``feedback``, by rank, then by parameter, in its shape.
+    """Returns ``version``, ``steps``, ``world_size`` and ``feedback``, by rank, then by parameter, in its shape.
 
-    saved_by: None, or a world size, to have zeros in the places of what this rank takes of as many ranks.
-    Raises ValueError where that is none.
+    saved_by: None, or a world size, for zeros instead of the residuals that this rank takes of as many ranks. Raises
+    ValueError if it is not a world size.
     """
     if saved_by is None:
         saved_by = world_size
@@ -58,10 +58,10 @@ def save(
 def merge(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int, parameters: Mapping[str, Tensor], of: str
 ) -> tuple[int, dict[str, Tensor]]:
-    """The steps done, and this rank's residuals by name, from what one or several ranks saved.
+    """Returns the number of steps, and this rank's residuals by name, from what one or several ranks saved.
 
-    of: whose states these are to be, for who reads the error.
-    Raises TypeError, ValueError: naming what was expected and what came.
+    of: the name of the class whose states these are, for messages. Raises TypeError or ValueError that names the
+    expected and the actual value.
     """
     entries = {"version", "steps", "world_size", "feedback"}
     if not states or not all(isinstance(state, Mapping) and entries <= state.keys() for state in states):
@@ -114,10 +114,10 @@ def merge(
 
 
 def gather_feedback(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """One state_dict of all ranks of the default group, on rank 0; the others' own. Collective.
+    """Returns on rank 0 one state_dict with the residuals of all ranks of the default group, and on others their own.
 
-    Goes tensor by tensor over the group's device, which then holds one parameter's of all ranks; those of which no rank
-    has lost anything are left out.
+    This is a collective call. It gathers tensor by tensor on the group's device, which then holds the residuals of all
+    ranks for one parameter. Parameters whose residuals are zero on all ranks are left out.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     feedback: dict[str, dict[str, Tensor]] = {key_of(r, world_size): {} for r in range(world_size)}
@@ -128,9 +128,9 @@ def gather_feedback(state: Mapping[str, Any], device: torch.device) -> dict[str,
     for (name, residual), lost in zip(own.items(), has_lost.tolist(), strict=True):
         if not lost:
             continue
-        sent = residual.to(device).flatten().view(torch.uint8)  # which every backend carries
-        places = [torch.empty_like(sent) for _ in range(world_size)] if rank == 0 else None
-        dist.gather(sent, places)
-        for residuals, place in zip(feedback.values(), places or (), strict=False):
-            residuals[name] = place.cpu().view(residual.dtype).view(residual.shape)
+        sent = residual.to(device).flatten().view(torch.uint8)  # every backend supports uint8
+        received = [torch.empty_like(sent) for _ in range(world_size)] if rank == 0 else None
+        dist.gather(sent, received)
+        for residuals, message in zip(feedback.values(), received or (), strict=False):
+            residuals[name] = message.cpu().view(residual.dtype).view(residual.shape)
     return {**state, "feedback": feedback if rank == 0 else state["feedback"]}

@@ -1,4 +1,4 @@
-"""Error feedback: what has been lost, and how a step that is skipped leaves no trace in it."""
+"""Error feedback: residuals, and how a step that is skipped does not change them."""
 
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
@@ -12,32 +12,32 @@ Part = TypeVar("Part", bound=Hashable)
 
 
 class Feedback(Generic[Part]):
-    """What encoding has lost of each part of a gradient so far, in units of the unscaled, averaged gradient.
+    """The residual of each part of a gradient, in units of the unscaled, averaged gradient.
 
-    Where steps may be skipped it is kept twice: a step reads one and writes the other, and only if it is not skipped do
-    they change places. Nobody waits for the outcome: that is a number on the device, which the kernels read.
+    If steps may be skipped it is double-buffered: a step reads the current buffer and writes the other one, which
+    becomes the current one if the step is taken. No host waits for this: the outcome is a number on the device.
     """
 
     def __init__(self, dtype: torch.dtype, double_buffered: bool):
         self.dtype, self.double_buffered = dtype, double_buffered
-        self.initial: dict[Part, Tensor] = {}  # of parts that have not been laid out yet
+        self.initial: dict[Part, Tensor] = {}  # residuals of parts that have not been laid out yet
         self._views: dict[Part, tuple[Tensor, Tensor]] = {}
         self._swapped: dict[torch.device, Tensor] = {}
-        self._outcome: StepOutcome | None = None  # on what has been written since the last
+        self._outcome: StepOutcome | None = None  # of the step whose residuals have been written
 
     def lay(self, spans: dict[Part, tuple[int, int]], buffer: Tensor) -> dict[str, Tensor]:
-        """Flat memory for a buffer in which the parts lie there, with what there is of them."""
+        """Returns flat memory for a buffer that has the parts in these spans, with the residuals that exist."""
         flat = torch.zeros(buffer.numel(), dtype=self.dtype, device=buffer.device)
         for part, (first, numel) in spans.items():
             if (before := self.of(part)) is not None:
                 flat[first : first + numel].copy_(before)
-        spare = flat.clone() if self.double_buffered else flat
+        other = flat.clone() if self.double_buffered else flat
         for part, (first, numel) in spans.items():
-            self._views[part] = (flat[first : first + numel], spare[first : first + numel])
+            self._views[part] = (flat[first : first + numel], other[first : first + numel])
             self.initial.pop(part, None)
         if not self.double_buffered:
             return {"residual": flat}
-        return {"residual": flat, "spare": spare, "swapped": self._swapped_on(flat.device)}
+        return {"residual": flat, "spare": other, "swapped": self._swapped_on(flat.device)}
 
     def _swapped_on(self, device: torch.device) -> Tensor:
         if device not in self._swapped:
@@ -45,7 +45,7 @@ class Feedback(Generic[Part]):
         return self._swapped[device]
 
     def of(self, part: Part) -> Tensor | None:
-        """Flat; None where nothing has been lost yet."""
+        """Returns the flat residual of a part, or None if it has none yet."""
         if (views := self._views.get(part)) is None:
             return self.initial.get(part)
         if not self.double_buffered:
@@ -53,12 +53,13 @@ class Feedback(Generic[Part]):
         return torch.where(self._swapped_on(views[0].device).bool(), views[1], views[0])
 
     def expect(self, outcome: StepOutcome) -> None:
-        """Whether what is written from now on holds. Where no step can be skipped nobody is asked."""
+        """Sets the outcome that decides about the residuals written from now on, unless no step can be skipped."""
         if self.double_buffered:
             self._outcome = outcome
 
     def settle(self, unreached: Iterable[Part] = ()) -> None:
-        """Asks for the outcome that is expected; parts that were not reduced keep what they have, whatever it is."""
+        """Swaps the buffers if the expected step is taken. Parts that were not reduced keep their residuals in any
+        case."""
         if self._outcome is None:
             return
         for part in unreached:

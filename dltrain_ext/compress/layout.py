@@ -1,4 +1,4 @@
-"""A flat buffer, and how what lies in it travels."""
+"""The layout of a flat buffer: its regions and their codecs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from dltrain_ext.compress.parameters import Parameters
 
 @dataclass(frozen=True)
 class Region(Generic[Part]):
-    """A stretch of a flat buffer that travels in one codec."""
+    """A contiguous part of a flat buffer that is sent in one codec."""
 
-    part: Part  # whose feedback it is that this loses
+    part: Part  # the key of its residual
     first: int
     numel: int
     codec: str
-    number: int  # of its first element, for random numbers; a multiple of 4
+    number: int  # the number of its first element, for random numbers; a multiple of 4
 
     @property
     def is_lossy(self) -> bool:
@@ -30,9 +30,9 @@ class Region(Generic[Part]):
 def regions_of(
     parameters: Parameters, firsts: Mapping[Tensor, int], codec: str, min_compress_numel: int
 ) -> list[Region[Tensor]]:
-    """One for each of the tensors, whose elements begin there in the buffer.
+    """Returns a region for each of the tensors, whose first elements in the buffer are ``firsts``.
 
-    Those of fewer elements than that, or of one dimension or none, travel raw.
+    Tensors of fewer than ``min_compress_numel`` elements, or of at most one dimension, are sent raw.
     """
 
     def codec_of(tensor: Tensor) -> str:
@@ -45,12 +45,12 @@ def regions_of(
 
 
 class Layout(Generic[Part]):
-    """Regions of a buffer, and what stays of them from one reduction to the next.
+    """The regions of a buffer, and their state from one reduction to the next.
 
     Args:
-        feedback: None where what is lost is lost.
-        by_parameter: what becomes of a region must not depend on what else is in the buffer.
-        with_squares: whether ``squares`` is wanted, the sum of each region's squared averages, in float64.
+        feedback: None without error feedback.
+        by_parameter: the result of a region must not depend on what else is in the buffer.
+        with_squares: whether ``squares`` is computed, the sum of each region's squared averages, in float64.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Layout(Generic[Part]):
         with_squares: bool = False,
     ):
         self.numel = buffer.numel()
-        self.message_bytes = sum(_ops.find_codec(region.codec).bytes(region.numel) for region in regions)  # of one
+        self.message_bytes = sum(_ops.find_codec(region.codec).bytes(region.numel) for region in regions)
         self.has_feedback = feedback is not None
         self.squares = None
         if with_squares:

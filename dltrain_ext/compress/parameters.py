@@ -1,4 +1,4 @@
-"""The parameters of a model: their names, and a number for each element that does not change with where it lies."""
+"""The names of a model's parameters, and a number for each element that does not depend on its position in a buffer."""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,10 @@ from torch import Tensor
 
 
 class Parameters:
-    """
+    """Numbers the elements of a model's parameters.
+
     Args:
-        named: all parameters with their names, in the model's order; None where they are not known.
+        named: all parameters with their names, in the model's order; None if they are not known.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]] | None):
@@ -35,11 +36,11 @@ class Parameters:
 
     def _add(self, parameter: Tensor) -> int:
         number = self._numbers[parameter] = self._next
-        self._next += (parameter.numel() + 3) // 4 * 4  # random numbers come in fours
+        self._next += (parameter.numel() + 3) // 4 * 4  # random numbers are generated four at a time
         return number
 
     def number(self, parameter: Tensor) -> int:
-        """Of its first element, a multiple of 4. Parameters without a name are numbered as they come."""
+        """Returns the number of the first element, a multiple of 4; unnamed parameters are numbered on demand."""
         if (number := self._numbers.get(parameter)) is not None:
             return number
         if self.names is not None:
@@ -50,7 +51,7 @@ class Parameters:
         return self._add(parameter)
 
     def named(self) -> dict[str, Tensor]:
-        """Raises ValueError where the names are not known."""
+        """Returns the parameters by name. Raises ValueError if the names are not known."""
         if self.names is None:
             raise ValueError(
                 "named_parameters: expected model.named_parameters() when the state was made, since a checkpoint goes "

@@ -1,4 +1,4 @@
-"""What a loss scaler means for feedback: the units that it is kept in, and the steps that leave no trace in it."""
+"""What a loss scaler means for feedback: the units of residuals, and the steps that do not change them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ def is_scaling(scaler: GradScaler | None) -> bool:
 
 
 def loss_scale_of(scaler: GradScaler | None, device: torch.device) -> Tensor | None:
-    """How many times larger gradients are now: a float32 number on the device; None without a scaler that is enabled.
+    """Returns the current factor of the gradients, a float32 number on the device, or None without an enabled scaler.
 
-    Raises RuntimeError where no loss has been scaled yet.
+    Raises RuntimeError if no loss has been scaled yet.
     """
     if scaler is None or not is_scaling(scaler):
         return None
@@ -24,7 +24,7 @@ def loss_scale_of(scaler: GradScaler | None, device: torch.device) -> Tensor | N
 
 
 def _scale_of(scaler: GradScaler) -> Tensor:
-    scale: Tensor | None = scaler._scale  # get_scale() would wait for the device, and scale() initialise the scaler
+    scale: Tensor | None = scaler._scale  # get_scale() would wait for the device, and scale() would initialize it
     if scale is None:
         raise RuntimeError("scaler: expected one whose scale(loss) has been called before backward")
     return scale
@@ -32,7 +32,7 @@ def _scale_of(scaler: GradScaler) -> Tensor:
 
 @runtime_checkable
 class _Counting(Protocol):
-    """A scaler that counts what it skips, as ``amp.LossScaler`` does."""
+    """A scaler that counts the steps that it skips, as ``amp.LossScaler`` does."""
 
     @property
     def skipped_steps(self) -> Tensor: ...
@@ -40,28 +40,31 @@ class _Counting(Protocol):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Says whether the step is taken that a reduction was for, when asked before the next one. No host waits for it.
+    """Says whether the step of a reduction is taken; ``ask`` is called before the next reduction. No host waits for it.
 
-    By whom it is said depends on what a rank sees of the gradients.
+    What decides depends on the gradients that a rank has.
     """
 
     ask: Callable[[], Tensor]
 
     @classmethod
     def of_sum(cls, sum_squares: Callable[[], Tensor]) -> "StepOutcome":
-        """Where each rank has the averages of all gradients: they are finite exactly if the sum of their squares is.
+        """Is the outcome for ranks that have the averages of all gradients, which are finite exactly if their sum of
+        squares is.
 
-        That is known at once, and of each backward pass. A scaler could not say it where there are several passes
-        before a step, where it also counts the steps of other models, or on a rank that has joined, where it stands
-        still; nor for a checkpoint between backward and step.
+        The sum is known at once, and for each backward pass. A scaler could not decide if there are several passes
+        before a step, if it also counts the steps of other models, on a rank that has joined, where it is not updated,
+        or for a checkpoint between backward and step.
         """
         return cls(lambda: torch.isfinite(sum_squares()))
 
     @classmethod
     def of_scaler(cls, scaler: GradScaler) -> "StepOutcome":
-        """Where each rank has a shard, which may be finite where others are not: the scaler, which has heard of all.
+        """Is the outcome for ranks that have a shard, which may be finite where others are not: the scaler has seen
+        all.
 
-        It knows when it has been updated, so there must be one reduction a step, and one update between two.
+        The outcome is known when the scaler has been updated, so there must be one reduction per step, and one update
+        between two.
         """
         if isinstance(scaler, _Counting):
             skipped = scaler.skipped_steps
@@ -69,7 +72,7 @@ class StepOutcome:
         before = _scale_of(scaler).clone()
 
         def is_taken() -> Tensor:
-            # Torch's counts the steps since its scale has changed, and lowers that where it skips one.
+            # torch's scaler counts the steps since its scale has changed, and decreases the scale when it skips one.
             scale, counted = scaler._check_scale_growth_tracker("settle")
             return (scale >= before) | (counted > 0)
 
