@@ -1,4 +1,4 @@
-"""The DDP comm hook: buckets are averaged by our plans, in any codec, while backward goes on."""
+"""The DDP comm hook averages gradient buckets by plans, in any codec, while backward runs."""
 
 from dltrain_ext.ddp.hook import AllReduceState, allreduce_hook
 from dltrain_ext.ddp.registration import register

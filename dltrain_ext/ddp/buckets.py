@@ -1,4 +1,4 @@
-"""DDP's buckets as the hook remembers them: what lies where, and what was found out."""
+"""DDP's buckets, as the hook has seen them last: their layout and what was found out about them."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from dltrain_ext.ddp.parameters import check_parameters
 
 @dataclass(eq=False)
 class Bucket:
-    """One of DDP's, as it was seen last."""
+    """One of DDP's buckets, as it was seen last."""
 
     index: int
     parameters: list[Tensor]
@@ -34,13 +34,13 @@ class Bucket:
 
 
 class Buckets:
-    """Those of the latest backward pass. DDP reduces them by index, and may be told to skip those that are unused.
+    """The buckets of the latest backward pass. DDP reduces them by index, and can be configured to skip unused ones.
 
     Args:
-        parameters: the model's.
-        feedback: None where what is lost is lost.
-        min_compress_numel: parameters of fewer elements, or of one dimension or none, are sent raw.
-        with_squares: whether the sum of squares is wanted.
+        parameters: those of the model.
+        feedback: None without error feedback.
+        min_compress_numel: parameters of fewer elements, or of at most one dimension, are sent raw.
+        with_squares: whether the sum of squares is computed.
     """
 
     def __init__(
@@ -55,34 +55,34 @@ class Buckets:
         self.feedback = feedback
         self.reduced: list[Bucket] = []  # in this pass so far, by index
         self._laid: dict[int, Bucket] = {}
-        self._last: torch.futures.Future[Tensor] | None = None  # of the latest bucket
-        self._task = -1  # of autograd's, that the latest pass is
+        self._last: torch.futures.Future[Tensor] | None = None  # that of the latest bucket
+        self._task = -1  # id of autograd's graph task in the latest pass
         self._min_compress_numel = min_compress_numel
         self._with_squares = with_squares
-        # How the parameters of these buckets are sorted by number, while the buckets stay as they are.
+        # The order by number of the parameters of these buckets. It is valid until a bucket changes.
         self._orders: dict[tuple[int, ...], Tensor] = {}
 
     def begins(self, bucket: dist.GradBucket, skips: bool) -> bool:
-        """Whether a pass begins with this bucket. Indices rise within a pass; where DDP skips some, the next pass may
-        begin above them."""
+        """Returns whether a pass begins with this bucket. Indices increase within a pass; if DDP skips some, the next
+        pass may begin with a higher one."""
         if not self.reduced or bucket.index() <= self.reduced[-1].index:
             return True
         return skips and torch._C._current_graph_task_id() != self._task
 
     def begin(self) -> None:
-        """A pass."""
+        """Begins a pass."""
         self.settle()
         self.reduced = []
         self._task = torch._C._current_graph_task_id()
 
     def submitted(self, future: torch.futures.Future[Tensor], feeds: bool) -> None:
-        """When the bucket that was found last is reduced, and whether that writes feedback."""
+        """Records the future of the bucket that was found last, and whether its reduction writes feedback."""
         self._last = future
         if feeds and self.feedback is not None:
             self.feedback.expect(StepOutcome.of_sum(self.sum_squares))
 
     def settle(self) -> None:
-        """Decides whether what the latest pass has lost counts; between passes. No host waits for it."""
+        """Decides between passes whether the feedback of the latest pass is kept. The host does not wait for it."""
         if self.feedback is not None and self._last is not None and self._last.done():
             self.feedback.settle(unreached=(p for bucket in self.skipped() for p in bucket.parameters))
 
@@ -91,9 +91,9 @@ class Buckets:
             self.settle()
 
     def find(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Bucket:
-        """The bucket as it was, or laid out anew; after the last one of a pass there are no others.
+        """Returns the bucket as it was, or laid out anew if it has changed; forgets those behind a pass's last bucket.
 
-        by_parameter: what becomes of a gradient must not depend on what else is in its bucket.
+        by_parameter: the result of a gradient must not depend on what else is in its bucket.
         """
         index = bucket.index()
         found = self._laid.get(index)
@@ -107,7 +107,7 @@ class Buckets:
         return found
 
     def skipped(self) -> list[Bucket]:
-        """Those of earlier passes that the latest one has not reduced."""
+        """Returns the buckets of earlier passes that the latest pass has not reduced."""
         return [bucket for bucket in self._laid.values() if bucket not in self.reduced]
 
     def _lay(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Layout[Tensor]:
@@ -123,7 +123,7 @@ class Buckets:
         return Layout(buffer, regions, feedback, by_parameter=by_parameter, with_squares=self._with_squares)
 
     def _absent(self) -> list[str]:
-        """The named parameters that have a gradient and are in no bucket."""
+        """Returns the names of parameters that have a gradient but are in no bucket."""
         names = self.parameters.names
         if names is None or sum(len(bucket.parameters) for bucket in self._laid.values()) == len(names):
             return []
@@ -131,9 +131,10 @@ class Buckets:
         return [name for name, p in names.items() if p not in present and p.grad is not None]
 
     def sum_squares(self) -> Tensor:
-        """Of the gradients that the latest pass has averaged: one float64 number, on the device of its first bucket.
+        """Returns the sum of squares of the gradients that the latest pass has averaged: a float64 number on the device
+        of its first bucket.
 
-        Added parameter by parameter in the model's order, so that it has the same bits whatever the buckets.
+        It is added parameter by parameter in the model's order, so its bits do not depend on the buckets.
         """
         found = [bucket.layout.squares for bucket in self.reduced if bucket.layout.squares is not None]
         device = found[0].device
@@ -145,7 +146,7 @@ class Buckets:
         return squares[self._orders[indices]].sum()
 
     def _sum_left_squares(self) -> Tensor | None:
-        """Of the gradients that skipped buckets still have from before; None where there are none, as a rule."""
+        """Returns the sum of squares of the gradients that skipped buckets still have, or None if there are none."""
         left = [p.grad for bucket in self.skipped() for p in bucket.parameters if p.grad is not None]
         if not left:
             return None
@@ -153,7 +154,7 @@ class Buckets:
         return torch.stack([square_sum(gradient).to(device, non_blocking=True) for gradient in left]).sum()
 
     def grad_stats(self) -> GradStats:
-        """See AllReduceState.grad_stats."""
+        """Implements AllReduceState.grad_stats."""
         if not self.reduced:
             raise RuntimeError("grad_stats: expected a backward pass first")
         if absent := self._absent():

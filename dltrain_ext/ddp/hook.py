@@ -1,4 +1,4 @@
-"""The hook, and what it needs."""
+"""The hook and its state."""
 
 import os
 import weakref
@@ -28,48 +28,49 @@ from dltrain_ext.ddp.statistics import stats_of
 
 
 class AllReduceState:
-    """What :func:`allreduce_hook` needs: ``model.register_comm_hook(AllReduceState(...), allreduce_hook)``.
+    """The state of :func:`allreduce_hook`: ``model.register_comm_hook(AllReduceState(...), allreduce_hook)``.
 
-    Each parameter's gradient is cut and encoded by itself, so what becomes of it does not depend on DDP's buckets, and
-    a run that goes on from a checkpoint has the bits of one that never stopped. Making a state is a collective call
-    over the group.
+    Each parameter's gradient is divided and encoded on its own, so its result does not depend on DDP's buckets, and a
+    run that continues from a checkpoint has the same bits as one that never stopped. Making a state is a collective
+    call over the group.
 
     Args:
-        process_group: the model's group; the default group where None.
-        codec: one of ``codecs.CODECS``: what gradients travel as. None: ``"int8"`` on the CPU and ``"auto"`` on CUDA,
-            where links may be too fast to compress. Measured, int8 and int4 learn as fp32 does, and sign
-            does not with AdamW, least of all with feedback (docs/learning.md). Parameters of one dimension or
-            none, and small ones, travel as fp32 in the same messages. ``"auto"``: the most accurate one that takes at
-            most 10 % longer than the fastest on this group, or none and the backend's own all-reduce, where compressing
-            would lose against that in the gradients' own dtype. Without a ``tuning`` codecs and plans are timed, for
-            about a second, with buckets of 25 MiB or of the whole model where that is smaller. This is decided here,
-            once: ``choice`` has it, the logger ``dltrain_ext`` tells it on rank 0, and a run that goes on from a
-            checkpoint of as many ranks takes that of the run before.
-        algorithm: as for :func:`dltrain_ext.comm.all_reduce`, but one for buckets of any size. ``"auto"``: that of the
-            tuning; without one ``"ring"`` for up to 8 ranks on the CPU and where hosts have different numbers of
-            ranks, else ``"direct"``, so that runs have the same bits; with the codec ``"auto"`` the fastest, or the one
-            that encodes least often where it takes at most 10 % longer.
-        error_feedback: what encoding loses of a gradient is added to that of the next step (Seide et al. 2014;
-            Karimireddy et al. 2019), on the rank that lost it. Costs an element of ``feedback_dtype`` for each of the
-            gradients', two with a ``scaler``. Where all ranks' gradients are zero, as of unused parameters, what has
-            been lost waits; so it does on ranks that have joined, which with a ``scaler`` also lose what they encode.
+        process_group: the model's group; the default group if None.
+        codec: one of ``codecs.CODECS``, in which gradients are sent, or ``"auto"``. None is ``"int8"`` on the CPU and
+            ``"auto"`` on CUDA, where links may be too fast to compress. In measurements int8 and int4 learn as fp32
+            does, and sign does not with AdamW, least of all with feedback (docs/learning.md). Parameters of at most one
+            dimension, and small ones, are sent as fp32 in the same messages. ``"auto"`` is the most accurate codec that
+            takes at most 10 % longer than the fastest on this group, or the backend's own all-reduce if compression is
+            slower than that in the gradients' own dtype. Without a ``tuning``, codecs and plans are timed for about a
+            second, with buckets of 25 MiB, or of the whole model if it is smaller. This is selected once, when the
+            state is made: ``choice`` has the result, the logger ``dltrain_ext`` writes it on rank 0, and a run that
+            continues from a checkpoint of as many ranks uses that of the checkpoint.
+        algorithm: as for :func:`dltrain_ext.comm.all_reduce`, but one for buckets of any size. ``"auto"`` is that of
+            the tuning. Without one it is ``"ring"`` for up to 8 ranks on the CPU, else ``"direct"``, so that runs have
+            the same bits; with the codec ``"auto"`` it is the fastest plan, or ``"direct"``, which encodes least often,
+            if that takes at most 10 % longer.
+        error_feedback: add the encoding error of a gradient to that of the next step (Seide et al. 2014; Karimireddy et
+            al. 2019), on the rank where it occurred. This takes one element of ``feedback_dtype`` per element of the
+            gradients, two with a ``scaler``. Residuals are kept while the gradients of all ranks are zero, as those of
+            unused parameters are, and on ranks that have joined. With a ``scaler`` the latter lose the errors of what
+            they encode.
         feedback_dtype: ``"fp32"``, or ``"bf16"`` for half the memory and less exact feedback.
-        scaler: the ``LossScaler``, or any ``torch.amp.GradScaler``, that scales the loss. Feedback is kept in unscaled
-            units, and is left as it was by a step whose gradients are not finite, since that one is skipped. Without
-            it gradients are taken to be unscaled, no step to be skipped, and there are no ``grad_stats``. One with
-            ``enabled=False`` is given for these.
-        named_parameters: ``model.named_parameters()``, of the model without DDP; needed for checkpoints.
-        min_compress_numel: parameters of fewer elements than that are small.
-        warmup_steps: so many backward passes go uncompressed at first.
-        rounding, seed: as for :func:`dltrain_ext.codecs.encode`. Stochastic rounding draws for each element of each
-            step numbers of its own.
-        timeout, transport, ranks_per_host, tuning: as for :class:`dltrain_ext.comm.Communicator`; each bucket has the
-            whole timeout. In two levels a
-            host's ranks share each bucket out, so there what becomes of a gradient does depend on its bucket; and of
-            what is lost in the first step, before DDP lays its buckets anew, a part stays where it is.
+        scaler: the ``LossScaler``, or any ``torch.amp.GradScaler``, that scales the loss. Residuals are in unscaled
+            units, and do not change in a step whose gradients are not finite, since the scaler skips it. Without a
+            scaler, gradients are taken to be unscaled and no step to be skipped, and there are no ``grad_stats``. To
+            have these without scaling, pass a scaler with ``enabled=False``.
+        named_parameters: ``model.named_parameters()`` of the model without DDP; needed for checkpoints.
+        min_compress_numel: parameters of fewer elements are small.
+        warmup_steps: the number of backward passes at the beginning that are not compressed.
+        rounding, seed: as for :func:`dltrain_ext.codecs.encode`. Stochastic rounding draws different random numbers for
+            each element of each step.
+        timeout, transport, ranks_per_host, tuning: as for :class:`dltrain_ext.comm.Communicator`; the timeout is that
+            of each bucket. In two levels the ranks of a host divide each bucket, so the result of a gradient does
+            depend on its bucket there, and a part of the residuals of the first step, before DDP rebuilds its buckets,
+            is not fed back.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
 
     def __init__(
@@ -123,11 +124,12 @@ class AllReduceState:
         self.choice = choose(self.communicator, group, self._asked, (self._parameters.names or {}).values())
 
     def _watch(self, model: DistributedDataParallel) -> None:
-        """Goes by what DDP does not tell a hook: whether buckets are skipped, and that the model has another group."""
+        """Keeps the model, which shows what DDP does not pass to a hook: skipped buckets, and a group that was
+        replaced."""
         self._model = weakref.ref(model)
 
     def _follow(self) -> None:
-        """Into the model's group, where that has been exchanged. Raises ValueError for a join() that cannot be."""
+        """Changes to the model's group if that was replaced. Raises ValueError for a join() that is not supported."""
         model = self._model()
         if model is None:
             return
@@ -141,12 +143,12 @@ class AllReduceState:
 
     @property
     def codec(self) -> str:
-        """What gradients travel as, by its name, also where ``"auto"`` was asked for."""
+        """The name of the codec in which gradients are sent, also if ``"auto"`` was asked for."""
         return self.choice.codec
 
     @property
     def algorithm(self) -> str:
-        """The plan, likewise."""
+        """The name of the plan, also if ``"auto"`` was asked for."""
         return self.choice.algorithm
 
     @property
@@ -154,7 +156,7 @@ class AllReduceState:
         return is_scaling(self.scaler)
 
     def _forget(self) -> None:
-        """Begins anew, with nothing lost."""
+        """Begins anew, without residuals."""
         dtype = self._feedback_dtype
         self._feedback = None if dtype is None else Feedback[Tensor](dtype, double_buffered=self._is_scaled)
         self._buckets = Buckets(
@@ -177,8 +179,8 @@ class AllReduceState:
             self.steps += 1
         codec = "raw" if self._world_size == 1 or self.steps <= self.warmup_steps else self.codec
         layout = self._buckets.find(bucket, codec, self.choice.is_by_parameter(codec, self._world_size)).layout
-        # A rank that has joined is called outside of backward. Its scaler stands still, so what is lost now it cannot
-        # put in units that will fit later.
+        # A rank that has joined is called outside of backward. Its scaler is not updated, so it cannot convert the
+        # errors of this call to units that will be right later.
         feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
         buffer = bucket.buffer()
         work = self.communicator.reduce_bucket(
@@ -196,43 +198,44 @@ class AllReduceState:
         )
         self._buckets.submitted(work.get_future(), feeds)
         if bucket.is_last() and buffer.device.type == "cpu" and torch._C._current_graph_task_id() != -1:
-            # Before DDP waits itself, where Ctrl-C is not heard.
+            # This waits before DDP itself waits, which Ctrl-C cannot interrupt.
             Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
         return work.get_future()
 
     def _check_scaler(self) -> None:
         if self.scaler is None:
-            raise RuntimeError("grad_stats: expected a state that was given the scaler, whose step these are for")
+            raise RuntimeError("grad_stats: expected a state that was given the scaler, since its step takes them")
 
     @property
     def grad_stats(self) -> GradStats:
-        """The sum of squares of all averaged gradients of the latest backward pass, found while they were reduced:
-        what ``LossScaler.step`` takes, to spare a pass over them. Where DDP has skipped unused parameters, gradients
-        that these still have count too.
+        """The sum of squares of all averaged gradients of the latest backward pass, found while they were reduced.
+        ``LossScaler.step`` takes it, and saves a pass over them. If DDP has skipped unused parameters, the gradients
+        that these still have are included.
 
-        It holds for gradients as DDP left them: who changes ``.grad`` since, by clipping or unscaling, say, or whose
-        optimizer has other parameters than the DDP model, must not hand it over. A float64 number on the device of the
-        first bucket; no host waits for it.
+        It is valid for gradients as DDP left them. Do not pass it if ``.grad`` has changed since, for example by
+        clipping or unscaling, or if the optimizer has other parameters than the DDP model. It is a float64 number on
+        the device of the first bucket; the host does not wait for it.
 
         Raises:
-            RuntimeError: there is no scaler, has been no backward pass yet, or a parameter is in no bucket.
+            RuntimeError: there is no scaler, there was no backward pass yet, or a parameter is in no bucket.
         """
         self._check_scaler()
         return self._buckets.grad_stats()
 
     def stats(self) -> dict[str, Any]:
-        """What has been sent, and where the time went.
+        """Returns what has been sent and how long it took. Waits for the device.
 
         Returns:
-            ``buckets`` averaged, ``wire_bytes`` and ``inside_bytes`` sent by this rank, as its communicator counts
-            them; ``steps``, backward passes; ``ratio``, what fp32 messages would have, over what those of the latest
-            pass have; ``hidden``, the share of the time of communication that backward goes on beside it: what is left
-            is from the moment that the last bucket is ready until it has been reduced; and ``per_bucket``, for each
-            since it was laid out: ``numel``, ``wire_bytes``, ``ratio``; ``codec_error``, the 2-norm of what this rank
-            has lost and not yet fed back, over that of the averaged gradient; and seconds a pass: ``queued`` behind
-            other buckets, ``busy``, of that ``encoding`` (and decoding), ``sending`` and ``waiting`` for peers; and
-            ``late``, from when it was ready until it was reduced. None for what is not known: errors without feedback,
-            and times on CUDA, where calls only enqueue and ``torch.profiler`` shows them. Waits for the device.
+            A dict with the number of ``buckets`` that were averaged; ``wire_bytes`` and ``inside_bytes``, which this
+            rank has sent, as its communicator counts them; ``steps``, the number of backward passes; the entries of
+            ``choice``; ``ratio``, the size of fp32 messages over that of the latest pass's messages; ``hidden``, the
+            fraction of the communication time that overlaps with backward, where the rest is from the time when the
+            last bucket is ready until it has been reduced; and ``per_bucket``, a list with an entry for each bucket
+            since it was laid out. An entry has ``numel``, ``wire_bytes`` and ``ratio``; ``codec_error``, the 2-norm of
+            this rank's residual over that of the averaged gradient; and seconds per pass: ``queued`` behind other
+            buckets; ``busy``, which includes ``encoding`` (and decoding), ``sending`` and ``waiting`` for peers; and
+            ``late``, from when the bucket was ready until it was reduced. Unknown values are None: errors without
+            feedback, and times on CUDA, where calls only enqueue (``torch.profiler`` shows them).
         """
         counted = self.communicator.stats()
         self._buckets.settle_after_backward()
@@ -246,18 +249,20 @@ class AllReduceState:
         }
 
     def state_dict(self, *, saved_by: int | None = None) -> dict[str, Any]:
-        """Plain tensors and numbers, for ``torch.save`` on every rank or ``torch.distributed.checkpoint``.
+        """Returns plain tensors and numbers, for ``torch.save`` on every rank or ``torch.distributed.checkpoint``.
 
         Args:
-            saved_by: where a checkpoint of another world size is to be read in place, as torch.distributed.checkpoint
-                does: that world size. The tensors are then empty places for what this rank takes of it.
+            saved_by: the world size of a checkpoint that is to be read in place, as torch.distributed.checkpoint does,
+                if it differs from this one; else None. The tensors are then zeros, to be overwritten with what this
+                rank takes.
 
         Returns:
-            ``version``, ``steps``, ``world_size``, ``choice``, of codec and plan, and ``feedback``, by rank
-            (``"rank 0 of 4"``), then by parameter, in its shape, in units of the unscaled, averaged gradient.
+            A dict of ``version``, ``steps``, ``world_size``, ``choice`` (codec and plan), and ``feedback``, the
+            residuals by rank (``"rank 0 of 4"``) and by parameter, in its shape and in units of the unscaled, averaged
+            gradient.
 
         Raises:
-            ValueError: the parameters' names are not known.
+            ValueError: the names of the parameters are not known.
         """
         named = self._parameters.named()
         self._buckets.settle_after_backward()
@@ -265,15 +270,17 @@ class AllReduceState:
         return {**saved, "choice": self.choice.to_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Goes on from a checkpoint: of this rank, where the world size is the same; else of several ranks, as a list.
+        """Continues from a checkpoint: that of this rank if the world size is the same, else a list of several ranks'
+        states.
 
-        ``choice`` becomes what it was then, where ``"auto"`` was asked for, so that the bits are those of a run that
-        never stopped. With another world size it stays as it is, and each rank adds up what it takes over, so that the
-        sum over all ranks stays: of N saved states rank r of M takes those of r, r + M, ... Without ``error_feedback``
-        what they hold is let go.
+        Where ``"auto"`` was asked for, ``choice`` becomes that of the checkpoint, so that the bits are those of a run
+        that never stopped. With another world size it does not change, and each rank adds up the residuals that it
+        takes over, so that their sum over all ranks is preserved: of N saved states rank r of M takes those of r, r +
+        M, ... Without ``error_feedback`` the saved residuals are discarded.
 
         Raises:
-            TypeError, ValueError: naming what was expected and what came; then nothing has changed.
+            TypeError, ValueError: the state is invalid; the message has the expected and the actual value. Nothing has
+                changed.
         """
         states: Any = state_dict if isinstance(state_dict, list | tuple) else [state_dict]
         named = self._parameters.named()
@@ -293,8 +300,10 @@ class AllReduceState:
 
 
 def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket, *_: Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket's gradients over the ranks, in place. Returns at once; on CUDA nothing waits on the host.
+    """Averages a bucket's gradients over the ranks, in place. Returns immediately, on CUDA without any wait on the
+    host.
 
-    FSDP gives more than a bucket, and is told so.
+    Raises TypeError if ``bucket`` is not a GradBucket, as with FSDP, which passes more than one argument. Returns a
+    future.
     """
     return state._reduce(bucket)

@@ -1,4 +1,4 @@
-"""The state where there is nothing to reduce."""
+"""The state of a process that has nothing to reduce."""
 
 import os
 from typing import Any
@@ -13,12 +13,12 @@ from dltrain_ext.ddp.parameters import trained_parameters
 
 
 def has_peers() -> bool:
-    """Whether this process is one of several, as its group has it or, before there is one, who started it."""
+    """Returns whether this process is one of several, by its group or, before there is one, by ``WORLD_SIZE``."""
     return dist.get_world_size() > 1 if dist.is_initialized() else os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 class LocalState(AllReduceState):
-    """Of a model in a process without peers; ``steps`` are those of a checkpoint that was loaded."""
+    """The state of a model in a process without peers; ``steps`` are those of the checkpoint that was loaded."""
 
     def __init__(self, model: nn.Module, codec: str | None = None, **options: Any):
         self._trained = trained_parameters(model)
@@ -30,7 +30,7 @@ class LocalState(AllReduceState):
 
     @property
     def grad_stats(self) -> GradStats:
-        """The sum of squares of the gradients, which are read for it now.
+        """The sum of squares of the gradients, which are read for it in this call.
 
         Raises:
             RuntimeError: there is no scaler, or no gradient yet.
@@ -46,6 +46,6 @@ class LocalState(AllReduceState):
         return GradStats(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]).square().sum())
 
     def stats(self) -> dict[str, Any]:
-        """As of :class:`AllReduceState`, with nothing sent."""
+        """Returns the entries of :meth:`AllReduceState.stats`; nothing was sent."""
         sent = {"buckets": 0, "wire_bytes": 0, "inside_bytes": 0}
         return {**sent, "steps": self.steps, **self.choice.to_dict(), "ratio": 1.0, "hidden": None, "per_bucket": []}

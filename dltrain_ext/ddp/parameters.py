@@ -1,4 +1,4 @@
-"""Which models and parameters the hook takes."""
+"""Checks which models and parameters the hook accepts."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ _WITHOUT_A_GROUP = "call torch.distributed.init_process_group and wrap it in one
 
 
 def check_plain(model: object, has_peers: bool) -> None:
-    """Raises TypeError naming what to do instead, unless it is a model that needs no DDP without peers."""
+    """Raises TypeError that says what to do instead, unless the model needs no DDP because there are no peers."""
     instead = [_INSTEAD[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSTEAD]
     if isinstance(model, nn.Module) and not instead and not has_peers:
         return
@@ -33,16 +33,17 @@ def check_plain(model: object, has_peers: bool) -> None:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """By their names."""
+    """Returns the parameters that require gradients, by their names."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises TypeError naming one that cannot be reduced."""
+    """Raises TypeError that names a parameter that cannot be reduced."""
     for name, parameter in named:
-        if hasattr(parameter, "_in_backward_optimizers"):  # for which DDP takes the hook's place at the first forward
+        if hasattr(parameter, "_in_backward_optimizers"):  # DDP would replace the hook in the first forward
             raise TypeError(
-                f"model: expected parameters that are stepped after backward, got {name} of an optimizer in it"
+                "model: expected parameters that are stepped after backward, "
+                f"got {name}, whose optimizer steps in backward"
             )
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
         if parameter.dtype not in dtypes or not _ops.is_supported(parameter.device):

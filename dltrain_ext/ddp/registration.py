@@ -1,4 +1,4 @@
-"""How the hook comes to a model."""
+"""Registers the hook on a model."""
 
 from typing import Any
 
@@ -20,16 +20,16 @@ def register(
     **options: Any,
 ) -> AllReduceState:
     """Registers :func:`allreduce_hook` on a DDP model and returns its state, an :class:`AllReduceState`, whose
-    arguments these and ``options`` are; group and names are the model's.
+    arguments are ``options`` and the others. Its process group and parameter names are those of the model.
 
-    In a process without peers any model will do, so that a script for several processes, of Trainer or Accelerate, say,
-    runs in one: nothing is registered then, nothing is sent or lost, and the state has the ``grad_stats`` of the
-    gradients as they are. Its checkpoints are read by runs of several processes, and the other way round.
+    In a process without peers any model is accepted, so that a script for several processes, for example of Trainer or
+    Accelerate, also runs in one. Then nothing is registered, sent or lost, and ``grad_stats`` are those of the
+    gradients as they are. Checkpoints can be exchanged with runs of several processes in both directions.
 
     Raises:
-        TypeError: ``model`` is no DDP model, and there are peers; or a parameter is not float32, float16 or bfloat16 on
-            the CPU or, in a build for CUDA, on a CUDA device; the parameter is named.
-        RuntimeError: ``model`` has a hook already.
+        TypeError: ``model`` is not a DDP model although there are peers, or a parameter is not float32, float16 or
+            bfloat16 on the CPU or, in a build for CUDA, on a CUDA device; the message names the parameter.
+        RuntimeError: ``model`` has a comm hook already.
     """
     options.update(codec=codec, algorithm=algorithm, error_feedback=error_feedback, scaler=scaler)
     if not isinstance(model, DistributedDataParallel):
@@ -45,7 +45,7 @@ def register(
         state.communicator.close()
         raise RuntimeError(
             "model: expected a DistributedDataParallel without a comm hook; wrap model.module anew for another one, "
-            "and in the place of mixed_precision=, which is one too, use torch.autocast"
+            "and use torch.autocast instead of mixed_precision=, which is one too"
         ) from error
     state._watch(model)
     return state

@@ -1,4 +1,4 @@
-"""What the hook runs: decided once, since a gradient's bits depend on it."""
+"""Selects once what the hook runs, since the bits of gradients depend on it."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from dltrain_ext.comm.arguments import IN_PLANS, check_names
 from dltrain_ext.comm.groups import device_of, group_of
 
 _BUCKET = 25 << 20  # bytes, DDP's default
-_IN_RANK_ORDER = ("direct", "oneshot")  # they add up every element in the same order, whichever chunk it is in
+_IN_RANK_ORDER = ("direct", "oneshot")  # their order of additions does not depend on an element's chunk
 _log = logging.getLogger("dltrain_ext")
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A codec, an algorithm and segments, as for ``comm.all_reduce``; None: these go by the size of the bucket."""
+    """A codec, an algorithm and a number of segments, as for ``comm.all_reduce``; None: as many as suit the bucket."""
 
     codec: str
     algorithm: str
@@ -32,7 +32,7 @@ class Reduction:
 
     @classmethod
     def from_dict(cls, plain: object) -> "Reduction":
-        """Raises ValueError where it is none."""
+        """Raises ValueError if ``plain`` is not what ``to_dict`` returns."""
         try:
             if not isinstance(plain, Mapping):
                 raise TypeError("no mapping")
@@ -49,15 +49,16 @@ class Reduction:
         return f"{self.codec} by {self.algorithm}{segments}"
 
     def is_by_parameter(self, codec: str, world_size: int) -> bool:
-        """Whether gradients that travel in that codec have to be cut each by itself, for their bits not to depend on
-        their buckets."""
+        """Returns whether each gradient in that codec must be divided into chunks on its own, so that its bits do not
+        depend on its bucket."""
         in_any_order = world_size <= 2 or self.algorithm in _IN_RANK_ORDER
         return not (codec == "raw" and in_any_order)
 
     def or_saved(self, states: Sequence[Mapping[str, Any]], asked: "Reduction", world_size: int) -> "Reduction":
-        """What a run before, of as many ranks, had in its checkpoints, where that is what is asked for now.
+        """Returns the choice in the checkpoints of a run of as many ranks, if it fits what is asked for now; else this
+        one.
 
-        Raises ValueError where they have several, or something else.
+        Raises ValueError if the checkpoints have several choices, or something else.
         """
         choices = {self.from_dict(state["choice"]) for state in states if "choice" in state}
         if len(choices) > 1:
@@ -70,8 +71,8 @@ class Reduction:
 
 
 def usual_codec(group: dist.ProcessGroup | None, parameters: Iterable[Tensor]) -> str:
-    """What gradients travel as, where nobody says: on CUDA what measuring comes to, since links between GPUs may be so
-    fast that to compress takes longer than to send."""
+    """Returns the codec where the user gives none. On CUDA it is selected by measuring, since links between GPUs may be
+    so fast that compressing takes longer than sending."""
     device = next((parameter.device for parameter in parameters), None)
     if device is None:
         device = device_of(group_of(group))
@@ -81,10 +82,10 @@ def usual_codec(group: dist.ProcessGroup | None, parameters: Iterable[Tensor]) -
 def choose(
     communicator: Communicator, group: dist.ProcessGroup, asked: Reduction, parameters: Iterable[Tensor]
 ) -> Reduction:
-    """What ``"auto"`` stands for, with buckets of these parameters. Collective.
+    """Returns what ``"auto"`` stands for, with buckets of these parameters. This is a collective call.
 
-    A codec is found by measuring, where there is no tuning; a plan alone goes by the ranks, so that runs have the same
-    bits. Where no parameters are known, for float32 and DDP's buckets of 25 MiB.
+    A codec is selected by measuring if there is no tuning. A plan alone is selected by the number of ranks, so that
+    runs have the same bits. If no parameters are known, buckets are taken to be float32 and of 25 MiB, as DDP's are.
     """
     codec, algorithm, segments = asked.codec, asked.algorithm, None
     numel, dtype = _typical(parameters)
@@ -102,7 +103,7 @@ def choose(
 
 
 def _typical(parameters: Iterable[Tensor]) -> tuple[int, torch.dtype]:
-    """Elements of a bucket, and their dtype: that of most."""
+    """Returns the number of elements of a bucket, and their dtype: that of most parameters' elements."""
     numels = dict.fromkeys(IN_PLANS, 0)
     for parameter in parameters:
         if parameter.dtype in numels:

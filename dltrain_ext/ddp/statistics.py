@@ -1,4 +1,4 @@
-"""What has become of the buckets of a pass, in numbers."""
+"""Statistics of the buckets of a backward pass."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from dltrain_ext.ddp.buckets import Bucket, square_sum
 
 
 def stats_of(buckets: list[Bucket], feedback: Feedback[Tensor] | None, scale: float) -> dict[str, Any]:
-    """``ratio``, ``hidden`` and ``per_bucket``: see AllReduceState.stats. Waits for the device."""
+    """Returns ``ratio``, ``hidden`` and ``per_bucket`` of AllReduceState.stats. Waits for the device."""
     per_bucket = [_stats_of(bucket, feedback, scale) for bucket in buckets]
     busy = [stats["busy"] for stats in per_bucket]
     hidden = None

@@ -45,7 +45,7 @@ REGISTER = {
     "a hook of torch's": (
         lambda: with_hook(lambda model: model.register_comm_hook(None, fp16_compress_hook)),
         RuntimeError,
-        "in the place of mixed_precision=, which is one too, use torch.autocast",
+        "use torch.autocast instead of mixed_precision=, which is one too",
     ),
     "stepped in backward": (stepped_in_backward, TypeError, "expected parameters that are stepped after backward"),
     "FSDP2": (lambda: fully_shard(nn.Linear(4, 4)), TypeError, "for fully_shard there is dltrain_ext.fsdp.register"),
