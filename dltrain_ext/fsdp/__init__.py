@@ -1,4 +1,4 @@
-"""FSDP2 (``fully_shard``): gradients compressed on their way across the replicas, or on their way to the shards."""
+"""FSDP2 (``fully_shard``) with compressed gradients, between the replicas or in the reduce-scatter to the shards."""
 
 from dltrain_ext.fsdp.registration import register
 from dltrain_ext.fsdp.state import ShardedState

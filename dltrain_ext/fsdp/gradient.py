@@ -9,13 +9,13 @@ from dltrain_ext.compress.scaling import StepOutcome
 
 
 class Gradient:
-    """One flat tensor, each time that it is reduced.
+    """A flat tensor that is reduced in each step.
 
     Args:
-        numel: of it, where all parameters have gradients.
-        seed: gradients draw different random numbers.
-        feedback_dtype: None where what is lost is lost.
-        scaler: one that is enabled.
+        numel: its number of elements if all parameters have gradients.
+        seed: the seed of its random numbers, different for each gradient.
+        feedback_dtype: None without error feedback.
+        scaler: one that is enabled, or None.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Gradient:
         self.feedback = (
             None if feedback_dtype is None else Feedback[str](feedback_dtype, double_buffered=scaler is not None)
         )
-        self.message_bytes = 0  # of the latest
-        self._layouts: dict[int, Layout[str]] = {}  # by its elements: without feedback some parameters may be unused
+        self.message_bytes = 0  # of the latest reduction
+        self._layouts: dict[int, Layout[str]] = {}  # by numel: without feedback some parameters may be unused
         self._scaler = scaler
 
     def enter(self, tensor: Tensor, codec: str) -> Layout[str]:
-        """Before each reduction."""
+        """Is called before each reduction."""
         numel = tensor.numel()
         if self.feedback is not None and numel != self.numel:
             raise RuntimeError(
@@ -56,7 +56,7 @@ class Gradient:
         return layout
 
     def lost(self) -> Tensor:
-        """Flat, and zero before the first reduction."""
+        """Returns the flat residual, which is zero before the first reduction."""
         residual = None
         if self.feedback is not None:
             self.feedback.settle()

@@ -1,4 +1,4 @@
-"""How gradients of ``fully_shard`` come to be compressed: the hooks, and what they are for."""
+"""Registers the hooks that compress the gradients of ``fully_shard``."""
 
 import math
 import weakref
@@ -21,7 +21,7 @@ _registered: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyD
 
 
 class _ReduceScatter:
-    """What ``FSDPModule.set_custom_reduce_scatter`` takes."""
+    """The object that ``FSDPModule.set_custom_reduce_scatter`` takes."""
 
     def __init__(self, state: ShardedState, name: str):
         self._state, self._name = state, name
@@ -33,7 +33,7 @@ class _ReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError("op: expected SUM or AVG, got another; leave set_gradient_divide_factor alone")
+            raise ValueError("op: expected SUM or AVG, got another; do not call set_gradient_divide_factor")
         self._state.reduce_scatter(self._name, output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
 
 
@@ -53,34 +53,37 @@ def register(
 ) -> ShardedState:
     """Compresses the gradients of a model of ``fully_shard`` (FSDP2).
 
-    With ``replicas``, hybrid sharding: FSDP shards inside a host, over ``mesh["shard"]``, and reduces there as ever;
-    then each shard's gradient is averaged across the hosts, over ``replicas=mesh["replicate"]``, by plan and codec::
+    With ``replicas`` (hybrid sharding) FSDP shards within a host, over ``mesh["shard"]``, and reduces there as usual.
+    Then each shard's gradient is averaged between hosts, over ``replicas=mesh["replicate"]``, by plan and codec::
 
         mesh = init_device_mesh("cuda", (hosts, gpus), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
         state = fsdp.register(model, "int8", replicas=mesh["replicate"])
 
-    Without, each rank sends the others their shards' gradients encoded (:func:`dltrain_ext.comm.reduce_scatter`), and
-    adds up what it gets in fp32. Parameters are gathered as ever.
+    Without ``replicas`` each rank sends the others the encoded gradients of their shards
+    (:func:`dltrain_ext.comm.reduce_scatter`), and adds what it receives in fp32. Parameters are gathered as usual.
 
-    All gradients of a module travel in one codec, also those of its small parameters.
+    All gradients of a module are sent in one codec, also those of its small parameters.
 
     Args:
-        model: to which ``fully_shard`` has been applied, the parts first.
+        model: a module to which ``fully_shard`` has been applied, to its submodules first.
         codec, algorithm, feedback_dtype, min_compress_numel, rounding, seed, timeout: as for
-            :class:`dltrain_ext.ddp.AllReduceState`; no codec ``"auto"``; the algorithm is for ``replicas``,
-            and a gradient that is small is that of a whole module.
-        replicas: the ranks that have the same shard, one of each host.
-        error_feedback: what encoding loses is added to the next step's gradient. It costs an element for each of those
-            that are sent: with ``replicas`` a shard of the model, else all of it. Where None, on with ``replicas``
-            alone. All parameters of a module must then have gradients in each backward pass.
-        scaler: the ``LossScaler``, or any ``torch.amp.GradScaler``, that scales the loss; needed with feedback where
-            losses are scaled. A step that it skips leaves no trace of the latest reduction; accumulate by
-            ``model.set_requires_gradient_sync(False)``, with one reduction a step.
+            :class:`dltrain_ext.ddp.AllReduceState`, without the codec ``"auto"``. The algorithm applies to ``replicas``
+            only, and ``min_compress_numel`` to the gradient of a whole module.
+        replicas: the ranks that have the same shard, one of each host: a group, or a DeviceMesh of one dimension.
+        error_feedback: add the encoding error to the next step's gradient. This takes an element of ``feedback_dtype``
+            per element that is sent: with ``replicas`` a shard of the model, else all of it. None is True with
+            ``replicas`` only. All parameters of a module must then have gradients in each backward pass.
+        scaler: the ``LossScaler``, or any ``torch.amp.GradScaler``, that scales the loss; needed for feedback if losses
+            are scaled. A step that it skips does not change the residuals. Accumulate gradients with
+            ``model.set_requires_gradient_sync(False)``, so that there is one reduction per step.
+
+    Returns:
+        The :class:`ShardedState` of the hooks.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
-        RuntimeError: this has been registered on the model before.
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
+        RuntimeError: the same was registered on the model before.
     """
     groups = _groups(model)
     stochastic, dtype = check_options(
@@ -98,7 +101,7 @@ def register(
     group = None if replicas is None else _replicas(replicas, groups)
     kind = "reduce-scatter" if group is None else "replicas"
     if kind in _registered.setdefault(model, set()):
-        raise RuntimeError(f"model: expected one whose {kind} has not been registered, since it can be so once only")
+        raise RuntimeError(f"model: expected one whose {kind} has not been registered, which is possible only once")
     state = ShardedState(
         {name: _numel(parameters, is_shard=group is not None) for name, (_, parameters) in groups.items()},
         group,
@@ -121,7 +124,7 @@ def register(
 
 
 def _groups(model: nn.Module) -> dict[str, tuple[FSDPModule, list[DTensor]]]:
-    """What is reduced at once: parameters, and a module that stands for them."""
+    """Returns what is reduced at once: parameters, and a module that represents them, by its name."""
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     modules = {name: module for name, module in named if isinstance(module, FSDPModule)}
     if not modules:
@@ -129,14 +132,14 @@ def _groups(model: nn.Module) -> dict[str, tuple[FSDPModule, list[DTensor]]]:
             f"model: expected one that fully_shard was applied to, got {type(model).__name__}; ddp.register is for a "
             "DistributedDataParallel, and of FullyShardedDataParallel (FSDP1) fully_shard is the successor"
         )
-    # Modules that were given to fully_shard as a list have their state, and so their hooks, in common.
+    # Modules that were passed to fully_shard as a list share their state, and so their hooks.
     states = {name: module._get_fsdp_state() for name, module in modules.items()}
     first: dict[Any, str] = {}
     for name, state in states.items():
         first.setdefault(state, name)
     groups: dict[str, tuple[FSDPModule, list[DTensor]]] = {name: (modules[name], []) for name in first.values()}
     seen = set()
-    for name, module in reversed(list(modules.items())):  # the parts before what they are parts of
+    for name, module in reversed(list(modules.items())):  # submodules before their parents
         assert isinstance(module, nn.Module)
         for parameter in module.parameters():
             if parameter not in seen and isinstance(parameter, DTensor):
@@ -146,7 +149,7 @@ def _groups(model: nn.Module) -> dict[str, tuple[FSDPModule, list[DTensor]]]:
 
 
 def _sharded_dim(parameter: DTensor) -> int:
-    """The dimension of the mesh over which FSDP shards: its own replicas are before it, tensor parallelism behind."""
+    """Returns the mesh dimension over which FSDP shards: its replicas are before it, tensor parallelism is behind."""
     return next(dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
 
 
@@ -174,13 +177,13 @@ def _replicas(
 
 
 def _numel(parameters: list[DTensor], is_shard: bool) -> int:
-    """Elements of one reduction: of its share or, where it is scattered, of all."""
+    """Returns the number of elements of one reduction: those of this rank's shard or, for a reduce-scatter, of all."""
     total = 0
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
         sizes, sharded = list(parameter.shape), _sharded_dim(parameter)
-        for mesh_dim in reversed(range(sharded, len(parameter.placements))):  # tensor parallelism comes first
+        for mesh_dim in reversed(range(sharded, len(parameter.placements))):  # tensor parallelism divides first
             placement, ranks = parameter.placements[mesh_dim], parameter.device_mesh.size(mesh_dim)
             if not placement.is_replicate():
                 dim = placement.dim  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the hooks of a model of ``fully_shard`` share."""
+"""The state that the hooks of a model of ``fully_shard`` share."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -18,11 +18,11 @@ VERSION = 1
 
 
 class ShardedState:
-    """As :func:`dltrain_ext.fsdp.register` makes it.
+    """The state that :func:`dltrain_ext.fsdp.register` returns.
 
     Args:
-        numels: of each gradient, by the name of its module.
-        replicas: the ranks across which shards are averaged; None where gradients are compressed on their way to these.
+        numels: the number of elements of each gradient, by the name of its module.
+        replicas: the ranks between which shards are averaged; None if the reduce-scatter is compressed.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class ShardedState:
         self._begin(dict.fromkeys(numels, 0))
 
     def _begin(self, steps: Mapping[str, int]) -> None:
-        """With nothing lost."""
+        """Begins without residuals."""
         self._gradients = {
             name: Gradient(name, numel, (self._seed + index) % 2**63, steps[name], self._feedback_dtype, self._scaler)
             for index, (name, numel) in enumerate(self._numels.items())
         }
 
     def all_reduce(self, name: str, tensor: Tensor) -> None:
-        """Across the replicas, in place."""
+        """Averages a module's gradient between the replicas, in place."""
         (communicator,) = self._communicators.values()
         algorithm, segments = self.algorithm, None
         if algorithm == "auto":
@@ -65,6 +65,7 @@ class ShardedState:
         self._reduce(name, communicator, tensor, average=True, algorithm=algorithm, segments=segments or 0)
 
     def reduce_scatter(self, name: str, shard: Tensor, tensor: Tensor, group: dist.ProcessGroup, average: bool) -> None:
+        """Reduces a module's gradient over a group, and writes this rank's part to ``shard``."""
         if group not in self._communicators:
             self._communicators[group] = Communicator(group, timeout=self._timeout, ranks_per_host=1)
         self._reduce(
@@ -72,7 +73,7 @@ class ShardedState:
         )
 
     def _reduce(self, name: str, communicator: Communicator, tensor: Tensor, **options: Any) -> None:
-        """Returns when that is done or, on CUDA, when the current stream waits for it."""
+        """Returns when the reduction is complete or, on CUDA, when the current stream waits for it."""
         codec = "raw" if tensor.numel() < self.min_compress_numel else self.codec
         gradient = self._gradients[name]
         layout = gradient.enter(tensor, codec)
@@ -89,9 +90,9 @@ class ShardedState:
         ).wait()
 
     def stats(self) -> dict[str, Any]:
-        """``wire_bytes`` that this rank has sent for gradients; ``ratio``, what fp32 messages would have, over what
-        those of the latest reductions have, None before them; and ``per_module``, of each that has been reduced:
-        ``numel`` of the latest, ``calls`` and ``wire_bytes``."""
+        """Returns a dict: ``wire_bytes``, which this rank has sent for gradients; ``ratio``, the size of fp32 messages
+        over that of the latest reductions' messages, or None before the first; and ``per_module``, which has for each
+        module that has been reduced the ``numel`` of the latest reduction, ``calls`` and ``wire_bytes``."""
         reduced = {name: gradient for name, gradient in self._gradients.items() if gradient.message_bytes > 0}
         message_bytes = sum(gradient.message_bytes for gradient in reduced.values())
         return {
@@ -101,18 +102,18 @@ class ShardedState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers, each rank's own, for ``torch.save`` or ``torch.distributed.checkpoint``: by rank
-        (``"rank 0 of 4"``), what it has lost of each module's gradient, flat. Not between a backward pass and the
-        scaler's ``step``, which may skip it."""
+        """Returns plain tensors and numbers of this rank, for ``torch.save`` or ``torch.distributed.checkpoint``: by
+        rank (``"rank 0 of 4"``) the residual of each module's gradient, flat. It must not be called between a backward
+        pass and the ``step`` of the scaler, which may skip that step."""
         lost = {name: gradient.lost() for name, gradient in self._gradients.items() if gradient.feedback is not None}
         steps = {name: gradient.steps for name, gradient in self._gradients.items()}
         return {"version": VERSION, "steps": steps, "feedback": {_key(): lost}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from what this rank saved, in a world of the same size.
+        """Continues from what this rank saved in a world of the same size.
 
         Raises:
-            ValueError: naming what was expected and what came; then nothing has changed.
+            ValueError: the state is invalid; the message has the expected and the actual value. Nothing has changed.
         """
         given = state_dict if isinstance(state_dict, Mapping) else {}
         steps, by_rank = given.get("steps"), given.get("feedback")
@@ -126,8 +127,8 @@ class ShardedState:
             raise ValueError(f"state_dict: expected one of a ShardedState, version {VERSION}")
         if _key() not in by_rank:
             raise ValueError(
-                f"state_dict: expected what {_key()} saved, since shards of another world size are others, got that of "
-                f"{', '.join(map(str, by_rank))}; go on without, by a new register()"
+                f"state_dict: expected what {_key()} saved, since shards differ with the world size, got that of "
+                f"{', '.join(map(str, by_rank))}; to continue without it, register anew"
             )
         lost = by_rank[_key()]
         if not isinstance(lost, Mapping):
