@@ -1,4 +1,4 @@
-"""Optimizers with torch.optim's manners whose step is one pass over memory."""
+"""Optimizers with the interface and behaviour of torch.optim, whose step is one pass over memory."""
 
 from dltrain_ext.optim.adagrad import Adagrad
 from dltrain_ext.optim.adamw import AdamW

@@ -15,15 +15,15 @@ class Adagrad(FusedStep, torch.optim.Adagrad):
     """``torch.optim.Adagrad``, in one pass over all parameters of a group.
 
     Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's (Duchi, Hazan & Singer 2011). Dtypes,
-    devices and ``master_weights`` are as in :class:`AdamW`; sums are float32, and gradients, which must be dense, are
-    only read. ``foreach`` and ``fused`` are kept in the state and change nothing here.
+    devices and ``master_weights`` are as in :class:`AdamW`. Sums are float32. Gradients must be dense and are only
+    read. ``foreach`` and ``fused`` are stored in the groups and have no effect.
 
-    With a GradScaler the gradients are unscaled on the way, and a step with ``found_inf != 0`` is skipped whole.
+    With a GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped.
 
     Raises:
-        ValueError: ``differentiable=True``: the step is no autograd operation; a wrong ``master_weights``.
-        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
-            its group; no parameter has been changed then.
+        ValueError: ``differentiable=True``, as the step is no autograd operation, or a wrong ``master_weights``.
+        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor is invalid. The message has its
+            index in the group, and no parameter has been changed.
     """
 
     _rule = RULES["adagrad"]
@@ -63,7 +63,7 @@ class Adagrad(FusedStep, torch.optim.Adagrad):
             fused=fused,
             master_weights=master_weights,
         )
-        for p, entry in self.state.items():  # torch makes it of the parameter's dtype
+        for p, entry in self.state.items():  # torch creates it with the parameter's dtype
             if p.dtype != torch.float32:
                 entry["sum"] = entry["sum"].float()
 

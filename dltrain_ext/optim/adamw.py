@@ -15,22 +15,22 @@ class AdamW(FusedStep, torch.optim.AdamW):
     """``torch.optim.AdamW``, in one pass over all parameters of a group.
 
     Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's (Loshchilov & Hutter 2019; AMSGrad:
-    Reddi, Kale & Kumar 2018), so checkpoints go both ways. Parameters and gradients are float32, float16 or bfloat16 in
-    any mix, of any shape and stride, on the CPU or, where the build has it, on CUDA devices; gradients are only read.
-    Moments are float32 always. ``foreach``, ``fused`` and ``capturable`` are kept in the state and change nothing here:
-    on CUDA the step can always be captured in a graph, once the state exists.
+    Reddi, Kale & Kumar 2018), so checkpoints can be exchanged in both directions. Parameters and gradients are float32,
+    float16 or bfloat16 in any mix, of any shape and strides, on the CPU or, in a build for CUDA, on CUDA devices.
+    Gradients are only read. Moments are always float32. ``foreach``, ``fused`` and ``capturable`` are stored in the
+    groups and have no effect: on CUDA the step can always be captured in a graph, once the state exists.
 
     ``master_weights="auto"`` keeps a float32 master of each float16 or bfloat16 parameter in its state
-    (``"master_param"``), made of the parameter at its first step; the step updates the master and writes the parameter
-    as its copy. Who writes to such a parameter by hand later deletes the master from its state: the next step makes it
-    anew. With False the parameter itself is updated, rounded at every step.
+    (``"master_param"``), which is created from the parameter in its first step. A step updates the master and copies it
+    to the parameter. If you write to such a parameter later, delete the master from its state; the next step creates a
+    new one. With ``False`` the parameter itself is updated, and rounded in every step.
 
-    With a GradScaler the gradients are unscaled on the way, and a step with ``found_inf != 0`` is skipped whole.
+    With a GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped.
 
     Raises:
-        ValueError: ``differentiable=True``: the step is no autograd operation; a wrong ``master_weights``.
-        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
-            its group; no parameter has been changed then.
+        ValueError: ``differentiable=True``, as the step is no autograd operation, or a wrong ``master_weights``.
+        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor is invalid. The message has its
+            index in the group, and no parameter has been changed.
     """
 
     _rule = RULES["adamw"]

@@ -1,4 +1,4 @@
-"""What our optimizers share: torch's manners around a step that one call makes for a whole parameter group."""
+"""What the optimizers share: the interface of torch.optim for a step that is one call for a parameter group."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,16 +13,16 @@ from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import Shards, any_sharded, local
 
 ALIGNMENT = 16  # elements: a cache line
-EVERY, NONE = 0, 2**62  # dimensions, from which on a rule's flag stands
+EVERY, NONE = 0, 2**62  # a rule's flag is set for parameters of at least so many dimensions
 MASTER = "master_param"
 
 Unscaler = Callable[[Sequence[_ops.FusedGroup]], tuple[Tensor | None, Tensor | None]]
-"""What the gathered groups' gradients are divided by, and whether the step is to be skipped (not zero): a number each,
-on any device, or None."""
+"""Returns the divisor of the gradients of the groups, which have been read, and a number that is not zero if the step
+is skipped: one-element tensors on any device, or None."""
 
 
 def as_float(group: dict[str, Any], name: str) -> float:
-    """Of a hyper-parameter; raises TypeError naming one that is no number."""
+    """Returns a hyper-parameter; raises TypeError that names it if it is not a number."""
     return as_number(group.get(name), name)
 
 
@@ -42,7 +42,7 @@ def _is_on_cuda(lr: Any) -> bool:
 
 
 def grad_scale_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """What a GradScaler, or the user, has set."""
+    """Returns the optimizer's ``grad_scale``, which a GradScaler or the user sets."""
     scale = getattr(optimizer, "grad_scale", None)
     if not isinstance(scale, Tensor | None):
         raise TypeError(f"grad_scale: expected a tensor of one number or None, got {scale!r}")
@@ -50,18 +50,19 @@ def grad_scale_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
 
 
 class FusedStep(torch.optim.Optimizer):
-    """Mixed into an optimizer of torch.optim, or over torch.optim.Optimizer itself, which bring the constructor, the
-    groups and the state_dict.
+    """The base of the optimizers, beside a class of torch.optim that provides the constructor, the groups and the
+    state_dict.
 
-    Of a float16 or bfloat16 parameter the step updates a float32 master, ``state[p]["master_param"]``, and writes the
-    parameter as its copy; not so where the group's ``master_weights`` is False.
+    For a float16 or bfloat16 parameter the step updates a float32 master, ``state[p]["master_param"]``, and copies it
+    to the parameter, unless the group's ``master_weights`` is False.
     """
 
     unscaler: Unscaler | None = None
-    """Who judges the next step's gradients; else a GradScaler's ``grad_scale`` and ``found_inf`` attributes do."""
-    _shards: Shards | None = None  # during a step of DTensors
+    """Unscales the next step's gradients; if None, the attributes that a GradScaler sets do, ``grad_scale`` and
+    ``found_inf``."""
+    _shards: Shards | None = None  # only during a step of DTensors
     _rule: Rule
-    _given: dict[str, Any] = {}  # defaults beside those of torch's optimizer
+    _given: dict[str, Any] = {}  # options that torch's optimizer does not have
 
     def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
         _check_iterable(args[0])
@@ -75,7 +76,7 @@ class FusedStep(torch.optim.Optimizer):
         before = self.__dict__.get("param_groups", ())
         super().__setstate__(state)
         self._prepare()
-        # What a group that was saved by another optimizer lacks stays as it is.
+        # Options that are missing in a group that another optimizer saved keep their values.
         for group, old in zip(self.param_groups, before, strict=False):
             for name, value in old.items():
                 group.setdefault(name, value)
@@ -83,15 +84,15 @@ class FusedStep(torch.optim.Optimizer):
             self._load_as_saved(loading)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim; only that moments and masters stay float32 whatever the parameters are.
+        """Loads a state as in torch.optim, but moments and masters stay float32 for parameters of any dtype.
 
         Raises:
-            ValueError: it is none of such an optimizer, or holds what no step could have made; then nothing has
-                changed.
+            ValueError: it is not the state of such an optimizer, or has values that no step can produce. Then nothing
+                has changed.
         """
         before = self.state, self.param_groups
         self._loading: dict[str, Any] = {}
-        # Behind the user's own hooks, which may have changed it.
+        # This hook runs after the user's own hooks, which may change the state.
         hook = self.register_load_state_dict_pre_hook(lambda _, final: self._loading.update(final))
         try:
             super().load_state_dict(state_dict)
@@ -111,13 +112,13 @@ class FusedStep(torch.optim.Optimizer):
             del self._loading
 
     def _check_entry(self, p: Tensor, entry: Any) -> None:
-        """Raises TypeError, ValueError naming what no step could have made."""
+        """Raises TypeError or ValueError that names a value which no step can produce."""
         if not isinstance(entry, dict):
             raise TypeError(f"state: expected a dict for each parameter, got {type(entry).__name__}")
         nonnegative = {state.key for state in self._rule.states if state.nonnegative}
         for name in (*(state.key for state in self._rule.states), MASTER):
             if not isinstance(entry.get(name), Tensor):
-                continue  # the next step makes it, or refuses it
+                continue  # the next step creates it, or raises an error
             value = local(entry[name])
             check_dense(value, f"state[{name!r}]")
             if entry[name].shape != p.shape:
@@ -130,7 +131,7 @@ class FusedStep(torch.optim.Optimizer):
             raise ValueError(f"state['step']: expected a number >= 0, got {step:g}")
 
     def _load_as_saved(self, state_dict: dict[str, Any]) -> None:
-        """Torch has cast moments and masters to the type of their parameter by now."""
+        """Restores moments and masters, which torch has cast to the dtype of their parameter."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, params, strict=True):
@@ -142,7 +143,7 @@ class FusedStep(torch.optim.Optimizer):
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"param_group: expected a dict with params, got {type(param_group).__name__}")
         _check_iterable(param_group["params"])
-        self.defaults.update(self._given)  # only where it is not the default: else groups are torch's to the letter
+        self.defaults.update(self._given)  # nothing for the default, so that groups equal torch's
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -151,7 +152,7 @@ class FusedStep(torch.optim.Optimizer):
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises TypeError, ValueError naming what does not fit."""
+        """Raises TypeError or ValueError that names an invalid option."""
         if group.get("differentiable"):
             name = type(self).__name__
             raise ValueError(f"differentiable: expected False, got True; torch.optim.{name} has a differentiable step")
@@ -170,23 +171,23 @@ class FusedStep(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         self._fused: list[Any] = []
-        self._step_supports_amp_scaling = True  # asks GradScaler to hand grad_scale and found_inf to step()
+        self._step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:
-        """Those that the parameters of the group shall have."""
+        """Returns the optional states that the parameters of the group have."""
         return ()
 
     def _initial(self, group: dict[str, Any]) -> Mapping[str, float]:
-        """Of the states that start at a value of the group's own."""
+        """Returns the initial values of the states that start at a value of the group."""
         return {}
 
     def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
-        """For which parameters the rule's flag stands: these, and those of at least so many dimensions. ``starting``:
-        those whose first step this is."""
+        """Returns parameters for which the rule's flag is set, and the number of dimensions from which on it is set,
+        too. ``starting`` are the parameters whose first step this is."""
         return (), NONE
 
     def _gather(self, fused: _ops.FusedGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Has ``fused`` read the group; returns the parameters whose state is incomplete."""
+        """Makes ``fused`` read the group; returns the parameters whose state is incomplete."""
         flagged, dimensions = self._flagged(group, starting)
         return fused.gather(
             self.state,
@@ -198,11 +199,11 @@ class FusedStep(torch.optim.Optimizer):
         )
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
-        """Gives these parameters, all on one device, what their state lacks; returns those whose first step this is."""
+        """Creates the missing state of these parameters, all on one device; returns those whose first step this is."""
         plain: dict[str, Any] = {"dtype": torch.float32, "device": params[0].device}
         for name, start in self._rule.counters:
-            # One counter each, although all are equal at first: torch's step would add to a shared one once a
-            # parameter.
+            # Each parameter has its own counter, although all are equal at first: torch's step would increment a shared
+            # one once per parameter.
             fresh = torch.full((len(params),), start, **plain)
             for index, p in enumerate(params):
                 count = self.state[p].get(name)
@@ -224,11 +225,17 @@ class FusedStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what ``closure`` returned, or None.
+        """Performs one optimization step.
 
-        Parameters on a CUDA device are updated on its current stream, and no host waits: a GradScaler's verdict and a
-        learning rate that is a CUDA tensor are read on the device. The step that first creates state asks the verdict
-        of the host, so that a skipped one leaves no state behind.
+        On a CUDA device parameters are updated on its current stream, and the host does not wait: ``found_inf`` of a
+        GradScaler and a learning rate that is a CUDA tensor are read on the device. A step that creates state reads
+        ``found_inf`` on the host, so that a skipped step creates none.
+
+        Args:
+            closure: a callable that computes the loss and the gradients, called with grad mode enabled; or None.
+
+        Returns:
+            The result of ``closure``, or None.
         """
         loss = None
         if closure is not None:
@@ -291,7 +298,7 @@ class FusedStep(torch.optim.Optimizer):
         return dict(entry)
 
     def _put_back(self, p: Tensor, entry: dict[str, Any] | None) -> None:
-        """As its state was before the step."""
+        """Restores the state of a parameter from before the step."""
         if entry is None:
             self.state.pop(p, None)
         else:
@@ -299,12 +306,12 @@ class FusedStep(torch.optim.Optimizer):
             self.state[p].update(entry)
 
     def sum_squares(self, groups: Sequence[_ops.FusedGroup]) -> list[Tensor]:
-        """Of all gradients of the step under way, which the groups have read: float64 numbers to be added up."""
+        """Returns sums of squares of the gradients that the groups have read in this step: float64 numbers to add."""
         return _ops.sum_squares_of(groups) if self._shards is None else self._shards.sum_squares(groups)
 
     def _scale_of_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
         found_inf = getattr(self, "found_inf", None)
-        # GradScaler's sum over no gradients is the number 0.
+        # If there are no gradients, GradScaler sets the Python number 0.
         return grad_scale_of(self), found_inf if isinstance(found_inf, Tensor) else None
 
     def _arguments(
@@ -321,28 +328,29 @@ class FusedStep(torch.optim.Optimizer):
         )
 
     def _lay_out(self, params: Iterable[Tensor], initial: Mapping[str, float], group: dict[str, Any]) -> None:
-        """Gives each parameter those of these state tensors that it lacks, and a master where it shall have one.
+        """Creates the missing state tensors of each parameter, and a master if it shall have one.
 
-        They are views of one flat tensor, since thousands of small ones would lie all over memory, and large ones of
-        equal alignment get in each other's way in the cache.
+        They are views of one flat tensor. Thousands of small tensors would be scattered over memory, and large ones of
+        equal alignment get in each other's way in the cache: arrays whose addresses differ by 2^27 + 2^12 bytes share a
+        way-predictor tag on AMD processors, and with SSE2 a step took 2.2 times as long.
         """
-        places, total = [], 0
+        missing, total = [], 0
         for p in params:
             state = self.state[p]
             wanted = [*initial, MASTER] if self._has_masters(group) and p.dtype != torch.float32 else initial
             for name in wanted:
                 if name not in state:
-                    places.append((p, name, total))
+                    missing.append((p, name, total))
                     total += -(-p.numel() // ALIGNMENT) * ALIGNMENT
                 elif not isinstance(state[name], Tensor):
                     kind, shape = type(state[name]).__name__, list(p.shape)
                     raise TypeError(f"state[{name!r}] of a parameter of shape {shape}: expected a tensor, got {kind}")
-        if not places:
+        if not missing:
             return
-        arena = torch.zeros(total, dtype=torch.float32, device=places[0][0].device)
-        for p, name, place in places:
-            dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no holes
-            self.state[p][name] = arena.as_strided(p.shape, dense.stride(), place)
+        arena = torch.zeros(total, dtype=torch.float32, device=missing[0][0].device)
+        for p, name, offset in missing:
+            dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no gaps
+            self.state[p][name] = arena.as_strided(p.shape, dense.stride(), offset)
             if name == MASTER:
                 self.state[p][name].copy_(p)
             elif initial[name]:

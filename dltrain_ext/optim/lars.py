@@ -13,14 +13,14 @@ from dltrain_ext.optim.shards import any_sharded
 
 
 class Preset(NamedTuple):
-    """What the forms of LARS differ in."""
+    """The options in which forms of LARS differ."""
 
     trust_coefficient: float
     eps: float
-    lr_inside: bool  # of the momentum
+    lr_inside: bool  # the momentum buffer contains the learning rate
     clip: bool  # the trust ratio becomes min(ratio / lr, 1)
-    decays_excluded: bool  # whether weight decay is for parameters without a trust ratio, too
-    decays_at_zero_norm: bool
+    decays_excluded: bool  # weight decay also applies to parameters without a trust ratio
+    decays_at_zero_norm: bool  # weight decay also applies if a norm is zero
 
 
 PRESETS = {
@@ -33,41 +33,41 @@ PRESETS = {
 class LARS(FusedStep):
     """SGD with momentum whose learning rate is adapted to each tensor by a trust ratio, in two passes over memory.
 
-    With ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, and 1 where a norm is zero, w <- w - b
-    and b <- momentum * b + lr * ratio * (g + weight_decay * w) (You, Gitman & Ginsburg 2017, Algorithm 1). What others
-    call LARS differs as soon as the learning rate changes, so the form is chosen by name:
+    With ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, or 1 if a norm is zero, a step is b <-
+    momentum * b + lr * ratio * (g + weight_decay * w) and w <- w - b (You, Gitman & Ginsburg 2017, Algorithm 1). Forms
+    of LARS differ as soon as the learning rate changes, so the form is selected by name:
 
-    ============  =================  ====  ============================  =====================================
-    preset        trust_coefficient  eps   learning rate                 weight decay without a trust ratio
-    ============  =================  ====  ============================  =====================================
-    paper         0.001              0     inside of the momentum        stays
-    tensorflow    0.001              0     inside of the momentum        none where excluded (its skip list)
-    larc          0.02               1e-8  outside, min(ratio / lr, 1)   stays where excluded, none where a norm is 0
-    ============  =================  ====  ============================  =====================================
+    ============  =================  ====  ===========================  =============================================
+    preset        trust_coefficient  eps   learning rate                weight decay without a trust ratio
+    ============  =================  ====  ===========================  =============================================
+    paper         0.001              0     in the momentum buffer       is applied
+    tensorflow    0.001              0     in the momentum buffer       is not applied where excluded (its skip list)
+    larc          0.02               1e-8  outside, min(ratio / lr, 1)  is applied, but not if a norm is 0
+    ============  =================  ====  ===========================  =============================================
 
-    tensorflow: the optimizer of TensorFlow and MLPerf; larc: apex's LARC over SGD.
+    tensorflow is the optimizer of TensorFlow and MLPerf, and larc is apex's LARC over SGD.
 
     Args:
         params: parameters, or groups with options of their own.
         lr: a number >= 0, or a one-element tensor.
         momentum, weight_decay: numbers >= 0.
-        trust_coefficient, eps: None for the preset's.
-        nesterov: look ahead along the momentum; needs momentum > 0.
-        preset: paper, tensorflow or larc.
-        adapt: "auto": parameters of one dimension or less, as biases and norms, have no trust ratio; True: all have
-            one; False: none has, and the learning rate is outside of the momentum: this is ``torch.optim.SGD`` (in the
-            preset tensorflow without weight decay).
-        maximize: ascend.
+        trust_coefficient, eps: numbers >= 0; None uses the preset's.
+        nesterov: use Nesterov momentum, which needs momentum > 0.
+        preset: ``"paper"``, ``"tensorflow"`` or ``"larc"``.
+        adapt: with ``"auto"`` parameters of at most one dimension, such as biases and norms, have no trust ratio. With
+            True all have one. With False none has, and the momentum buffer does not contain the learning rate: this is
+            ``torch.optim.SGD`` (in the preset tensorflow without weight decay).
+        maximize: maximize the objective.
         master_weights, dtypes, devices: as in :class:`AdamW`; norms are those of the masters. The momentum buffer,
             ``state[p]["momentum_buffer"]``, is float32.
 
-    Norms are sums in double, the same for any number of threads. With a GradScaler the gradients are unscaled on the
-    way, and a step with ``found_inf != 0`` is skipped whole.
+    Norms are computed in double, with the same bits for any number of threads. With a GradScaler the gradients are
+    unscaled in the same passes, and a step with ``found_inf != 0`` is skipped.
 
     Raises:
-        ValueError: an argument out of its range, by name.
-        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
-            its group; no parameter has been changed then.
+        ValueError: an argument is out of its range; the message names it.
+        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor is invalid. The message has its
+            index in the group, and no parameter has been changed.
     """
 
     _rule = RULES["lars"]

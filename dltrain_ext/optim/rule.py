@@ -1,4 +1,4 @@
-"""What an optimizer is, as its header in csrc/math/optim says it."""
+"""The descriptions of the optimizers, from their headers in csrc/math/optim."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from dltrain_ext import _ops
 
 
 class State(NamedTuple):
-    """A tensor of the parameter's shape, in float32."""
+    """A float32 tensor of the parameter's shape."""
 
     key: str
     optional: bool
@@ -15,14 +15,15 @@ class State(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """A number of a parameter, in float32."""
+    """A float32 number for each parameter."""
 
     key: str
     initial: float
 
 
 class Rule(NamedTuple):
-    """An optimizer's hyper-parameters with their defaults, what it keeps, and what tells some tensors from others."""
+    """An optimizer's hyper-parameters with their defaults, its states and counters, and a flag that is set for some
+    tensors."""
 
     name: str
     hyper: dict[str, float | bool]

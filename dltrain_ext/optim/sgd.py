@@ -14,17 +14,17 @@ from dltrain_ext.optim.rule import RULES
 class SGD(FusedStep, torch.optim.SGD):
     """``torch.optim.SGD``, in one pass over all parameters of a group.
 
-    Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's: momentum (Polyak 1964) with the
-    learning rate outside of it, Nesterov's form (Sutskever et al. 2013), dampening, weight decay added to the gradient.
-    Dtypes, devices and ``master_weights`` are as in :class:`AdamW`; momentum buffers are float32, and gradients are
-    only read. ``foreach`` and ``fused`` are kept in the state and change nothing here.
+    Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's: momentum whose buffer does not contain
+    the learning rate (Polyak 1964), Nesterov's form (Sutskever et al. 2013), dampening, and weight decay that is added
+    to the gradient. Dtypes, devices and ``master_weights`` are as in :class:`AdamW`. Momentum buffers are float32.
+    Gradients are only read. ``foreach`` and ``fused`` are stored in the groups and have no effect.
 
-    With a GradScaler the gradients are unscaled on the way, and a step with ``found_inf != 0`` is skipped whole.
+    With a GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped.
 
     Raises:
-        ValueError: ``differentiable=True``: the step is no autograd operation; a wrong ``master_weights``.
-        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor that does not fit, by index in
-            its group; no parameter has been changed then.
+        ValueError: ``differentiable=True``, as the step is no autograd operation, or a wrong ``master_weights``.
+        TypeError, ValueError (from ``step``): a parameter, gradient or state tensor is invalid. The message has its
+            index in the group, and no parameter has been changed.
     """
 
     _rule = RULES["sgd"]
@@ -67,7 +67,7 @@ class SGD(FusedStep, torch.optim.SGD):
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         for p in params:
-            if self.state[p].get("momentum_buffer", p) is None:  # as some of torch's versions write it
+            if self.state[p].get("momentum_buffer", p) is None:  # some versions of torch write None
                 del self.state[p]["momentum_buffer"]
         starting = [p for p in params if "momentum_buffer" not in self.state[p]]
         super()._complete_state(params, group)
