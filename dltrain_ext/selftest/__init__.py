@@ -1,7 +1,7 @@
-"""Whether this installation is right on this machine, or cluster: ``python -m dltrain_ext.selftest``, also by torchrun.
+"""Checks this installation on this machine or cluster: ``python -m dltrain_ext.selftest``, also with torchrun.
 
-The rooms: ``session`` is one run of all checks on every rank. ``checks`` is what holds on a device by itself,
-``together`` what holds among ranks, ``links`` what their links carry, and ``faults`` what they say of one that dies.
-``sums`` is what ranks contribute to a sum, and how a result is judged; ``ranks`` starts and connects them; ``report``
-is the table and the JSON.
+The modules: ``session`` runs all checks on every rank. ``checks`` has the checks of a single device, ``together`` those
+of several ranks, ``links`` measures the links between ranks, and ``faults`` checks what ranks report when one is
+killed. ``sums`` makes contributions with known sums, and compares results with them. ``ranks`` starts and connects the
+ranks. ``report`` writes the table and the JSON.
 """

@@ -1,8 +1,8 @@
-"""python -m dltrain_ext.selftest: two minutes that say whether this installation is right, and how fast the links are.
+"""python -m dltrain_ext.selftest: checks in two minutes whether this installation is right, and how fast the links are.
 
-Alone it starts its ranks on this machine; under torchrun, also of several hosts, it is one of those ranks. The exit
-status is 0 when nothing failed. With --json FILE everything is written for a bug report, after each check, so that
-what a crash leaves is of use too.
+Run alone it starts its ranks on this machine; with torchrun, also on several hosts, it is one of those ranks. The exit
+status is 0 if no check failed. With --json FILE all results are written for a bug report, again after each check, so
+that the file is of use after a crash too.
 """
 
 import argparse
@@ -32,14 +32,14 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str], given: int | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dltrain_ext.selftest", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, help="processes to start here (default 2), or those that torchrun started")
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer: about half a minute")
-    parser.add_argument("--faults", action="store_true", help="also kill a rank, one of processes started for that")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller checks: about half a minute")
+    parser.add_argument("--faults", action="store_true", help="also kill a rank, in processes started for this")
     parser.add_argument(
-        "--device", choices=["cpu", "cuda"], help="only there (default: the CPU, and CUDA if it is there)"
+        "--device", choices=["cpu", "cuda"], help="check only this device (default: the CPU, and CUDA if available)"
     )
     names = [check.name for check in chosen()]
-    parser.add_argument("--only", metavar="CHECK", choices=names, help=f"only this one: {', '.join(names)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, for a bug report")
+    parser.add_argument("--only", metavar="CHECK", choices=names, help=f"run only this check: {', '.join(names)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE, for a bug report")
     options = parser.parse_args(argv)
     if given and options.ranks not in (None, given):
         parser.error(f"--ranks: expected {given}, as torchrun has started, got {options.ranks}")

@@ -1,4 +1,4 @@
-"""What holds on a device by itself: the bytes of codecs, optimizers, the loss scaler, captured graphs."""
+"""Checks of a single device: the bytes of codecs, optimizers, the loss scaler, captured graphs."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +16,12 @@ from dltrain_ext.selftest import sums
 from dltrain_ext.selftest.report import Check, Found, Site, Skip
 
 SHAPES = [(3, 5), (7,), (), (0, 4), (257, 33), (40_000,)]
-LIKE_TORCH: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}  # torch's own variants differ by as much over some steps
+LIKE_TORCH: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}  # torch's variants differ by as much over some steps
 ROUNDINGS = ("nearest", "stochastic")
 
 
 def message_bytes(site: Site) -> Found:
-    """Messages, what they stand for and what is lost, against the CPU's, and those of the CPU against the reference."""
+    """Compares messages, decoded values and residuals with the CPU's, and those of the CPU with the reference."""
     on_cpu, total = site.device.type == "cpu", 0
     for codec in CODECS:
         for rounding in ROUNDINGS:
@@ -40,7 +40,8 @@ def message_bytes(site: Site) -> Found:
 
 
 def _values(numel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """An own part with magnitudes of all kinds and one that is not finite, another's part and a residual."""
+    """Returns a contribution with many magnitudes and elements that are not finite, another contribution and a
+    residual."""
     generator = torch.Generator().manual_seed(numel)
     own, other, residual, spread = (torch.randn(numel, generator=generator) for _ in range(4))
     own *= (4 * spread).exp2()
@@ -87,7 +88,7 @@ def _steps(optimizer: torch.optim.Optimizer, parameters: Sequence[Parameter]) ->
 
 
 def optimizers(site: Site) -> Found:
-    """AdamW and SGD against torch's, LARS against the reference in fp64, halves against fp32 parameters."""
+    """Compares AdamW and SGD with torch's, LARS with the reference in fp64, half parameters with fp32 parameters."""
     kinds: list[tuple[Any, Any, dict[str, Any]]] = [
         (optim.AdamW, torch.optim.AdamW, {"lr": 0.05, "amsgrad": True}),
         (optim.AdamW, torch.optim.AdamW, {"lr": 0.05, "maximize": True}),
@@ -100,14 +101,14 @@ def optimizers(site: Site) -> Found:
     for dtype in (torch.float16, torch.bfloat16):
         half, full = _parameters(site.device, dtype=dtype), _parameters(site.device, dtype=dtype)
         full = [Parameter(parameter.detach().float()) for parameter in full]
-        optimizer, twin = optim.AdamW(half, lr=0.05), optim.AdamW(full, lr=0.05)
+        optimizer, full_optimizer = optim.AdamW(half, lr=0.05), optim.AdamW(full, lr=0.05)
         for seed in range(1, 6):
             _give_gradients(half, seed)
             for parameter, other in zip(full, half, strict=True):
                 assert other.grad is not None
                 parameter.grad = other.grad.float()
             optimizer.step()
-            twin.step()
+            full_optimizer.step()
         wrong = [not torch.equal(a, b.to(dtype)) for a, b in zip(half, full, strict=True)]
         assert not any(wrong), f"AdamW with {dtype}: {sum(wrong)} parameters are not what fp32 masters round to"
     return Found("AdamW and SGD as torch's, LARS as the reference, masters of fp16 and bf16")
@@ -132,7 +133,8 @@ SCALED_STEPS = (1.0, 1.0, float("inf"), 1.0, 1.0)
 
 
 def loss_scaler(site: Site) -> Found:
-    """A scaled, clipped AdamW step beside torch's GradScaler, clip_grad_norm_ and AdamW; the third one overflows."""
+    """Compares a scaled, clipped AdamW step with torch's GradScaler, clip_grad_norm_ and AdamW; the third one
+    overflows."""
     torchs, ours = _parameters(site.device), _parameters(site.device)
     optimizer, scaler = torch.optim.AdamW(torchs, lr=0.05), torch.amp.GradScaler(site.device.type, init_scale=8.0)
     for seed, factor in enumerate(SCALED_STEPS):
@@ -161,7 +163,7 @@ def _scaled_step(parameters: Sequence[Parameter], device: torch.device) -> tuple
 
 
 def captured_graphs(site: Site) -> Found:
-    """A scaled step and an encoding, captured once and replayed, beside the same calls; and none of them waits."""
+    """Compares a scaled step and an encoding, captured once and replayed, with the same calls. No host may wait."""
     if site.device.type != "cuda":
         raise Skip("the CPU has no graphs")
     eager, replayed = (_repeated(site.device, captured) for captured in (False, True))
@@ -175,7 +177,7 @@ def _repeated(device: torch.device, captured: bool) -> dict[str, Tensor]:
     scaler, step = _scaled_step(parameters, device)
     scaler.scale(torch.zeros((), device=device))
     _give_gradients(parameters, 0)
-    step()  # makes the state
+    step()  # creates the state
     gradients = [[drawn.to(device) for drawn in _drawn(seed)] for seed in range(1, 6)]
     given = gradients[0][-1]
     message, residual = codecs.empty(given, "int8"), torch.zeros_like(given)
@@ -184,7 +186,7 @@ def _repeated(device: torch.device, captured: bool) -> dict[str, Tensor]:
         step()
         codecs.encode(given, "int8", residual=residual, out=message)
 
-    gc.collect()  # what is freed while a graph is captured may spoil it
+    gc.collect()  # memory that is freed while a graph is captured may invalidate it
     torch.cuda.synchronize()
     if captured:
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""What the others say when a rank is killed: in processes of their own, one for each rank of the selftest."""
+"""Checks the errors of the other ranks when a rank is killed, in a separate process for each rank of the selftest."""
 
 import os
 import signal
@@ -14,33 +14,33 @@ from dltrain_ext import comm
 from dltrain_ext.selftest import ranks
 from dltrain_ext.selftest.report import Check, Found, Site, Skip
 
-DEADLINES = {"cpu": 5.0, "cuda": 30.0}  # seconds of the calls; on CUDA also to make NCCL's connections
-GRACE = 10.0  # more, in which the survivors have to know
+DEADLINES = {"cpu": 5.0, "cuda": 30.0}  # timeouts of the calls in seconds; on CUDA also for NCCL's connections
+GRACE = 10.0  # seconds after the timeout within which the survivors must raise
 STARTING = 300.0
 
 
 def killed_rank(site: Site) -> Found:
-    """The last rank is killed between two all-reduces; each other has to raise, name it, and leave."""
+    """The last rank is killed between two all-reduces. Each other one must raise an error that names it, and end."""
     if site.world_size == 1:
         raise Skip("needs two ranks: --ranks 2")
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     store = None
     if site.rank == 0:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    port = ranks.meet(f"port on {site.device.type}", store.port if store else 0)[0]
+    port = ranks.exchange(f"port on {site.device.type}", store.port if store else 0)[0]
     context = mp.get_context("spawn")
-    said, says = context.Pipe(duplex=False)
-    child = context.Process(target=_live, args=(site, host, port, says), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_run_rank, args=(site, host, port, sender), daemon=True)
     child.start()
-    says.close()
+    sender.close()
     deadline = DEADLINES[site.device.type]
     child.join(STARTING + deadline + GRACE)
     status = child.exitcode
     child.kill()
     child.join()
-    words, seconds = _heard(said)
-    # Nobody lets go of the store before all have come.
-    reports = ranks.meet(f"survivors on {site.device.type}", [words, seconds])
+    words, seconds = _received(receiver)
+    # No rank destroys the store before all ranks have got here.
+    reports = ranks.exchange(f"survivors on {site.device.type}", [words, seconds])
     victim = site.world_size - 1
     if site.rank == victim:
         assert status == -signal.SIGKILL, f"the rank that was to be killed ended with {status}, and said: {words}"
@@ -53,14 +53,14 @@ def killed_rank(site: Site) -> Found:
     return Found(f"named by all others within {slowest:.2f} s", {"seconds": slowest, "words": words})
 
 
-def _heard(said: Connection) -> tuple[str, float]:
+def _received(receiver: Connection) -> tuple[str, float]:
     try:
-        return said.recv() if said.poll() else ("", 0.0)
-    except EOFError:  # it was killed
+        return receiver.recv() if receiver.poll() else ("", 0.0)
+    except EOFError:  # the rank was killed
         return "", 0.0
 
 
-def _live(site: Site, host: str, port: int, says: Connection) -> None:
+def _run_rank(site: Site, host: str, port: int, sender: Connection) -> None:
     torch.set_num_threads(1)
     if site.device.type == "cuda":
         torch.cuda.set_device(site.device)
@@ -82,9 +82,9 @@ def _live(site: Site, host: str, port: int, says: Connection) -> None:
             communicator.all_reduce(tensor, "avg")
             _wait(site)
     except dist.DistBackendError as error:
-        says.send((str(error), time.monotonic() - start))
-    # The default group may have a peer that is gone: nothing is left to be said there.
-    says.close()
+        sender.send((str(error), time.monotonic() - start))
+    # The default group may have a peer that is gone, so it is not destroyed.
+    sender.close()
     os._exit(0)
 
 

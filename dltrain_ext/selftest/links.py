@@ -1,4 +1,4 @@
-"""What the links between the ranks carry, and what a codec gains on them: as the model predicts it, and measured."""
+"""Measures the links between the ranks, and the gain of codecs on them, as predicted by the model and as measured."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ ROUNDS = 7
 
 
 def gains(site: Site) -> Found:
-    """Measures the group, then times raw, the backend's own and some codecs by what ``tune`` has found to be best."""
+    """Measures the group, then times raw, the backend's own all-reduce and some codecs with the best plans found."""
     if site.world_size == 1:
         raise Skip("needs two ranks: --ranks 2")
     nbytes = (4 if site.quick else 25) << 20
@@ -43,7 +43,7 @@ def _measured(communicator: comm.Communicator, nbytes: int, site: Site) -> Found
             if turn >= 0:
                 kept.append(time.perf_counter() - start)
     medians = {codec: statistics.median(kept) for codec, kept in samples.items()}
-    of_all = ranks.meet(f"medians on {site.device.type}", medians)
+    of_all = ranks.exchange(f"medians on {site.device.type}", medians)
     seconds = {codec: max(one[codec] for one in of_all) for codec in samples}
     predicted = {codec: _predict(tuning, codec, nbytes) for codec in ("raw", *GAINS)}
     network = tuning.network

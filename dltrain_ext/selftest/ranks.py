@@ -1,4 +1,4 @@
-"""Starts the ranks of the selftest, or joins those of torchrun, and lets several of them share a GPU."""
+"""Starts the ranks of the selftest, or joins those of torchrun, and makes several of them share a GPU."""
 
 import functools
 import json
@@ -17,12 +17,12 @@ import torch.multiprocessing as mp
 from dltrain_ext import comm
 from dltrain_ext.comm import rendezvous
 
-PATIENCE = timedelta(minutes=5)  # of ranks for each other between two checks
-TIMEOUT = timedelta(seconds=60)  # of what they do together in one
+WAIT_TIMEOUT = timedelta(minutes=5)  # between two checks
+TIMEOUT = timedelta(seconds=60)  # of a collective in a check
 
 
 def launch(ranks: int, run: Callable[..., int], *args: Any) -> int:
-    """Calls ``run(*args)`` on so many ranks of a group on this machine, and returns what rank 0 returns.
+    """Calls ``run(*args)`` on that number of ranks of a group on this machine, and returns what rank 0 returns.
 
     Raises ``torch.multiprocessing.ProcessRaisedException`` or ``ProcessExitedException`` when a rank crashes.
     """
@@ -43,7 +43,7 @@ def _enter(rank: int, ranks: int, store: str, answer: Any, run: Callable[..., in
 
 @contextmanager
 def joined(**where: Any) -> Iterator[None]:
-    """In the default group, which is Gloo's whatever the devices are: torchrun's where nothing else is said."""
+    """Enters the default group, whose backend is Gloo for all devices: torchrun's group if no arguments are given."""
     dist.init_process_group("gloo", timeout=TIMEOUT, **where)
     try:
         yield
@@ -51,24 +51,24 @@ def joined(**where: Any) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def meet(about: str, value: Any) -> list[Any]:
-    """The values of all ranks, which JSON can hold, on every rank.
+def exchange(about: str, value: Any) -> list[Any]:
+    """Returns the values of all ranks, on every rank. JSON must be able to represent them.
 
-    They go through the group's store under a name of their own, so that a rank that left a check early, with an error,
-    is not taken at its next word for what another check waits for.
+    They are stored in the group's store under a name of their own, so that the next value of a rank that left a check
+    early, with an error, is not taken for what another check waits for.
     """
     group = dist.group.WORLD
     assert group is not None
     members = dist.get_process_group_ranks(group)
     text = json.dumps(value)
     answers = rendezvous.exchange_texts(
-        group.get_group_store(), f"selftest {about}", members, dist.get_rank(), text, PATIENCE
+        group.get_group_store(), f"selftest {about}", members, dist.get_rank(), text, WAIT_TIMEOUT
     )
     return [json.loads(answer) for answer in answers]
 
 
 def agree(wrong: str) -> None:
-    """Raises AssertionError on all ranks where one of them has found something wrong, so that none goes on alone."""
+    """Raises AssertionError on all ranks if one of them has found something wrong, so that none continues alone."""
     several = torch.tensor(float(bool(wrong)))
     dist.all_reduce(several)
     if several:
@@ -79,7 +79,8 @@ def agree(wrong: str) -> None:
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Until all ranks have done what they have enqueued: who leaves before may take what a peer still waits for."""
+    """Waits until all ranks have completed what they enqueued: a rank that leaves earlier may break what a peer waits
+    for."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
@@ -87,7 +88,7 @@ def wait_for_all(device: torch.device) -> None:
 
 @contextmanager
 def communicator(device: torch.device, **options: Any) -> Iterator[comm.Communicator]:
-    """One that is closed when all ranks are done with it."""
+    """Makes a communicator that is closed when all ranks have finished with it."""
     made = comm.Communicator(group_for(device.type), timeout=TIMEOUT, **options)
     yield made
     wait_for_all(device)
@@ -96,22 +97,23 @@ def communicator(device: torch.device, **options: Any) -> Iterator[comm.Communic
 
 @functools.cache
 def group_for(device: str) -> dist.ProcessGroup | None:
-    """A group of all ranks over NCCL for CUDA tensors, the default group for others. Collective when first called."""
+    """Returns a group of all ranks over NCCL for CUDA tensors, else the default group. The first call is collective."""
     return dist.new_group(backend="nccl", timeout=TIMEOUT) if device == "cuda" else None
 
 
 def take_gpu() -> None:
-    """Gives this process the GPU of its place on its host; several ranks may have to share one."""
+    """Selects the GPU of this process by its local rank; several ranks may have to share one."""
     local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     torch.cuda.set_device(local % torch.cuda.device_count())
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    hosts, gpus = zip(*meet("gpus", [os.uname().nodename, gpu]), strict=True)
+    hosts, gpus = zip(*exchange("gpus", [os.uname().nodename, gpu]), strict=True)
     for name, value in nccl_variables(dist.get_rank(), gpus, one_host=len(set(hosts)) == 1).items():
         os.environ.setdefault(name, value)
 
 
 def nccl_variables(rank: int, gpus: Sequence[str], one_host: bool = True) -> dict[str, str]:
-    """What lets ranks share a GPU: to NCCL each is a host of its own. Nothing where every rank has its own GPU."""
+    """Returns the variables that let ranks share a GPU: for NCCL each rank is then a separate host. It is empty if
+    every rank has its own GPU."""
     if len(set(gpus)) == len(gpus):
         return {}
     variables = {"NCCL_HOSTID": f"rank{rank}", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}

@@ -1,4 +1,4 @@
-"""What the checks have found: a line for each as soon as it is known, and a JSON for a bug report."""
+"""The results of the checks: a line for each as soon as it is complete, and JSON for a bug report."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 
 class Skip(Exception):
-    """Raised by a check that has nothing to look at here; its text says why."""
+    """Raised by a check that cannot be made here; its text says why."""
 
 
 class Found(NamedTuple):
-    """What a check has seen: a short text for the table, and figures for the JSON."""
+    """The result of a check: a short text for the table, and figures for the JSON."""
 
     text: str
     figures: Mapping[str, Any] = {}
@@ -24,7 +24,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """Where a check runs: one rank's place in the group, and the device of its tensors."""
+    """Where a check runs: the rank, the size of the group, and the device of the tensors."""
 
     device: torch.device
     rank: int
@@ -33,7 +33,7 @@ class Site:
 
 
 class Check(NamedTuple):
-    """``run`` raises where something is wrong, AssertionError as a rule."""
+    """``run`` raises an exception, usually AssertionError, if something is wrong."""
 
     name: str
     run: Callable[[Site], Found]
@@ -41,7 +41,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one check on one rank, or on all of them together."""
+    """The outcome of one check on one rank, or on all of them together."""
 
     check: str
     device: str
@@ -53,20 +53,20 @@ class Outcome:
 
     @classmethod
     def of_all(cls, ranks: Sequence["Outcome"]) -> "Outcome":
-        """The one that failed first, named by its rank, since others may fail for want of it; else rank 0's."""
+        """Returns the one that failed first, with its rank, since others may fail as a consequence; else rank 0's."""
         if failed := [rank for rank, one in enumerate(ranks) if one.outcome == FAILED]:
             rank = min(failed, key=lambda rank: ranks[rank].seconds)
-            if len({one.text for one in ranks}) == 1:  # they have agreed on it, or there is one rank
+            if len({one.text for one in ranks}) == 1:  # the text is common to all, or there is one rank
                 return ranks[rank]
             return replace(ranks[rank], text=f"rank {rank}: {ranks[rank].text}")
         return replace(ranks[0], seconds=max(one.seconds for one in ranks))
 
 
 class Report:
-    """Shows and keeps the outcomes; on ranks other than 0 it keeps silent."""
+    """Prints and stores the outcomes. On ranks other than 0 it prints and writes nothing."""
 
-    def __init__(self, facts: Mapping[str, Any], path: Path | None, speaks: bool) -> None:
-        self._facts, self._path, self._speaks = facts, path, speaks
+    def __init__(self, facts: Mapping[str, Any], path: Path | None, is_rank_0: bool) -> None:
+        self._facts, self._path, self._is_rank_0 = facts, path, is_rank_0
         self.outcomes: list[Outcome] = []
 
     @property
@@ -75,18 +75,18 @@ class Report:
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        if self._speaks:
+        if self._is_rank_0:
             one = outcome
             print(f"{one.outcome:8}{one.device:6}{one.check:32}{one.seconds:7.1f} s  {one.text}", flush=True)
             self._write(complete=False)
 
     def skip(self, device: str, reason: str) -> None:
-        """All checks on a device."""
+        """Adds an outcome for all checks on a device."""
         self.add(Outcome("all checks", device, SKIPPED, 0.0, reason))
 
     def close(self) -> None:
-        """Prints the count, and marks the JSON as complete: one that is not tells where a rank crashed."""
-        if not self._speaks:
+        """Prints the counts, and marks the JSON as complete: an incomplete one shows in which check a rank crashed."""
+        if not self._is_rank_0:
             return
         counts = {word: sum(one.outcome == word for one in self.outcomes) for word in (PASSED, FAILED, SKIPPED)}
         print(", ".join(f"{count} {word.lower()}" for word, count in counts.items()))

@@ -1,4 +1,4 @@
-"""What ranks contribute, so that the sum is known; and how many elements of a result are wrong."""
+"""Contributions of ranks whose sum is known, and the number of wrong elements of a result."""
 
 import ctypes
 import hashlib
@@ -30,7 +30,7 @@ class Data(NamedTuple):
 
 
 def whole_numbers(n: int) -> Callable[[int], Tensor]:
-    """Their sum is exact in any order."""
+    """Returns contributions whose sum is exact in any order."""
     return lambda rank: ((torch.arange(n) * 7 + 13 * rank) % 251 - 125).float()
 
 
@@ -39,19 +39,20 @@ def normal(n: int) -> Callable[[int], Tensor]:
 
 
 def tolerance(codec: str, ranks: int, magnitudes: float) -> float:
-    """How far an element may be from the sum: each of p contributions, and the result, is encoded once."""
+    """Returns the largest error of an element: each of p contributions, and the result, is encoded once."""
     if codec == "raw":
         return 0.0
     return (codecs.error_bound(codec).max * (ranks + 1) + 1e-5) * magnitudes
 
 
 def has_feedback(codec: str, rounding: str) -> bool:
-    """Whether a residual is taken: not where the error can exceed what is encoded."""
+    """Returns whether a residual is possible: not if the error can exceed what is encoded."""
     return codec != "sign" or rounding == "nearest"
 
 
 def count_wrong(result: Tensor, exact: Tensor, tolerance: float, first: Tensor | None = None) -> int:
-    """Elements beyond the tolerance, not a number, or of other bits than rank 0's result `first` (None: the same)."""
+    """Counts the elements beyond the tolerance, NaN, or with other bits than rank 0's result ``first`` (None: the
+    same)."""
     right = (result - exact).abs_() <= tolerance
     if first is not None:
         right &= result.view(torch.int32) == first.view(torch.int32)
@@ -59,9 +60,9 @@ def count_wrong(result: Tensor, exact: Tensor, tolerance: float, first: Tensor |
 
 
 def first_if_unlike(result: Tensor) -> Tensor | None:
-    """Rank 0's result where those of the ranks differ in a bit; None where they do not."""
+    """Returns rank 0's result if those of the ranks differ in a bit, else None."""
     held = result.cpu().contiguous()
-    digest = hashlib.sha256(ctypes.string_at(held.data_ptr(), held.nbytes)).digest()  # NumPy need not be there
+    digest = hashlib.sha256(ctypes.string_at(held.data_ptr(), held.nbytes)).digest()  # works without NumPy
     own = torch.tensor(list(digest), dtype=torch.uint8)
     digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(digests, own)
@@ -73,6 +74,6 @@ def first_if_unlike(result: Tensor) -> Tensor | None:
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
-    """The rms of the error over that of what is exact."""
+    """Returns the rms of the error divided by that of the exact result."""
     norm = torch.linalg.vector_norm
     return float(norm(result - exact, dtype=torch.float64) / norm(exact, dtype=torch.float64))

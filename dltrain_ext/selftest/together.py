@@ -1,4 +1,4 @@
-"""What holds among the ranks: plans, codecs, the same bits everywhere, the DDP hook, captured all-reduces."""
+"""Checks of several ranks: plans, codecs, the same bits on all ranks, the DDP hook, captured all-reduces."""
 
 import gc
 import itertools
@@ -13,7 +13,7 @@ from dltrain_ext.codecs import CODECS
 from dltrain_ext.selftest import ranks, sums
 from dltrain_ext.selftest.report import Check, Found, Site, Skip
 
-PROVED = 2048  # what verify takes
+PROVED = 2048  # the largest number of ranks that verify accepts
 
 
 def _check(result: Tensor, data: sums.Data, codec: str, site: Site, what: str) -> None:
@@ -36,7 +36,7 @@ def proofs(site: Site) -> Found:
 
 
 def plans(site: Site) -> Found:
-    """Every plan, and the backend's own, with sums that are exact in any order; in two levels where there are hosts."""
+    """Runs every plan, and the backend's own, with sums that are exact in any order; in two levels with hosts."""
     algorithms = (*comm.ALGORITHMS, "auto", "native")
     with ranks.communicator(site.device) as communicator:
         for numel in _sizes(site):
@@ -49,9 +49,9 @@ def plans(site: Site) -> Found:
 
 
 def plans_and_codecs(site: Site) -> Found:
-    """Every plan with every codec, within the codec's bound; on CUDA with the bits of the CPU, residuals too."""
+    """Runs every plan with every codec within the codec's bound; on CUDA with the bits of the CPU, residuals too."""
     count = 0
-    # In two levels the sum inside a host is the backend's, which adds in an order of its own on each device.
+    # In two levels the sum within a host is the backend's, which adds in another order on each device.
     with ranks.communicator(site.device, ranks_per_host=1) as communicator:
         for numel in _sizes(site):
             whole, normal = (
@@ -91,28 +91,29 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def other_collectives(site: Site) -> Found:
-    share, root = 10_007, site.world_size - 1
-    given = sums.whole_numbers(share * site.world_size)
+    numel, root = 10_007, site.world_size - 1
+    given = sums.whole_numbers(numel * site.world_size)
     data = sums.Data.of(given, site.rank, site.world_size, site.device)
-    own_share, all_shares = torch.empty(share, device=site.device), torch.empty_like(data.own)
+    shard, gathered = torch.empty(numel, device=site.device), torch.empty_like(data.own)
     sent, added = data.own.clone(), data.own.clone()
     with ranks.communicator(site.device, ranks_per_host=1) as communicator:
-        communicator.reduce_scatter(own_share, data.own)
-        communicator.all_gather(all_shares, own_share)
+        communicator.reduce_scatter(shard, data.own)
+        communicator.all_gather(gathered, shard)
         communicator.broadcast(sent, root)
         communicator.reduce(added, root)
     right = {
-        "reduce_scatter": torch.equal(own_share, data.total[site.rank * share :][:share]),
-        "all_gather": torch.equal(all_shares, data.total),
+        "reduce_scatter": torch.equal(shard, data.total[site.rank * numel :][:numel]),
+        "all_gather": torch.equal(gathered, data.total),
         "broadcast": torch.equal(sent, given(root).to(site.device)),
         "reduce": site.rank != root or torch.equal(added, data.total),
     }
     ranks.agree(", ".join(f"{name}: the result is wrong" for name, is_right in right.items() if not is_right))
-    return Found(f"{', '.join(right)} give what they are to give")
+    return Found(f"the results of {', '.join(right)} are right")
 
 
 def ddp_hook(site: Site) -> Found:
-    """The gradients of a small model, over the hook with raw, beside plain DDP's; and with int8 the same on all."""
+    """Compares the gradients of a small model with plain DDP's: the hook with raw, and with int8, with the same bits on
+    all."""
     plain, raw, int8 = (_gradients(site, codec) for codec in ("plain", "raw", "int8"))
     wrong = []
     if not torch.allclose(raw, plain, rtol=1e-5, atol=1e-6):
@@ -134,7 +135,7 @@ def _gradients(site: Site, codec: str) -> Tensor:
     if codec != "plain":
         ddp.register(model, codec=codec)
     torch.manual_seed(1 + site.rank)
-    for _ in range(3):  # DDP lays its buckets anew after the first
+    for _ in range(3):  # DDP rebuilds its buckets after the first step
         model.zero_grad()
         model(torch.randn(16, 64).to(site.device)).square().mean().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -150,15 +151,15 @@ def captured_all_reduce(site: Site) -> Found:
             given = sums.whole_numbers(70_001)(site.rank).to(site.device)
             options: dict[str, Any] = {"algorithm": algorithm, "codec": codec, "step": 1}
             eager, tensor = given.clone(), given.clone()
-            communicator.all_reduce(eager, **options)  # connects the peers, too
-            gc.collect()  # what is freed while a graph is captured may spoil it
+            communicator.all_reduce(eager, **options)  # also connects the peers
+            gc.collect()  # memory that is freed while a graph is captured may invalidate it
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 communicator.all_reduce(tensor, **options)
             graph.replay()
             torch.cuda.synchronize()
-            del graph  # NCCL gives a communicator up only when no graph has it
+            del graph  # NCCL destroys a communicator only when no graph uses it
             ranks.agree("" if torch.equal(eager, tensor) else f"{codec} by {algorithm}: a replay differs from a call")
     return Found("replays give what calls give")
 
@@ -170,4 +171,4 @@ CHECKS = [
     Check("other collectives", other_collectives),
     Check("DDP hook", ddp_hook),
 ]
-LAST = [Check("captured all-reduces", captured_all_reduce)]  # NCCL may wait for graphs for good
+LAST = [Check("captured all-reduces", captured_all_reduce)]  # NCCL may wait for graphs forever
