@@ -1,1 +1,1 @@
-"""Benchmarks of dltrain_ext against its peers: `python -m benchmarks --help`."""
+"""Benchmarks that compare dltrain_ext with its peers; `python -m benchmarks --help` lists them."""

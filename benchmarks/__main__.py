@@ -1,4 +1,4 @@
-"""python -m benchmarks [CASE] [options]: times dltrain_ext against its peers, or simulates; without a case, all."""
+"""python -m benchmarks [CASE] [options]: time dltrain_ext and its peers, or simulate. Without a case, run all cases."""
 
 import argparse
 import os
@@ -18,29 +18,31 @@ INTERRUPTED = 130
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Namespace]]:
-    """The options that all cases share, and those of each case that shall run: none for a command that is no case."""
+    """Return the options that all cases share, and the options of each case to run; none if the command is no case."""
     from benchmarks import plots, sweep
     from benchmarks.cases import CASES
     from benchmarks.harness import at_least
     from benchmarks.machine import namespaces
 
-    written = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    written.add_argument("--quick", action="store_true", help="smaller and fewer, for CI: well under a minute in all")
-    written.add_argument("--json", type=Path, metavar="FILE", help="write everything, with provenance")
-    written.add_argument("--plot", type=Path, metavar="DIR", help="write plots of each case, as PNG and SVG")
-    shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS, parents=[written])
-    shared.add_argument("--device", choices=["cpu", "cuda"], help="where the tensors are (default cpu)")
+    output = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    output.add_argument("--quick", action="store_true", help="measure less, for CI: all cases take less than a minute")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE, with their provenance")
+    output.add_argument("--plot", type=Path, metavar="DIR", help="write the plots of each case to DIR, as PNG and SVG")
+    shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS, parents=[output])
+    shared.add_argument("--device", choices=["cpu", "cuda"], help="device of the tensors (default: cpu)")
     shared.add_argument(
-        "--ranks", type=at_least(1), help="processes of the cases that have some (default 4, ddp 2; or WORLD_SIZE)"
+        "--ranks",
+        type=at_least(1),
+        help="number of processes, in the cases that start some (default: WORLD_SIZE, or else 4; 2 for ddp)",
     )
-    shared.add_argument("--list", action="store_true", help="list the cases and stop")
-    shared.add_argument("--compare", type=Path, metavar="OLD.json", help="show how a run that was kept differs")
+    shared.add_argument("--list", action="store_true", help="list the cases and exit")
+    shared.add_argument("--compare", type=Path, metavar="OLD.json", help="compare the results with a saved run")
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, parents=[shared])
-    commands = parser.add_subparsers(dest="case", metavar="CASE", title="cases (CASE --help lists the options of one)")
+    commands = parser.add_subparsers(dest="case", metavar="CASE", title="cases (CASE --help lists their options)")
     for name, case in CASES.items():
         summary = case.__doc__.splitlines()[0]
         case.add_options(commands.add_parser(name, help=summary, description=summary, parents=[shared]))
-    for name, module, parents in (("hosts", namespaces, []), ("sweep", sweep, [written]), ("plot", plots, [])):
+    for name, module, parents in (("hosts", namespaces, []), ("sweep", sweep, [output]), ("plot", plots, [])):
         summary = module.__doc__.splitlines()[0]
         module.add_options(commands.add_parser(name, help=summary, description=summary, parents=parents))
 
@@ -65,13 +67,13 @@ def main(argv: list[str]) -> int:
         from benchmarks.machine import namespaces
     except ImportError as error:
         reason = " ".join(str(error).split())
-        if error.name:  # else it is dltrain_ext that speaks, and says what to run
+        if error.name:  # otherwise the error is from dltrain_ext, and its text says what to run
             reason += ". Run, in the root of the repository: pip install torch && pip install '.[benchmarks]'"
         print(f"benchmarks: {reason}", file=sys.stderr)
         return 2
 
     shared, chosen = parse(argv)
-    reports = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks the first
+    reports = os.environ.get("RANK", "0") == "0"  # under torchrun, only rank 0 reports
     console = report.make_console(quiet=not reports)
     if shared.list:
         for name, case in CASES.items():
@@ -105,9 +107,9 @@ def main(argv: list[str]) -> int:
 
 
 def run(console: "Console", chosen: dict[str, argparse.Namespace]) -> tuple[dict[str, "Table | Simulation"], int]:
-    """The tables, of an interrupted case too, and the exit status: 0, or what is known before the tables are looked at.
+    """Run the cases. Return their tables, also that of an interrupted case, and the exit status (0: none has failed).
 
-    Once interrupted, Ctrl-C has no effect: nothing is left to be ended but the showing of what was measured.
+    After an interrupt, Ctrl-C has no effect: all that is left to do is to show the results.
     """
     from benchmarks import report
     from benchmarks.cases import CASES
@@ -128,7 +130,7 @@ def run(console: "Console", chosen: dict[str, argparse.Namespace]) -> tuple[dict
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             status = INTERRUPTED
-            console.print("[bold red]interrupted:[/] what was measured until then")
+            console.print("[bold red]interrupted:[/] these are the results so far")
     return tables, status
 
 

@@ -1,4 +1,4 @@
-"""What every rank of the case allreduce runs: its data, the check of each side, the timing."""
+"""The code that every rank of the case allreduce runs: its data, the check of each side, and the timing."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,15 +26,15 @@ from dltrain_ext.selftest.sums import (
 )
 
 DEADLINE = 60.0
-SMALL = 64 << 10  # bytes; calls so short that what comes before them, like a barrier, tells in their time
-BURST = 10  # of them back to back are one sample
+SMALL = 64 << 10  # bytes; up to here calls are so short that the barrier before them affects their time
+BURST = 10  # such calls in sequence are one sample
 PEERS = {"cpu": "gloo", "cuda": "nccl"}  # torch.distributed's own backends
 CUPY = "cupy nccl"
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Side(NamedTuple):
-    """An algorithm of ours, or the peer; what its messages are in, what carries them, and in how many levels."""
+    """One of our algorithms, or a peer, with the codec, the transport and the number of levels."""
 
     algorithm: str
     codec: str = "raw"
@@ -61,14 +61,14 @@ class Job(NamedTuple):
     segments: int | None
     device: str
     ranks_per_host: int | None
-    needs_hosts: bool  # else sides in two levels are left out where there are none
+    needs_hosts: bool  # False: without several hosts the sides with two levels are left out
     tuned: bool = False
 
 
 class Result(NamedTuple):
-    """One side at one size. Counts are over all ranks; `samples` is empty where a result was wrong.
+    """One side at one size. `wrong` is summed over all ranks; `samples` is empty if a result was wrong.
 
-    `line`: bytes per second that the line carried meanwhile; `chosen`: the plan that a tuned auto took.
+    `line`: bytes per second of the link, measured in the same run. `chosen`: the plan that a tuned auto selected.
     """
 
     nbytes: int
@@ -82,7 +82,7 @@ class Result(NamedTuple):
 
 
 class Connections(NamedTuple):
-    """What calls go over: the peer's group (None: the default one), and ours by levels and transport."""
+    """The peer's process group (None: the default group), and our communicators by levels and transport."""
 
     peer: dist.ProcessGroup | None
     ours: dict[tuple[int, str], comm.Communicator]
@@ -96,7 +96,7 @@ class Connections(NamedTuple):
 
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
-    """The results of one size after the other, the same on all ranks."""
+    """Yield the results of one size after the other, the same on all ranks."""
     peer = nccl_group() if job.device == "cuda" else None
     ours = connect(job)
     sides = [side for side in job.sides if not side.ours or (side.levels, side.transport) in ours]
@@ -116,13 +116,13 @@ def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[R
 
 
 def nccl_group() -> dist.ProcessGroup:
-    """NCCL's own all-reduce, on the GPU of this rank, which becomes the current one."""
+    """Return a group of NCCL's own, and make the GPU of this rank the current device."""
     take_gpu()
     return dist.new_group(backend="nccl", timeout=timedelta(seconds=DEADLINE))
 
 
 def connect(job: Job) -> dict[tuple[int, str], comm.Communicator]:
-    """A communicator for each pair of levels and transport, but none in two levels where there are no such hosts."""
+    """Make a communicator for each pair of levels and transport; with two levels only if the hosts allow it."""
     made: dict[tuple[int, str], comm.Communicator] = {}
     for levels, transport in dict.fromkeys((side.levels, side.transport) for side in job.sides if side.ours):
         communicator = comm.Communicator(
@@ -130,20 +130,20 @@ def connect(job: Job) -> dict[tuple[int, str], comm.Communicator]:
             transport=transport,
             ranks_per_host=1 if levels == 1 else job.ranks_per_host,
         )
-        if levels == 1 or goes_in_two_levels(communicator, job.device):
+        if levels == 1 or has_two_levels(communicator, job.device):
             made[levels, transport] = communicator
         elif job.needs_hosts:
             raise Failure(
-                "there are no two levels: they need several hosts of as many ranks each, more than one; "
-                "--ranks-per-host K makes hosts of K neighbouring ranks"
+                "two levels are not possible: they need several hosts with the same number of ranks, at least two; "
+                "--ranks-per-host K treats K neighbouring ranks as a host"
             )
         else:
             communicator.close()
     return made
 
 
-def goes_in_two_levels(communicator: comm.Communicator, device: str) -> bool:
-    """The same on all ranks, also if one has nothing to send."""
+def has_two_levels(communicator: comm.Communicator, device: str) -> bool:
+    """Return the same on all ranks, also if some rank sends nothing within its host."""
     communicator.all_reduce(torch.zeros(SMALL // 4, device=device))
     return over_ranks([communicator.stats()["inside_bytes"]], "max")[0] > 0
 
@@ -163,7 +163,7 @@ def measure(
     wrong = dict.fromkeys(sides, 0)
 
     def write(name: str) -> None:
-        # Times the ranks for an average, so that the mean is what the sum would be.
+        # For an average the elements are multiplied by the number of ranks, so that the mean equals the sum.
         if name in sides:
             torch.mul(data[name].own, ranks if average else 1, out=message)
 
@@ -222,7 +222,7 @@ def measure(
 
 
 def make_call(side: Side, message: Tensor, connections: Connections, job: Job) -> Callable[[], object]:
-    """All-reduces the message in place."""
+    """Return a call that all-reduces the message in place."""
     average = job.op == "avg"
 
     def peer() -> None:
@@ -230,7 +230,7 @@ def make_call(side: Side, message: Tensor, connections: Connections, job: Job) -
         if average:
             message.div_(dist.get_world_size())
 
-    def peer_narrow() -> None:  # as torch's fp16_compress_hook does it
+    def peer_narrow() -> None:  # does what torch's fp16_compress_hook does
         narrow = message.to(NARROW[side.codec])
         if average:
             narrow.div_(dist.get_world_size())

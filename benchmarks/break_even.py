@@ -1,15 +1,15 @@
-"""Where two measured curves cross: straight lines between the points that were measured, both axes logarithmic."""
+"""The crossings of two measured curves, with straight lines between the measured points on logarithmic axes."""
 
 import math
 from collections.abc import Mapping
 from itertools import pairwise
 
 Curve = Mapping[float, float]
-"""Times by what they were measured at: sizes, or rates."""
+"""Times, keyed by the sizes or the rates at which they were measured."""
 
 
 def crossings(ours: Curve, theirs: Curve) -> list[tuple[float, bool]]:
-    """Where they are, and whether ours is the faster one below."""
+    """Return the x of each crossing, and whether ours is faster below it."""
     points = [(math.log(x), math.log(ours[x] / theirs[x])) for x in sorted(ours) if x in theirs]
     found = []
     for (x, before), (following, after) in pairwise(points):
@@ -19,7 +19,7 @@ def crossings(ours: Curve, theirs: Curve) -> list[tuple[float, bool]]:
 
 
 def at(curve: Curve, x: float) -> float:
-    """The time at an x within the curve."""
+    """Interpolate the time at an x within the curve."""
     below, above = max(p for p in curve if p <= x), min(p for p in curve if p >= x)
     if below == above:
         return curve[below]
@@ -28,7 +28,7 @@ def at(curve: Curve, x: float) -> float:
 
 
 def faster_in(ours: Curve, theirs: Curve) -> list[tuple[float, float]]:
-    """The stretches in which ours is faster, from the first to the last x measured."""
+    """Return the intervals in which ours is faster, between the first and the last measured x."""
     shared = sorted(set(ours) & set(theirs))
     if not shared:
         return []
@@ -40,7 +40,7 @@ def faster_in(ours: Curve, theirs: Curve) -> list[tuple[float, float]]:
 
 
 def in_words(ours: Curve, theirs: Curve, ours_free: float | None = None, theirs_free: float | None = None) -> str:
-    """Up to where ours is faster, or from where on; the last two times are beyond all that have an x."""
+    """Say up to which x, or from which x on, ours is faster. The last two times are those without a limit (no x)."""
     shared = sorted(set(ours) & set(theirs))
     faster = [ours[x] < theirs[x] for x in shared]
     parts = [f"{'up to' if below else 'from'} {x:.3g}" for x, below in crossings(ours, theirs)]

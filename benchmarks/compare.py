@@ -1,4 +1,4 @@
-"""A run beside an older one, row by row: --compare OLD.json."""
+"""Compares a run with an older one, row by row: --compare OLD.json."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from benchmarks.saved_results import Run
 
 WITHIN, FASTER, SLOWER = "within the spread", "faster", "slower"
 STYLES = {FASTER: "green", SLOWER: "bold red"}
-SAME = ("CPU", "cores", "torch", "GPU", "instruction set")  # else it is not the code alone that differs
+SAME = ("CPU", "cores", "torch", "GPU", "instruction set")  # a difference in these may cause a difference in time
 
 
 class Line(NamedTuple):
@@ -23,7 +23,7 @@ class Line(NamedTuple):
     side: str
     old: Spread | None
     new: Spread | None
-    verdict: str
+    outcome: str
 
     @property
     def ratio(self) -> float | None:
@@ -32,11 +32,10 @@ class Line(NamedTuple):
 
 def show(console: Console, path: Path, old: Run, new: Run) -> None:
     notes = [
-        "median (quartiles), in ms; new/old: below 1 it is faster now; the verdict is that of the quartiles: "
-        f"{WITHIN} where they overlap"
+        f"median (quartiles); new/old: below 1 the new run is faster; {WITHIN}: the ranges of the quartiles overlap"
     ]
     notes += differences(old, new)
-    grid = Grid(title=f"Beside {path}", box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
+    grid = Grid(title=f"Compared with {path}", box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
     for heading in ("case", "workload", "side", "old", "new", "new/old", ""):
         grid.add_column(heading, justify="right" if heading in ("old", "new", "new/old") else "left")
     then, now = timed(old), timed(new)
@@ -45,12 +44,12 @@ def show(console: Console, path: Path, old: Run, new: Run) -> None:
             notes.append(f"{case}: not in {path}")
             continue
         if then[case].title != table.title:
-            notes.append(f"{case}: the old run is another: {then[case].title}; now {table.title}")
+            notes.append(f"{case}: the old run measured something else: {then[case].title}; now {table.title}")
         for index, line in enumerate(compare(then[case], table)):
             ratio = f"{number(line.ratio)}x" if line.ratio else ""
             times = [duration(time) if time else "-" for time in (line.old, line.new)]
-            verdict = Text(line.verdict, style=STYLES.get(line.verdict, ""))
-            grid.add_row("" if index else case, line.workload, line.side, *times, ratio, verdict)
+            outcome = Text(line.outcome, style=STYLES.get(line.outcome, ""))
+            grid.add_row("" if index else case, line.workload, line.side, *times, ratio, outcome)
         grid.add_section()
     if others := [case for case in then if case not in now]:
         notes.append(f"not in this run: {', '.join(others)}")
@@ -63,30 +62,30 @@ def timed(run: Run) -> dict[str, Table]:
 
 
 def differences(old: Run, new: Run) -> Iterator[str]:
-    """Of the machine, and of what runs on it."""
+    """Yield a note for each difference of the machine and the software."""
     for name in SAME:
         before, now = old.origin.get(name), new.origin.get(name)
         if before != now:
-            yield f"ANOTHER {name}: {before}, now {now}: not the code alone differs"
+            yield f"ANOTHER {name}: {before}, now {now}: times may differ for this reason"
     if old.interrupted:
         yield "the old run was interrupted"
 
 
 def compare(old: Table, new: Table) -> Iterator[Line]:
-    """The rows of this run, then those that it lacks."""
+    """Yield a line for each row of the new run, then for each row that only the old run has."""
     then, now = ({(row.workload, row.side): row.time for row in table.rows} for table in (old, new))
     for key, time in now.items():
         before = then.get(key)
         if before and time:
-            yield Line(*key, before, time, judge(before, time))
+            yield Line(*key, before, time, classify(before, time))
         elif before or time:
-            yield Line(*key, before, time, "timed then alone" if before else "timed now alone")
+            yield Line(*key, before, time, "timed only in the old run" if before else "timed only in the new run")
     for key, before in then.items():
         if key not in now and before:
-            yield Line(*key, before, None, "in the old run alone")
+            yield Line(*key, before, None, "only in the old run")
 
 
-def judge(old: Spread, new: Spread) -> str:
+def classify(old: Spread, new: Spread) -> str:
     if new.q3 < old.q1:
         return FASTER
     return SLOWER if new.q1 > old.q3 else WITHIN

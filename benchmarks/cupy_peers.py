@@ -1,20 +1,20 @@
-"""CuPy's memcpy and its bindings of NCCL, as peers on a GPU. Written by CuPy's documentation: it has not run yet."""
+"""CuPy's memcpy and NCCL bindings, as peers on a GPU. Written from CuPy's documentation; this has not been run yet."""
 
 import importlib.util
 
 import torch
 import torch.distributed as dist
 
-NOT_RUN = "cupy: its side has not been run by those who wrote it; it is checked like the others"
+NOT_RUN = "cupy: the authors of this benchmark have not run this side; its result is checked like the others"
 
 
 def why_not() -> str:
-    """Why there is none; empty where there is."""
+    """Return why CuPy cannot be used; empty if it can."""
     return "" if importlib.util.find_spec("cupy") else "not installed: pip install cupy-cuda13x"
 
 
 def copy(source: torch.Tensor, to: torch.Tensor) -> None:
-    """cudaMemcpyAsync on torch's stream."""
+    """Copy with cudaMemcpyAsync on torch's current stream."""
     from cupy.cuda import runtime
 
     stream = torch.cuda.current_stream().cuda_stream
@@ -32,6 +32,6 @@ class Nccl:
         self.nccl, self.communicator = nccl, nccl.NcclCommunicator(ranks, ident[0], rank)
 
     def all_reduce(self, message: torch.Tensor) -> None:
-        """The sum of fp32, in place, on torch's stream."""
+        """Sum fp32 elements in place, on torch's current stream."""
         at, stream = message.data_ptr(), torch.cuda.current_stream().cuda_stream
         self.communicator.allReduce(at, at, message.numel(), self.nccl.NCCL_FLOAT32, self.nccl.NCCL_SUM, stream)

@@ -1,4 +1,4 @@
-"""What every rank of the case ddp runs: a model for each side, the check of its gradients, the timing."""
+"""The code that every rank of the case ddp runs: a model for each side, the check of its gradients, and the timing."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,19 +20,19 @@ from dltrain_ext.selftest.sums import count_wrong, first_if_unlike, relative_err
 DEADLINE = 120.0
 BACKWARD, STEP = "forward and backward", "with unscaling, clipping and AdamW"
 PLAIN, FP16, BF16 = "plain DDP", "torch fp16_compress_hook", "torch bf16_compress_hook"
-POWER_SGD = "torch PowerSGD, rank 4, one bucket"  # with several, those of its all-reduces on Gloo that meet abort
-UNCOMPRESSED = 2  # steps that PowerSGD begins with: it takes no fewer
+POWER_SGD = "torch PowerSGD, rank 4, one bucket"  # with several, ranks would start its all-reduces in other orders
+UNCOMPRESSED = 2  # steps before PowerSGD compresses; it accepts no smaller number
 TORCH_HOOKS = {
     FP16: default_hooks.fp16_compress_hook,
     BF16: default_hooks.bf16_compress_hook,
     POWER_SGD: powerSGD_hook.powerSGD_hook,
 }
-PEERS = {"cpu": [PLAIN, FP16, POWER_SGD], "cuda": [PLAIN, FP16, BF16, POWER_SGD]}  # torch's bf16 hook asks for NCCL
-LOST = {PLAIN: 1e-5, FP16: 2**-10, BF16: 2**-7}  # of the largest magnitude, an encoding
+PEERS = {"cpu": [PLAIN, FP16, POWER_SGD], "cuda": [PLAIN, FP16, BF16, POWER_SGD]}  # torch's bf16 hook needs NCCL
+LOST = {PLAIN: 1e-5, FP16: 2**-10, BF16: 2**-7}  # error of one encoding, relative to the largest magnitude
 
 
 class Side(NamedTuple):
-    """How gradients are averaged: one of torch's ways, or a codec of ours, "auto" among them; and what is done then."""
+    """How gradients are averaged: by one of torch's hooks, or by one of our codecs or "auto"; and what follows."""
 
     way: str
     algorithm: str = "auto"
@@ -59,14 +59,14 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One side of one workload; `samples` is empty where its gradients were wrong.
+    """One side of one workload; `samples` is empty if its gradients were wrong.
 
-    `line`: bytes per second that the line carried meanwhile.
+    `line`: bytes per second of the link, measured in the same run.
     """
 
     workload: str
     side: Side
-    chosen: str  # by "auto"
+    chosen: str  # what "auto" selected
     wrong: int
     error: float
     wire_bytes: int | None
@@ -76,7 +76,7 @@ class Result(NamedTuple):
 
 
 class Runner:
-    """A model of a side's own, and what a step of it is."""
+    """The model of one side, and its step."""
 
     def __init__(self, side: Side, job: Job, group: dist.ProcessGroup | None):
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ class Runner:
 
     @property
     def lost(self) -> float:
-        """Of the largest magnitude, at most, by one encoding."""
+        """Return the largest error of one encoding, relative to the largest magnitude."""
         return codecs.error_bound(self.state.codec).max if self.state else LOST[self.side.way]
 
     @property
@@ -110,7 +110,7 @@ class Runner:
         return "native" if self.state.algorithm == "native" else self.state.codec
 
     def count_wrong(self, gradients: Tensor, exact: Tensor, magnitude: float, ranks: int) -> int:
-        if self.side.way == POWER_SGD:  # a projection, of which all that is known is that it takes something away
+        if self.side.way == POWER_SGD:  # a projection: all that is known is that its error is below the average
             return 0 if relative_error(gradients, exact) < 1 else gradients.numel()
         return count_wrong(gradients, exact, tolerance(self.lost, ranks) * magnitude)
 
@@ -124,8 +124,8 @@ class Runner:
         if self.scaler is None:
             return
         if self.state:
-            told = {"grad_stats": self.state.grad_stats} if self.side.finish == "told the norm" else {}
-            self.scaler.step(self.optimizer, max_norm=1.0, **told)
+            known = {"grad_stats": self.state.grad_stats} if self.side.finish == "told the norm" else {}
+            self.scaler.step(self.optimizer, max_norm=1.0, **known)
         else:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -150,7 +150,7 @@ def inputs(rank: int, job: Job) -> Tensor:
 
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
-    """The results of one workload after the other, the same on all ranks."""
+    """Yield the results of one workload after the other, the same on all ranks."""
     group = nccl_group() if job.device == "cuda" else None
     for index, (workload, sides) in enumerate(job.sides.items()):
 
@@ -213,7 +213,7 @@ def measure(
 
 
 def average(model: nn.Module, ranks: int, job: Job) -> tuple[Tensor, float]:
-    """Of all ranks' gradients, and of their largest magnitudes; found without DDP."""
+    """Return the averages over all ranks of the gradients and of their largest magnitudes, computed without DDP."""
     total, magnitude = torch.zeros(()), 0.0
     for rank in range(ranks):
         gradients = torch.autograd.grad(loss_of(model, inputs(rank, job)), list(model.parameters()))
@@ -224,10 +224,10 @@ def average(model: nn.Module, ranks: int, job: Job) -> tuple[Tensor, float]:
 
 
 def tolerance(lost: float, ranks: int) -> float:
-    """Of each of p contributions, and of the result, which are encoded once; the sum is fp32's."""
+    """Return the tolerance for p contributions and a result that are each encoded once, and a sum in fp32."""
     return (ranks + 1) * lost + 1e-5
 
 
 def are_identical(gradients: Tensor) -> bool:
-    """On all ranks, bit by bit."""
+    """Return whether the gradients have the same bits on all ranks."""
     return first_if_unlike(gradients) is None

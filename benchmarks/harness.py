@@ -1,4 +1,4 @@
-"""What every case measures with: interleaved timing, the rows for the report, the types of options."""
+"""The tools that every case uses: interleaved timing, the rows of the report, and the types of options."""
 
 import argparse
 import random
@@ -13,15 +13,15 @@ from benchmarks.simulation import Simulation
 from dltrain_ext import info
 
 Progress = Callable[[str, float], None]
-"""What a case is doing, and how much of the whole case is done (0 to 1)."""
+"""Receives what a case is doing, and which part of the whole case is done (0 to 1)."""
 
 
 class Failure(Exception):
-    """A case could not run; the text is all that the user is shown."""
+    """A case could not run. The user sees only the text."""
 
 
 def check_device(device: str) -> None:
-    """Raise Failure unless both torch and dltrain_ext can work there."""
+    """Raise Failure unless both torch and dltrain_ext support the device."""
     if device == "cpu":
         return
     if (built := info.collect()["CUDA"]).startswith("none"):
@@ -48,8 +48,8 @@ class Row:
     """One side of one workload.
 
     `samples` are seconds, one per round; a wrong result is not timed and has none. `ratio` is peer time / our time, of
-    the medians: above 1 we are faster. It stands where a peer meets us: at the peer's row, or at each of ours; the
-    other of the two is the side `against`. One that is left out was not run, and `check` says why.
+    the medians: above 1 ours is faster. Of the two rows that are compared, one has the ratio, and names the other in
+    `against`. A row that is left out was not run, and its `check` says why.
     """
 
     workload: str
@@ -68,8 +68,8 @@ class Row:
     def missing(cls, side: str, why: str, workload: str = "") -> "Row":
         return cls(workload, side, ours=False, correct=True, check=why, left_out=True)
 
-    def hold_against(self, other: "Row") -> None:
-        """Of the two one is ours."""
+    def compare_with(self, other: "Row") -> None:
+        """Set the ratio to the other row; exactly one of the two rows is ours."""
         if self.time and other.time:
             ours, peer = (self, other) if self.ours else (other, self)
             self.against, self.ratio = other.side, peer.time.median / ours.time.median
@@ -81,9 +81,9 @@ class Row:
 
 @dataclass
 class Table:
-    """What a case fills. Rows with an `x` are drawn as one curve per side, the others as bars.
+    """The results of a case. Rows with an `x` are drawn as one curve per side, the others as bars.
 
-    Those of the workload `summary` are not timed, and are shown below in a grid of their own.
+    Rows of the workload `summary` are not timed, and are shown below the others in a separate grid.
     """
 
     title: str
@@ -99,7 +99,7 @@ class Table:
 
 
 Keep = Callable[[Table | Simulation], None]
-"""Takes what a case is about to fill: what is complete in it is shown even if the case does not come to its end."""
+"""Receives the object that a case is about to fill, so that its complete rows are shown even if the case fails."""
 
 
 def interleave(
@@ -113,11 +113,11 @@ def interleave(
     device: str = "cpu",
     progress: Callable[[float], None] = lambda done: None,
 ) -> dict[str, list[float]]:
-    """Time one call of every side per round, so that a drift of the machine hits all sides alike; seconds, by side.
+    """Time one call of every side per round, so that a drift of the machine affects all sides. Return seconds by side.
 
-    At least rounds[0] rounds and at most rounds[1] are timed, and no new one is begun once `seconds` have passed.
-    The order is shuffled with a fixed seed (the same in every process of a group) and no side runs twice in a row.
-    `before` and `after` surround each call, untimed. On CUDA events on the current stream tell the time.
+    At least rounds[0] rounds and at most rounds[1] are timed, and no new round begins after `seconds` have passed. The
+    order is shuffled with a fixed seed (the same in every process of a group), and no side runs twice in a row.
+    `before` and `after` are called around each call, untimed. On CUDA, events on the current stream measure the time.
     """
     timed = _seconds_on_stream if device == "cuda" else _seconds
     samples: dict[str, list[float]] = {side: [] for side in sides}
@@ -147,7 +147,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _seconds_on_stream(call: Callable[[], object]) -> float:
-    """From an idle stream until all that the call enqueues is done; the host's part shows where it takes longer."""
+    """Time from an idle stream until all that the call enqueues is done; this includes waiting for a slow host."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -158,7 +158,7 @@ def _seconds_on_stream(call: Callable[[], object]) -> float:
 
 
 def choices(valid: Sequence[str]) -> Callable[[str], list[str]]:
-    """An argparse type: names separated by commas, each out of `valid`."""
+    """Return an argparse type: names out of `valid`, separated by commas."""
 
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
@@ -170,7 +170,7 @@ def choices(valid: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """An argparse type: a whole number, `low` or more."""
+    """Return an argparse type: a whole number that is at least `low`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < low:

@@ -1,4 +1,4 @@
-"""Optimizers of other packages, none of which need be installed, and what their results are checked against."""
+"""Optimizers of other packages, which are all optional, and the formulas that their results are checked against."""
 
 import importlib
 from collections.abc import Callable
@@ -12,9 +12,10 @@ MOVING = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 class LARSByHand(torch.optim.Optimizer):
-    """LARS of the paper as one writes it with torch's multi-tensor functions.
+    """LARS as in the paper (You, Gitman & Ginsburg 2017), written with torch's multi-tensor functions.
 
-    `vectors`, which have no rate of their own: "decayed", or "plain" without; "adapted" are those that have one.
+    `vectors`: parameters of one dimension have weight decay but no trust ratio ("decayed"), neither ("plain"), or both
+    ("adapted").
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LARSByHand(torch.optim.Optimizer):
 
 
 class NormLimited(torch.optim.Optimizer):
-    """SGD whose step is at most a share of the norm of the parameter: what bitsandbytes calls LARS."""
+    """SGD whose step is limited to a fraction of the norm of the parameter: what bitsandbytes calls LARS."""
 
     def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -66,16 +67,16 @@ class NormLimited(torch.optim.Optimizer):
 
 
 def of_package(package: str, name: str, **options: Any) -> Make:
-    """Making it raises ModuleNotFoundError where the package is not installed."""
+    """Return a factory of the optimizer, which raises ModuleNotFoundError if the package is not installed."""
     return lambda params: getattr(importlib.import_module(package), name)(params, **options)
 
 
 @dataclass(frozen=True)
 class ThirdParty:
-    """`formula`: makes what its parameters are checked against, where that is not torch's.
+    """An optimizer of another package. `formula` makes its reference, if this is not torch's optimizer.
 
-    `lost`: the share of a step that rounding its state to a few bits may lose, as rms; it is then checked with
-    gradients of one magnitude. It runs on `devices`, and in `workloads` alone, if there are any.
+    `lost`: the rms error, relative to a step, that a state of few bits may cause; the check then uses gradients of
+    similar magnitude. It runs on `devices` only and, if `workloads` is not empty, in these only.
     """
 
     make: Make
@@ -86,9 +87,9 @@ class ThirdParty:
     because: str = ""
 
     def why_not(self, device: str, workload: str) -> str:
-        """Why it is left out; empty where it is not."""
+        """Return why it is left out; empty if it is not."""
         if device not in self.devices:
-            return f"runs on {' and '.join(self.devices)} alone"
+            return f"runs only on {' and '.join(self.devices)}"
         return self.because if self.workloads and workload not in self.workloads else ""
 
 
@@ -99,7 +100,7 @@ ADAMW = {
         of_package("torchao.optim", "AdamW8bit"),
         lost=0.01,
         workloads=("one",),
-        because="compiles a kernel for each shape: in workload one alone",
+        because="compiles a kernel for each shape, so it only runs in workload one",
     ),
     "pytorch_optimizer": ThirdParty(of_package("pytorch_optimizer", "AdamW", weight_decay=0.01)),
     "deepspeed": ThirdParty(of_package("deepspeed.ops.adam", "DeepSpeedCPUAdam", weight_decay=0.01), devices=("cpu",)),

@@ -1,4 +1,4 @@
-"""What the user sees: live progress, a table per case, JSON."""
+"""The output for the user: live progress, a table per case, and the provenance of the figures."""
 
 import contextlib
 import math
@@ -22,15 +22,15 @@ from dltrain_ext import info
 
 
 def make_console(quiet: bool = False) -> Console:
-    """The terminal; a pipe or a log file gets lines wide enough for the tables."""
+    """Return a console for the terminal; for a pipe or a log file its lines are wide enough for the tables."""
     console = Console(highlight=False, quiet=quiet)
     return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=160)
 
 
 @contextlib.contextmanager
 def live(console: Console, cases: Sequence[str]) -> Iterator[Callable[[str], Progress]]:
-    """Show how far the run is; what it yields begins a case. Drawn only when told of progress: a thread that redraws
-    would disturb the timing.
+    """Show the progress of the run; yield a function that begins a case and returns its Progress. Nothing is drawn
+    between two progress reports, because a thread that redraws would disturb the timing.
     """
     columns = (
         TextColumn("[bold]{task.fields[case]}"),
@@ -67,8 +67,8 @@ def show(console: Console, table: Table | Simulation) -> None:
     console.print(draw([row for row in table.rows if row not in summary], table, table.title))
     if summary:
         console.print(draw(summary, table, None))
-    reading = "time: median (quartiles) of rounds in which all sides took turns; peer/ours: below 1 we are slower"
-    show_notes(console, [reading, *table.notes])
+    note = "time: median (quartiles) of rounds in which the sides alternate; peer/ours: below 1 ours is slower"
+    show_notes(console, [note, *table.notes])
 
 
 def show_notes(console: Console, notes: list[str]) -> None:
@@ -125,7 +125,7 @@ def comparison(ratio: float) -> Text:
 
 
 def time_of(row: Row) -> str:
-    """The median alone."""
+    """Return only the median of the time."""
     return duration(row.time).partition(" (")[0] if row.time else "-"
 
 
@@ -135,7 +135,7 @@ def duration(time: Spread) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits, or all of a whole number."""
+    """Format a value with three digits, or with all digits of a whole number."""
     if value is None:
         return "-"
     if isinstance(value, int) or value >= 100:
@@ -146,9 +146,9 @@ def number(value: float | None) -> str:
 
 
 def provenance() -> dict[str, str]:
-    """Where and with what the figures are made; to be asked before they are, for the load average."""
+    """Return where and with what the figures are measured. Must be called before, for the load average."""
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    facts = {name: fact for name, fact in info.collect().items() if name != "package"}  # a path of this machine
+    facts = {name: fact for name, fact in info.collect().items() if name != "package"}  # it is a local path
     return {"date": date, "argv": " ".join(sys.argv[1:]), "load average": f"{os.getloadavg()[0]:.1f}"} | facts
 
 

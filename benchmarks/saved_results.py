@@ -1,4 +1,4 @@
-"""What a run keeps: --json writes it, and it is read again to be drawn, or to be compared with."""
+"""The results of a run as --json writes them, and as they are read to be drawn or compared."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from benchmarks.simulation import Section, Simulation
 
 
 class Run(NamedTuple):
-    """Where and with what the figures were made, and the tables by case."""
+    """The tables by case, and `origin`: where and with what the figures were measured."""
 
     origin: Mapping[str, str]
     tables: Mapping[str, Table | Simulation]
@@ -20,16 +20,16 @@ class Run(NamedTuple):
 
 
 def write(path: Path, run: Run) -> None:
-    """Everything, the samples too (in seconds)."""
+    """Write the whole run to a file, including the samples (in seconds)."""
     cases = {case: asdict(table) for case, table in run.tables.items()}
     text = json.dumps({"provenance": dict(run.origin), "interrupted": run.interrupted, "cases": cases}, indent=1)
-    text = re.sub(r'\[[^][{}"]+\]', lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers: one line
+    text = re.sub(r'\[[^][{}"]+\]', lambda numbers: " ".join(numbers[0].split()), text)  # one line per list of numbers
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
 
 
 def load(path: Path, argument: str) -> Run:
-    """Of any age; Failure, that names the argument, if it is something else."""
+    """Read results, also of an older version. Raises Failure, which names the argument, if the file has none."""
     try:
         plain = json.loads(path.read_text())
         origin = {str(name): str(fact) for name, fact in plain["provenance"].items()}

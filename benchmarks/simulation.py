@@ -1,4 +1,4 @@
-"""What a case returns that simulates: figures that come from a model, where a Table has those that were timed."""
+"""The results of a case that simulates: figures of a model, where a Table has figures that were timed."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,8 +10,8 @@ Cell = str | float | None
 class Section:
     """Rows of figures, all with the same keys.
 
-    Shown are the columns `by`. With `across`, rows that are alike in these become one line, which has a column for each
-    of the values of `across`, and `value` under it.
+    The columns `by` are shown. With `across`, rows with equal values in `by` become one line, which shows `value` in a
+    column for each value of `across`.
     """
 
     rows: list[dict[str, Cell]]
@@ -20,7 +20,7 @@ class Section:
     value: str = ""
 
     def grid(self) -> tuple[list[str], list[list[Cell]]]:
-        """The headings, and the lines under them."""
+        """Return the headings, and the lines below them."""
         if not self.across:
             return self.by, [[row[name] for name in self.by] for row in self.rows]
         columns = list(dict.fromkeys(row[self.across] for row in self.rows))
@@ -35,7 +35,7 @@ class Section:
 
 @dataclass
 class Simulation:
-    """Nothing in it was timed, or could be wrong in a run: it is `correct` as far as its model is."""
+    """The sections of a simulation. Nothing in it is timed or verified, so `correct` is always True."""
 
     title: str
     sections: dict[str, Section]

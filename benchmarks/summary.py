@@ -1,4 +1,4 @@
-"""One table of all that was timed, made of the rows alone: ours beside its peers, and where we are slower."""
+"""One table of all timed results, made from the rows: ours next to its peers, marked where ours is slower."""
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -13,13 +13,14 @@ from benchmarks.report import number, show_notes, time_of
 from benchmarks.simulation import Simulation
 
 LIMITS = {"% of limit": "memory", "% of line": "line"}
-HEADINGS = ("case", "workload", "ours", "time", "peer", "time", "ratio", "of the limit", "correct", "")
+HEADINGS = ("case", "workload", "ours", "time", "peer", "time", "ratio", "% of limit", "correct", "")
 SLOWER, NOT_TIMED = "SLOWER", "left out"
 NOTES = [
-    "time: median of rounds in which all sides of a workload took turns; ratio: peer's / ours, so that below 1 we are "
-    f"slower, which the last column says: {SLOWER}",
-    "of the limit: of ours; % memory: of what plain streams move in the same run; % line: of what plain messages carry",
-    "correct: every side is checked against a reference before it is timed; a wrong one is not timed",
+    "time: median of rounds in which the sides of a workload alternate; ratio: time of the peer / time of ours, so "
+    f"below 1 ours is slower, which the last column marks as {SLOWER}",
+    "% of limit, for ours: % memory of the rate of plain memory streams, or % line of the rate of plain messages, in "
+    "the same run",
+    "correct: every side is checked against a reference before it is timed; a wrong side is not timed",
 ]
 
 
@@ -38,12 +39,12 @@ def show(console: Console, tables: Mapping[str, Table | Simulation]) -> None:
             first = False
         grid.add_section()
     console.print(grid)
-    notes.append("`python -m benchmarks CASE` measures one case at length, and says what its figures mean")
+    notes.append("`python -m benchmarks CASE` measures one case in detail, and explains its figures")
     show_notes(console, notes)
 
 
 def lines(table: Table) -> Iterator[tuple[list[Text | str], str]]:
-    """The cells behind the case's name, and their style."""
+    """Yield the cells after the name of the case, and their style."""
     rows = [row for row in table.rows if not row.left_out]
     for workload, group in groupby(rows, key=lambda row: row.workload):
         for index, (ours, peer) in enumerate(pairs(list(group))):
@@ -58,9 +59,9 @@ def lines(table: Table) -> Iterator[tuple[list[Text | str], str]]:
 
 
 def pairs(rows: list[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Of one workload: each of ours with each peer that it is held against, peers by themselves, and what is wrong.
+    """Return the lines of one workload: our sides with each peer they are compared with, other peers, wrong sides.
 
-    Where nothing is held against anything, the first of ours stands by itself.
+    If nothing is compared, the first of our sides is listed without a peer.
     """
     sides = {row.side: row for row in rows}
     found: list[tuple[Row | None, Row | None]] = []

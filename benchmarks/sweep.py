@@ -1,4 +1,4 @@
-"""A step of DDP over rates of emulated hosts' links, by codec, and the rates at which each codec breaks even."""
+"""Time a DDP step for each codec and each rate of emulated links, and report where each codec breaks even."""
 
 import argparse
 import sys
@@ -16,23 +16,23 @@ from benchmarks.break_even import in_words
 from benchmarks.ddp_ranks import BACKWARD
 from benchmarks.harness import Failure, Progress, Table, at_least, choices
 from benchmarks.machine import link_probe, namespaces
-from benchmarks.machine.signals import listening
+from benchmarks.machine.signals import catch_signals
 from benchmarks.plots.rates import AGAINST, LINK, curves_of
 from dltrain_ext import codecs
 
 NAME = "sweep"
 LAYERS = 6
-SLOW, FEW, MANY = 0.5, 3, 10  # below so many Gbit/s a step is the link's, and alike from round to round: few will do
+SLOW, FEW, MANY = 0.5, 3, 10  # below SLOW Gbit/s the link limits a step, whose time varies little: FEW steps suffice
 UNITS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 
 
 def rates(text: str) -> list[str]:
-    """An argparse type."""
+    """An argparse type: rates, separated by commas."""
     return list(dict.fromkeys(namespaces.rate(part.strip()) for part in text.split(",")))
 
 
 def gbits(rate: str) -> float | None:
-    """None without a limit."""
+    """Convert a rate to Gbit/s; None without a limit."""
     if rate == "none":
         return None
     number = rate.removesuffix("bit")
@@ -41,40 +41,44 @@ def gbits(rate: str) -> float | None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Each rate is a run of the case ddp on `hosts` (see both); the model's options are ddp's. Ctrl-C ends it, and "
-        "what was measured until then is reported. Needs root and iproute2, but for --from."
+        "Each rate is a run of the case ddp on `hosts` (see the help of both), and the model has the options of ddp. "
+        "After Ctrl-C the results so far are reported. Needs root and iproute2, except with --from."
     )
     parser.add_argument(
         "--rates",
         type=rates,
         default="100mbit,250mbit,1gbit,2.5gbit,10gbit,none",
-        help="of each host's link (default %(default)s)",
+        help="rates of each host's link (default: %(default)s)",
     )
-    parser.add_argument("--hosts", type=at_least(2), default=4, help="default %(default)s")
-    parser.add_argument("--per-host", type=at_least(1), default=1, help="ranks on each (default %(default)s)")
+    parser.add_argument("--hosts", type=at_least(2), default=4, help="number of hosts (default: %(default)s)")
+    parser.add_argument("--per-host", type=at_least(1), default=1, help="ranks on each host (default: %(default)s)")
     parser.add_argument(
         "--codecs",
         type=choices([*codecs.CODECS, "auto"]),
         default="raw,bf16,int8,int4",
-        help=f"out of {', '.join(codecs.CODECS)}, auto (default %(default)s)",
+        help=f"names out of {', '.join(codecs.CODECS)}, auto (default: %(default)s)",
     )
-    parser.add_argument("--layers", type=at_least(1), help=f"of Linear(width, width) (default {LAYERS}, --quick: 2)")
-    parser.add_argument("--width", type=at_least(1), help="of a layer (default 1024, --quick: 256)")
-    parser.add_argument("--batch", type=at_least(1), help="of each rank (default 16)")
     parser.add_argument(
-        "-n", "--iters", type=at_least(1), help=f"timed steps (default {MANY}, below {SLOW:g} Gbit/s {FEW})"
+        "--layers", type=at_least(1), help=f"number of Linear(width, width) (default: {LAYERS}, --quick: 2)"
     )
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the ranks write, in a folder for each rate")
-    parser.add_argument("--from", dest="kept", type=Path, metavar="FILE", help="show what --json wrote; run nothing")
+    parser.add_argument("--width", type=at_least(1), help="width of a layer (default: 1024, --quick: 256)")
+    parser.add_argument("--batch", type=at_least(1), help="batch size of each rank (default: 16)")
+    parser.add_argument(
+        "-n", "--iters", type=at_least(1), help=f"timed steps (default: {MANY}, below {SLOW:g} Gbit/s {FEW})"
+    )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="write the output of the ranks, in a folder per rate")
+    parser.add_argument(
+        "--from", dest="saved", type=Path, metavar="FILE", help="show the results that --json wrote, and run nothing"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status."""
+    """Run the sweep, or show saved results; return the exit status."""
     console = report.make_console()
-    if options.kept:
+    if options.saved:
         if options.json:
             raise Failure("sweep: expected --from or --json, got both")
-        origin, table, status = *load(options.kept), 0
+        origin, table, status = *load(options.saved), 0
         console.print(report.headline(origin), style="dim", markup=False)
     else:
         namespaces.check_tools()
@@ -99,18 +103,18 @@ def load(path: Path) -> tuple[Mapping[str, str], Table]:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> tuple[Table, int]:
-    """The exit status, and what was measured until the end, a failure, or a signal."""
+    """Return the results until the end, a failure, or a signal, and the exit status."""
     table = Table("", [], [], "#wrong", LINK)
-    with listening() as heard, tempfile.TemporaryDirectory() as folder:
+    with catch_signals() as caught, tempfile.TemporaryDirectory() as folder:
         for index, rate in enumerate(options.rates):
             listener = Listener(progress, f"{rate}, {index + 1} of {len(options.rates)}", index / len(options.rates))
             out = Path(folder, f"{rate}.json")
             command = [sys.executable, "-m", "benchmarks", *ddp_options(options, rate), "--json", str(out)]
             logs = options.logs and options.logs / rate
             with namespaces.cluster(options.hosts, rate) as spaces:
-                status = namespaces.launch(command, spaces, options.per_host, heard, logs=logs, show=listener.hear)
+                status = namespaces.launch(command, spaces, options.per_host, caught, logs=logs, show=listener.listen)
             if status:
-                last = [] if heard else listener.lines()[-namespaces.TAIL :]
+                last = [] if caught else listener.lines()[-namespaces.TAIL :]
                 print(f"benchmarks: sweep: ended at {rate}, with status {status}", *last, sep="\n  ", file=sys.stderr)
                 return table, status
             add(table, options, rate, saved_results.load(out, "--json").tables["ddp"])
@@ -118,16 +122,16 @@ def measure(options: argparse.Namespace, progress: Progress) -> tuple[Table, int
 
 
 class Listener:
-    """To rank 0: its progress is ours, told at most once a second, as drawing takes a core from the ranks."""
+    """Shows the progress of rank 0, at most once a second, because drawing it takes time from a core of the ranks."""
 
     def __init__(self, progress: Progress, where: str, done: float) -> None:
         self.progress, self.where, self.done = progress, where, done
-        self.output, self.told = b"", 0.0
+        self.output, self.latest = b"", 0.0
 
-    def hear(self, new: bytes) -> None:
+    def listen(self, new: bytes) -> None:
         self.output += new
-        if time.monotonic() > self.told + 1:
-            self.told = time.monotonic()
+        if time.monotonic() > self.latest + 1:
+            self.latest = time.monotonic()
             steps = [line.removeprefix("ddp: ") for line in self.lines() if line.startswith("ddp: ")]
             self.progress(f"{self.where}: {(steps or ['starting'])[-1]}", self.done)
 
@@ -151,7 +155,7 @@ def ddp_options(options: argparse.Namespace, rate: str) -> list[str]:
 
 
 def add(table: Table, options: argparse.Namespace, rate: str, measured: Table) -> None:
-    """Their workload is the rate."""
+    """Add the measured rows to the table, with the rate as their workload."""
     where = f"{options.hosts} emulated hosts" + (f" of {options.per_host} ranks" if options.per_host > 1 else "")
     table.title = f"{measured.title}: {BACKWARD} on {where}, by the rate of their links"
     table.notes = [note for note in measured.notes if not note.startswith(link_probe.NOTE)]
@@ -162,7 +166,7 @@ def add(table: Table, options: argparse.Namespace, rate: str, measured: Table) -
 
 
 def show(console: Console, table: Table) -> None:
-    """A line for each side, a column for each rate, and the rates at which ours and the peers' are even."""
+    """Show a line for each side, a column for each rate, and the rates at which ours and a peer break even."""
     ours, peers, free = curves_of(table)
     rates = list(dict.fromkeys((row.workload, row.x) for row in table.rows))
     grid = Grid(title=table.title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
@@ -171,7 +175,7 @@ def show(console: Console, table: Table) -> None:
         grid.add_column(rate, justify="right")
     against = [peer for peer in AGAINST if peer in peers]
     for peer in against:
-        grid.add_column(f"even with {peer}")
+        grid.add_column(f"faster than {peer}")
     for side, curve in (peers | ours).items():
         times = [free.get(side) if x is None else curve.get(x) for _, x in rates]
         cells = [report.number(time and 1e3 * time) for time in times]
@@ -179,8 +183,8 @@ def show(console: Console, table: Table) -> None:
         grid.add_row(side, *cells, *even, style="bold" if side in ours else "")
     console.print(grid)
     notes = [
-        "ms a step, median; ours is faster than the peer up to, or from, so many Gbit/s: where the lines between what "
-        "was measured cross, both axes logarithmic",
+        "median ms per step; the last columns say up to, or from, which Gbit/s ours is faster: where straight lines "
+        "between the measured points cross, on logarithmic axes",
         *(f"WRONG: {row.side} at {row.workload}" for row in table.rows if not row.correct),
     ]
     report.show_notes(console, [*notes, *table.notes])

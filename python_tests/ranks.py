@@ -66,7 +66,7 @@ def store_of_first(store: dist.Store, rank: int) -> dist.Store:
 
 def ready() -> None:
     """Of a rank: that the test may do what it does ``when_ready``."""
-    processes.tell(None)
+    processes.report(None)
 
 
 def run_ranks(
@@ -107,7 +107,7 @@ def _call(
             assert event, f"ranks {sorted(waiting)} are not done after {timeout} s:\n{team.stacks()}"
             rank, kind, value = event
             assert kind != "raised", f"rank {rank}:\n{value}"
-            if kind == "told":
+            if kind == "reported":
                 are_ready += 1
                 if when_ready and are_ready == len(calls):
                     when_ready(team.pids)

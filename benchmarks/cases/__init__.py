@@ -1,11 +1,11 @@
-"""The cases by name. A case is a module, or an object, whose docstring's first line says what it measures, with
+"""The cases by name. A case is a module, or an object, whose docstring's first line says what it measures. It has
 
-OVERVIEW    its own options in the run of all cases: so few and so small that all take about two minutes
-add_options(parser) -> None    its own command line options; every one has a default
-run(options, progress, keep) -> None    verify each side, time the sides interleaved; raise Failure with a clear text
+OVERVIEW    its options in the run of all cases, chosen so that all cases together take about two minutes
+add_options(parser) -> None    adds its own command line options, each with a default
+run(options, progress, keep) -> None    verifies each side, times them alternately; raises Failure with a clear text
 
-run() hands its Table to keep() before it fills it, with rows that are complete: they are shown, interrupted or not.
-One that times nothing keeps a Simulation. What is drawn of either, benchmarks.plots decides.
+run() passes its Table to keep() first, and then adds only complete rows, which are also shown if it is interrupted. A
+case that times nothing passes a Simulation. benchmarks.plots decides what is drawn of either.
 """
 
 from types import ModuleType

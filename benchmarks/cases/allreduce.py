@@ -1,4 +1,4 @@
-"""comm.all_reduce, by any algorithm and codec, against Gloo's or NCCL's own: over loopback, or torchrun's ranks."""
+"""comm.all_reduce with any algorithm and codec, against Gloo's or NCCL's; over loopback, or on torchrun's ranks."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ RAW_ALONE = [*(name for name in comm.ALGORITHMS if name not in comm.algorithms_f
 
 
 def size(text: str) -> int:
-    """Bytes out of 4096, 4K, 16M or 1G (powers of 1024)."""
+    """Convert 4096, 4K, 16M or 1G (powers of 1024) to bytes."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
     if not number.isdecimal() or unit not in units or int(number) * units[unit] % 4 or int(number) == 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: whole fp32 elements in bytes, as 4096, 4K, 16M or 1G"
+            f"{text!r} is not a size: expected whole fp32 elements in bytes, such as 4096, 4K, 16M or 1G"
         )
     return int(number) * units[unit]
 
@@ -37,36 +37,36 @@ def label(nbytes: int) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Under torchrun's variables (RANK, WORLD_SIZE, ...) it runs as that rank; rank 0 reports."
-    parser.add_argument("-b", "--begin", type=size, default="4K", help="smallest message (default %(default)s)")
-    parser.add_argument("-e", "--end", type=size, default="16M", help="largest message (default %(default)s)")
-    parser.add_argument("-f", "--factor", type=at_least(2), help="from one size to the next (default 4, --quick: 1024)")
-    parser.add_argument("-n", "--iters", type=at_least(1), help="timed calls per size (default 40, --quick: 8)")
-    parser.add_argument("-w", "--warmup", type=at_least(0), help="calls before them (default 5, --quick: 2)")
+    parser.epilog = "If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank; rank 0 reports."
+    parser.add_argument("-b", "--begin", type=size, default="4K", help="smallest message (default: %(default)s)")
+    parser.add_argument("-e", "--end", type=size, default="16M", help="largest message (default: %(default)s)")
+    parser.add_argument("-f", "--factor", type=at_least(2), help="ratio of two sizes (default: 4, --quick: 1024)")
+    parser.add_argument("-n", "--iters", type=at_least(1), help="timed calls per size (default: 40, --quick: 8)")
+    parser.add_argument("-w", "--warmup", type=at_least(0), help="calls before the timed ones (default: 5, --quick: 2)")
     parser.add_argument(
         "--algorithms",
         type=choices(ALGORITHMS),
-        help=f"out of {', '.join(ALGORITHMS)}; default all plans and auto; on CUDA also native",
+        help=f"names out of {', '.join(ALGORITHMS)} (default: all plans and auto; on CUDA also native)",
     )
     parser.add_argument(
         "--codecs",
         type=choices(codecs.CODECS),
-        help=f"out of {', '.join(codecs.CODECS)}; default raw (--quick: and int8 by ring)",
+        help=f"names out of {', '.join(codecs.CODECS)} (default: raw; --quick: also int8 with ring)",
     )
     parser.add_argument(
-        "--levels", type=choices(["1", "2"]), help="1, 2 or both: default 1, and 2 where hosts have several ranks each"
+        "--levels", type=choices(["1", "2"]), help="1, 2 or 1,2 (default: 1, and 2 if each host has several ranks)"
     )
     parser.add_argument(
-        "--ranks-per-host", type=at_least(1), help="neighbouring ranks that make a host (default: hosts are found)"
+        "--ranks-per-host", type=at_least(1), help="treat so many neighbouring ranks as a host (default: detect hosts)"
     )
     parser.add_argument(
         "--transport",
         type=choices(["auto", "nccl", "c10d"]),
-        help="what carries our messages on CUDA: auto, nccl, c10d, or several of them (default auto)",
+        help="transport of our messages on CUDA: auto, nccl, c10d, or several of them (default: auto)",
     )
-    parser.add_argument("--segments", type=at_least(1), help="pieces of a message (default: chosen by its size)")
-    parser.add_argument("--tune", action="store_true", help="measure the group first: auto goes by what that found")
-    parser.add_argument("--op", choices=["sum", "avg"], default="sum", help="default %(default)s")
+    parser.add_argument("--segments", type=at_least(1), help="segments of a message (default: depends on its size)")
+    parser.add_argument("--tune", action="store_true", help="measure the group first, and let auto use the result")
+    parser.add_argument("--op", choices=["sum", "avg"], default="sum", help="reduction (default: %(default)s)")
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
@@ -94,8 +94,8 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         needs_hosts=bool(options.levels) or (options.ranks_per_host or 1) > 1,
         tuned=options.tune,
     )
-    place = "over loopback" if options.device == "cpu" else f"on {min(ranks, torch.cuda.device_count())} GPU(s)"
-    title = f"all_reduce {options.op}, {ranks} ranks {'under torchrun' if given_rank() else place}, fp32"
+    where = "over loopback" if options.device == "cpu" else f"on {min(ranks, torch.cuda.device_count())} GPU(s)"
+    title = f"all_reduce {options.op}, {ranks} ranks {'under torchrun' if given_rank() else where}, fp32"
     table = Table(title, check_heading="#wrong", x_label="message, bytes")
     keep(table)
     results: list[Result] = []
@@ -105,27 +105,27 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         rows = [make_row(result, ranks, options.device) for result in of_a_size]
         pair(rows, of_a_size)
         if options.tune:
-            compare_choices(rows, of_a_size)
+            compare_selections(rows, of_a_size)
         table.rows += rows
 
     try:
         on_ranks(work, ranks, job, take=take, progress=progress, deadline=DEADLINE)
-    finally:  # also where that was interrupted
+    finally:  # also if the run was interrupted
         table.rows += left_out(options.device)
         table.notes += make_notes(options, algorithms, list(dict.fromkeys(result.side for result in results)))
         table.notes += link_probe.note([result.line for result in results])
 
 
 def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[Side]:
-    """The peer, and those combinations of algorithm and codec that there are, in one level and in two side by side."""
+    """Return the peers, and our valid combinations of algorithm and codec, with one level and with two."""
     if options.transport and options.device == "cpu":
-        raise Failure("--transport is for --device cuda: on the CPU messages go over Gloo")
+        raise Failure("--transport needs --device cuda: on the CPU messages are sent over Gloo")
     names = options.codecs or ["raw"]
     pairs = [(name, codec) for codec in names for name in algorithms if codec == "raw" or name not in RAW_ALONE]
     if options.quick and not options.codecs and "ring" in algorithms:
         pairs.append(("ring", "int8"))
     if not pairs:
-        raise Failure(f"no codec but raw: {', '.join(algorithms)}")
+        raise Failure(f"these algorithms only take the codec raw: {', '.join(algorithms)}")
     narrow = NARROW_PEERS[options.device] if any(codec != "raw" for codec in names) else []
     peers = [Side(PEERS[options.device], codec) for codec in ("raw", *narrow)]
     if options.device == "cuda" and not cupy_peers.why_not():
@@ -139,7 +139,7 @@ def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[S
 
 
 def left_out(device: str) -> list[Row]:
-    """The peers that cannot be sides here."""
+    """Return the rows of the peers that cannot run here."""
     if device == "cpu":
         return [Row.missing(peer, "needs --device cuda") for peer in (PEERS["cuda"], CUPY)]
     return [Row.missing(CUPY, why)] if (why := cupy_peers.why_not()) else []
@@ -148,36 +148,36 @@ def left_out(device: str) -> list[Row]:
 def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Sequence[Side]) -> list[str]:
     peer = PEERS[options.device]
     notes = [
-        f"a barrier, then one call (up to {SMALL >> 10} KiB: {BURST}, back to back); the slowest rank counts",
+        f"a sample is one call after a barrier (up to {SMALL >> 10} KiB: {BURST} calls), on the slowest rank",
         "algbw = S / t, busbw = algbw * 2(p - 1) / p, as nccl-tests defines them (its doc/PERFORMANCE.md); S in fp32",
-        "#wrong: elements that differ (!=) from a sum that is exact in any order, or in a bit from rank 0's; over all "
-        "ranks, in the check before the timing and after every sample",
-        f"wire bytes: sent by one rank in one call, the largest over the ranks; {peer} does not tell",
-        "every call finds its message freshly written, as a gradient bucket is",
+        "#wrong: number of elements that differ from the sum, which is exact in any order, or in a bit from those of "
+        "rank 0; summed over all ranks, in the check before the timing and after every sample",
+        f"wire bytes: bytes that one rank sends in one call, the largest over the ranks; {peer} does not report them",
+        "the message is written anew before every call, as a gradient bucket is",
     ]
     if any(side.levels == 2 for side in sides):
-        notes.append("2 levels: summed inside each host, then across hosts; wire bytes are then those across alone")
+        notes.append("2 levels: reduced within each host, then between hosts; wire bytes are those between hosts only")
     if options.tune:
-        notes.append("of the best: the time of the best plan by its name, over that of auto as it was tuned")
+        notes.append("of the best: the time of the fastest plan timed by name, over the time of the tuned auto")
     if any(side.algorithm == CUPY for side in sides):
         notes.append(cupy_peers.NOT_RUN)
     if options.device == "cuda":
         notes += [
-            f"us/tick: up to {SMALL >> 10} KiB, the time of a call in one level over the rounds of its plan",
-            "ranks that share a GPU are hosts of their own to NCCL: it goes over sockets",
+            f"us/tick: the time of a call with one level over the rounds of its plan, up to {SMALL >> 10} KiB",
+            "NCCL treats ranks that share a GPU as separate hosts, and connects them by sockets",
         ]
     if any(side.codec != "raw" for side in sides):
         notes += [
-            "#wrong with a codec: beyond (p + 1) times codecs.error_bound's max, plus 1e-5, of the sum of the ranks' "
-            "largest magnitudes",
-            "codec error: its rms over that of the exact sum, of normally distributed contributions",
+            "#wrong with a codec: elements whose error exceeds (p + 1) * codecs.error_bound(codec).max + 1e-5, times "
+            "the sum of the ranks' largest magnitudes",
+            "codec error: rms error over the rms of the exact sum; the contributions are normally distributed",
         ]
     if narrow := [side.name for side in sides if not side.ours and side.codec != "raw"]:
         notes.append(
-            f"{', '.join(narrow)}: converted, all-reduced so, converted back, as torch's fp16_compress_hook does"
+            f"{', '.join(narrow)}: converted, all-reduced, and converted back, as torch's fp16_compress_hook does"
         )
         if left_out := [name for name in algorithms if name in RAW_ALONE]:
-            notes.append(f"no codec but raw: {', '.join(left_out)}")
+            notes.append(f"these algorithms only take the codec raw: {', '.join(left_out)}")
     return notes
 
 
@@ -199,19 +199,19 @@ def make_row(result: Result, ranks: int, device: str) -> Row:
 
 
 def pair(rows: Sequence[Row], results: Sequence[Result]) -> None:
-    """Hold ours against the peer in fp32, and the peers in another type against the first of ours in that type."""
+    """Compare ours with the peer in fp32, and the peers in another type with our first side in that type."""
     codec = [result.side.codec for result in results]
     ours = {name: row for name, row in zip(reversed(codec), reversed(rows), strict=True) if row.ours}
     first, *others = rows
     for row, name in zip(others, codec[1:], strict=True):
         if row.ours:
-            row.hold_against(first)
+            row.compare_with(first)
         elif name in ours:
-            row.hold_against(ours[name])
+            row.compare_with(ours[name])
 
 
-def compare_choices(rows: Sequence[Row], results: Sequence[Result]) -> None:
-    """Hold auto against the plans by their names, in the same codec and levels."""
+def compare_selections(rows: Sequence[Row], results: Sequence[Result]) -> None:
+    """Compare auto with the plans that were timed by name, with the same codec and levels."""
     timed = [(row, result.nbytes, result.side) for row, result in zip(rows, results, strict=True) if row.time]
     for auto, nbytes, side in timed:
         if side.algorithm == "auto" and auto.time:
@@ -225,7 +225,7 @@ def compare_choices(rows: Sequence[Row], results: Sequence[Result]) -> None:
 
 
 def rounds_of(side: Side, ranks: int) -> int:
-    """Of the plan that a side runs in one level; 0 where it is not one plan that runs."""
+    """Return the rounds of the plan that a side runs with one level; 0 if it does not run one known plan."""
     if side.levels != 1 or side.algorithm not in comm.ALGORITHMS:
         return 0
     return len(comm.plan(side.algorithm, 0, ranks).rounds)

@@ -1,4 +1,4 @@
-"""The step of a loss-scaled training: unscale, clip and AdamW, ours in one pass against torch's sequence."""
+"""Loss-scaled steps: unscaling, clipping and AdamW in one pass, against torch's sequence of calls."""
 
 import argparse
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Values = list[tuple[Tensor, Tensor]]
 
 
 class Side:
-    """Parameters and gradients of its own, and a step over them; what it does to gradients, renew() takes back."""
+    """A step, with parameters and gradients of its own; renew() restores the gradients, which a step may change."""
 
     kind: type[torch.amp.GradScaler] = amp.LossScaler
 
@@ -37,7 +37,7 @@ class Side:
         torch._foreach_copy_(self.given, self.values)
 
     def prepare(self) -> None:
-        """Makes the optimizer."""
+        """Make the optimizer."""
         self.optimizer: torch.optim.Optimizer = optim.AdamW(self.params)
 
     def step(self) -> None:
@@ -46,7 +46,7 @@ class Side:
 
 
 class Told(Side):
-    """The sum of squares of the gradients was found while they were reduced."""
+    """A step that receives the sum of squares of the gradients, as found while they were reduced."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -59,7 +59,7 @@ class Told(Side):
 
 
 class Torch(Side):
-    """GradScaler.unscale_, clip_grad_norm_ and fused AdamW."""
+    """Torch's GradScaler.unscale_, clip_grad_norm_ and fused AdamW."""
 
     kind = torch.amp.GradScaler
     options = {"fused": True}
@@ -79,7 +79,7 @@ class TorchForeach(Torch):
 
 
 class TorchMasters(Torch):
-    """The same over float32 masters: half gradients are widened into theirs, parameters are their copies."""
+    """Torch's step with fp32 masters: half gradients are copied to the masters, and the masters to the parameters."""
 
     def prepare(self) -> None:
         self.halves = self.params
@@ -101,7 +101,7 @@ class TorchMastersForeach(TorchMasters):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is stepped, and the bytes per element that a side has to move."""
+    """The dtype of parameters and gradients, and the bytes per element that each side has to move."""
 
     dtype: torch.dtype
     sides: dict[str, type[Side]]
@@ -122,20 +122,20 @@ WORKLOADS = {
         torch.float16,
         {OURS: Side, TOLD: Told, "torch fused by hand": TorchMasters, "torch foreach by hand": TorchMastersForeach},
         {OURS: 30, TOLD: 28, "torch fused by hand": 60, "torch foreach by hand": 60},
-        2**-10,  # a rounding of the parameter
+        2**-10,  # one rounding of the parameter
         2**-24,
     ),
 }
 
 
 NOTES = [
-    f"unscale, clip to {MAX_NORM:g}, AdamW.step() and update() of the scaler, for ResNet-50's parameters; in fp16 "
-    "by hand also the gradients' widening and the parameters' copy",
-    "told the norm: with the grad_stats that a reduction of the gradients brings along",
-    f"checked after {STEPS} steps against torch's; shown is the largest error of a parameter",
-    "gradients are made anew before each step, untimed, since torch's sides rewrite them",
-    "bytes: what a side moves per element; GB/s and the share of the limit count these",
-    "extra MiB: what a step needs at its peak beside parameters, gradients and state",
+    f"a step unscales, clips to the norm {MAX_NORM:g}, calls AdamW.step(), and update() of the scaler, for ResNet-50's "
+    "parameters; by hand, in fp16, it also copies the gradients to fp32 and the parameters back",
+    "told the norm: the step gets the grad_stats that a reduction of the gradients returns",
+    f"each side is checked after {STEPS} steps against torch's; check shows the largest error of a parameter",
+    "the gradients are restored before each step, outside of the timing, since torch's steps overwrite them",
+    "bytes: bytes that a side moves per element; GB/s and % of limit are computed from these",
+    "extra MiB: peak memory of a step in addition to parameters, gradients and state",
 ]
 
 
@@ -144,12 +144,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--workloads",
         type=choices(list(WORKLOADS)),
         default=list(WORKLOADS),
-        help="out of fp32 (parameters and gradients as under autocast) and fp16 (both, with float32 masters)",
+        help="fp32 (parameters and gradients in fp32, as under autocast), fp16 (in fp16, with fp32 masters), or both",
     )
     parser.add_argument(
-        "--no-compile", action="store_true", help="take the memory limit from plain streams, which need no compiler"
+        "--no-compile", action="store_true", help="measure the memory limit with torch's own ops, without torch.compile"
     )
-    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default 20, --quick: 1)")
+    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default: 20, --quick: 1)")
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
@@ -215,7 +215,7 @@ def measure(
 
 
 def stepped(side: Side) -> list[Tensor]:
-    """The parameters after STEPS steps with the same gradients."""
+    """Return the parameters after STEPS steps with the same gradients."""
     for _ in range(STEPS):
         side.renew()
         side.step()

@@ -1,4 +1,4 @@
-"""The collectives but all_reduce, each a case: ours, by any algorithm and codec, against Gloo's or NCCL's own."""
+"""A case for each collective except all_reduce: ours, with any algorithm and codec, against Gloo's or NCCL's."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from dltrain_ext.selftest.sums import (
 )
 
 ROOT = 0
-torchs_reduce_scatter, torchs_all_gather = (  # before torch 2.13 they have other names
+torchs_reduce_scatter, torchs_all_gather = (  # torch before 2.13 has other names for them
     getattr(dist, name, None) or getattr(dist, before)
     for name, before in (
         ("reduce_scatter_single", "reduce_scatter_tensor"),
@@ -35,21 +35,21 @@ torchs_reduce_scatter, torchs_all_gather = (  # before torch 2.13 they have othe
     )
 )
 Part = Callable[[int], Callable[[int], Tensor]]
-"""What each rank gives, of n elements."""
+"""Maps n to a function that returns the n elements of a given rank."""
 
 
-# Of a message of as many shares as ranks, of n elements each: what a rank gives, and what its result has to begin with.
+# Each returns what a rank passes in, and the elements with which its result has to begin; a shard has n elements.
 
 
-def share_of_sum(part: Part, n: int, rank: int, ranks: int) -> Data:
+def shard_of_sum(part: Part, n: int, rank: int, ranks: int) -> Data:
     data = Data.of(part(n * ranks), rank, ranks)
     return data._replace(total=data.total[rank * n : (rank + 1) * n])
 
 
-def all_shares(part: Part, n: int, rank: int, ranks: int) -> Data:
-    shares = [part(n)(each) for each in range(ranks)]
-    whole = torch.cat(shares)
-    return Data(shares[rank], whole, whole.abs().max().item())
+def all_shards(part: Part, n: int, rank: int, ranks: int) -> Data:
+    shards = [part(n)(each) for each in range(ranks)]
+    whole = torch.cat(shards)
+    return Data(shards[rank], whole, whole.abs().max().item())
 
 
 def roots_own(part: Part, n: int, rank: int, ranks: int) -> Data:
@@ -63,9 +63,9 @@ def sum_at_root(part: Part, n: int, rank: int, ranks: int) -> Data:
 
 
 class Collective(NamedTuple):
-    """`ours` and `torchs` are told the result and what the rank gives; in place the result holds that already.
+    """`ours` and `torchs` take the result and the input of the rank; if `in_place`, the result already holds the input.
 
-    Where it `adds`, each contribution and the sum may be encoded; else there is one encoding, and all ranks end with
+    If it `adds`, each contribution and the sum may be encoded. Otherwise data is encoded once, and all ranks end with
     the same bits.
     """
 
@@ -78,9 +78,9 @@ class Collective(NamedTuple):
 
 COLLECTIVES = {
     "reduce_scatter": Collective(
-        share_of_sum, comm.Communicator.reduce_scatter, torchs_reduce_scatter, adds=True, in_place=False
+        shard_of_sum, comm.Communicator.reduce_scatter, torchs_reduce_scatter, adds=True, in_place=False
     ),
-    "all_gather": Collective(all_shares, comm.Communicator.all_gather, torchs_all_gather, adds=False, in_place=False),
+    "all_gather": Collective(all_shards, comm.Communicator.all_gather, torchs_all_gather, adds=False, in_place=False),
     "broadcast": Collective(
         roots_own,
         lambda communicator, result, given, **options: communicator.broadcast(result, ROOT, **options),
@@ -108,38 +108,38 @@ class Job(NamedTuple):
 
 
 class Case:
-    """One collective, with what benchmarks.cases asks of a case."""
+    """The case of one collective; benchmarks.cases says what a case has to have."""
 
     OVERVIEW = ["-b", "1M", "-f", "16", "-n", "5", "-w", "1", "--codecs", "raw,int8"]
 
     def __init__(self, name: str):
         self.name = name
         self.algorithms = ["auto", *comm.COLLECTIVES[name]]
-        self.__doc__ = f"comm.{name}, by plan and codec, against Gloo's or NCCL's: over loopback, or torchrun's ranks."
+        self.__doc__ = f"comm.{name} with any plan and codec, against Gloo's or NCCL's; over loopback or by torchrun."
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.epilog = "Under torchrun's variables (RANK, WORLD_SIZE, ...) it runs as that rank; rank 0 reports."
+        parser.epilog = "If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank; rank 0 reports."
         parser.add_argument(
-            "-b", "--begin", type=size, default="1M", help="smallest message: all ranks' shares (default %(default)s)"
+            "-b", "--begin", type=size, default="1M", help="smallest message, of all shards (default: %(default)s)"
         )
-        parser.add_argument("-e", "--end", type=size, default="16M", help="largest message (default %(default)s)")
+        parser.add_argument("-e", "--end", type=size, default="16M", help="largest message (default: %(default)s)")
         parser.add_argument(
-            "-f", "--factor", type=at_least(2), default=16, help="from one size to the next (%(default)s)"
+            "-f", "--factor", type=at_least(2), default=16, help="ratio of two sizes (default: %(default)s)"
         )
-        parser.add_argument("-n", "--iters", type=at_least(1), help="timed calls per size (default 20, --quick: 5)")
+        parser.add_argument("-n", "--iters", type=at_least(1), help="timed calls per size (default: 20, --quick: 5)")
         parser.add_argument(
-            "-w", "--warmup", type=at_least(0), default=2, help="calls before them (default %(default)s)"
+            "-w", "--warmup", type=at_least(0), default=2, help="calls before the timed ones (default: %(default)s)"
         )
         parser.add_argument(
             "--algorithms",
             type=choices(self.algorithms),
             default="auto",
-            help=f"out of {', '.join(self.algorithms)} (default %(default)s)",
+            help=f"names out of {', '.join(self.algorithms)} (default: %(default)s)",
         )
         parser.add_argument(
             "--codecs",
             type=choices(codecs.CODECS),
-            help=f"out of {', '.join(codecs.CODECS)}; default raw, bf16, int8 and int4 (--quick: raw and int8)",
+            help=f"names out of {', '.join(codecs.CODECS)} (default: raw,bf16,int8,int4; --quick: raw,int8)",
         )
 
     def run(self, options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
@@ -158,11 +158,11 @@ class Case:
         table = Table(
             f"{self.name}{' sum' if COLLECTIVES[self.name].adds else ''}, {ranks} ranks, fp32",
             notes=[
-                "a barrier, then one call; the slowest rank counts; the sides take turns",
-                "#wrong: elements beyond what the encodings may lose, or that differ in a bit where all ranks get the "
-                "same; raw has to be exact",
-                "error: its rms over that of the exact result; wire bytes: sent by one rank in a call, the largest "
-                "over the ranks",
+                "a sample is one call after a barrier, on the slowest rank; the sides are timed alternately",
+                "#wrong: number of elements whose error exceeds that of the encodings, or that differ in a bit between "
+                "ranks that receive the same; raw has to be exact",
+                "error: rms error over the rms of the exact result; wire bytes: bytes that one rank sends in one call, "
+                "the largest over the ranks",
             ],
             check_heading="#wrong",
             x_label="message, bytes",
@@ -174,12 +174,12 @@ class Case:
             lines.append(of_a_size[0].line)
             first, *others = (make_row(result) for result in of_a_size)
             for row in others:
-                row.hold_against(first)
+                row.compare_with(first)
             table.rows += [first, *others]
 
         try:
             on_ranks(work, ranks, job, take=take, progress=progress, deadline=DEADLINE)
-        finally:  # also where that was interrupted
+        finally:  # also if the run was interrupted
             if options.device == "cpu":
                 table.rows.append(Row.missing(PEERS["cuda"], "needs --device cuda"))
             table.notes += link_probe.note(lines)
@@ -198,7 +198,7 @@ def make_row(result: Result) -> Row:
 
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
-    """The results of one size after the other, the same on all ranks."""
+    """Yield the results of one size after the other, the same on all ranks."""
     peer = nccl_group() if job.device == "cuda" else None
     communicator = comm.Communicator(timeout=timedelta(seconds=DEADLINE / 2), ranks_per_host=1)
     for index, nbytes in enumerate(job.sizes):
@@ -219,7 +219,7 @@ def measure(
     job: Job,
     advance: Callable[[float], None],
 ) -> list[Result]:
-    """With shares of n elements."""
+    """Check and time all sides, with shards of n elements."""
     collective = COLLECTIVES[job.collective]
     exact, rounded = (
         Data(data.own.to(job.device), data.total.to(job.device), data.magnitudes)

@@ -1,4 +1,4 @@
-"""A step of DistributedDataParallel with our hook, in any codec, against plain DDP and torch's own hooks."""
+"""Steps of DistributedDataParallel with our hook and any codec, against plain DDP and torch's own hooks."""
 
 import argparse
 
@@ -23,35 +23,35 @@ from benchmarks.machine.ranks import count_ranks, on_ranks
 from dltrain_ext import codecs, comm
 
 OVERVIEW = ["--codecs", "raw,fp16,int8", "--layers", "8", "-n", "10"]
-EQUALS = {FP16: "fp16", BF16: "bf16"}  # the codecs that send what torch's hooks do
+EQUALS = {FP16: "fp16", BF16: "bf16"}  # the codecs that send the same elements as torch's hooks
 WORKLOADS = {"backward": BACKWARD, "step": STEP}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Under torchrun's variables (RANK, WORLD_SIZE, ...) it runs as that rank; rank 0 reports."
+    parser.epilog = "If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank; rank 0 reports."
     parser.add_argument(
         "--codecs",
         type=choices([*codecs.CODECS, "auto"]),
-        help=f"out of {', '.join(codecs.CODECS)}, auto; default raw, fp16, bf16, int8, int4 and sign "
-        "(--quick: raw, fp16 and int8)",
+        help=f"names out of {', '.join(codecs.CODECS)}, auto (default: raw,fp16,bf16,int8,int4,sign; "
+        "--quick: raw,fp16,int8)",
     )
     parser.add_argument(
         "--algorithms",
         type=choices([*comm.ALGORITHMS, "auto"]),
         default="auto",
-        help=f"out of {', '.join(comm.ALGORITHMS)}, auto (default %(default)s)",
+        help=f"names out of {', '.join(comm.ALGORITHMS)}, auto (default: %(default)s)",
     )
     parser.add_argument(
         "--workloads",
         type=choices(list(WORKLOADS)),
         default=list(WORKLOADS),
-        help="out of backward (forward and backward) and step (a whole one); default both",
+        help="backward (forward and backward), step (a whole step), or both (default: both)",
     )
-    parser.add_argument("--layers", type=at_least(1), help="of Linear(width, width) (default 12, --quick: 2)")
-    parser.add_argument("--width", type=at_least(1), help="of a layer (default 1024, --quick: 256)")
-    parser.add_argument("--batch", type=at_least(1), default=16, help="of each rank (default %(default)s)")
-    parser.add_argument("-n", "--iters", type=at_least(1), help="timed steps (default 20, --quick: 5)")
-    parser.add_argument("-w", "--warmup", type=at_least(2), help="steps before them (default 3, --quick: 2)")
+    parser.add_argument("--layers", type=at_least(1), help="number of Linear(width, width) (default: 12, --quick: 2)")
+    parser.add_argument("--width", type=at_least(1), help="width of a layer (default: 1024, --quick: 256)")
+    parser.add_argument("--batch", type=at_least(1), default=16, help="batch size of each rank (default: %(default)s)")
+    parser.add_argument("-n", "--iters", type=at_least(1), help="timed steps (default: 20, --quick: 5)")
+    parser.add_argument("-w", "--warmup", type=at_least(2), help="steps before the timed ones (default: 3, --quick: 2)")
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
@@ -69,19 +69,20 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         device=options.device,
     )
     notes = [
-        "a barrier, then one step; the slowest rank counts; the sides take turns, each with a model of its own",
-        "#wrong: elements beyond what encoding (p + 1) times may lose of the exact average, or all where ranks differ "
-        "in a bit; in the first step, before the timing",
-        f"{POWER_SGD}: of the average's rank 4 by projection, so checked is that its error is below the average "
-        f"itself, after the {UNCOMPRESSED} steps that it sends in full; held against our codec that sends the least",
-        "error: its rms over that of the exact average, in the first step; later ones feed back what was lost",
-        "hidden %: the share of the time of communication that backward goes on beside it; state.stats() defines it",
-        "wire bytes: sent by one rank in a step",
+        "a sample is one step after a barrier, on the slowest rank; the sides, each with its own model, are timed "
+        "alternately",
+        "#wrong: number of elements whose error exceeds that of (p + 1) encodings of the average; all elements if "
+        "ranks differ in a bit; checked in the first step, before the timing",
+        f"{POWER_SGD}: it projects the average to rank 4, so the check is that its error is smaller than the average, "
+        f"after {UNCOMPRESSED} steps that it sends in full; it is compared with our codec that sends the least",
+        "error: rms error over the rms of the exact average, in the first step; later steps have error feedback",
+        "hidden %: the fraction of the communication time during which backward still runs, from state.stats()",
+        "wire bytes: bytes that one rank sends in one step",
     ]
     if STEP in job.sides:
         notes.append(
-            f"{STEP}: ours by LossScaler.step(optimizer, max_norm=1.0), told the norm: with grad_stats="
-            "state.grad_stats; torch's by GradScaler.unscale_, clip_grad_norm_ and its fused AdamW"
+            f"{STEP}: ours calls LossScaler.step(optimizer, max_norm=1.0); told the norm: also with grad_stats="
+            "state.grad_stats; torch calls GradScaler.unscale_, clip_grad_norm_ and its fused AdamW"
         )
     title = f"DDP, {ranks} ranks, {job.layers} x Linear({job.width}, {job.width}), batches of {job.batch}, fp32"
     table = Table(title, [], notes, "#wrong")
@@ -96,17 +97,17 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
 
     try:
         on_ranks(work, ranks, job, take=take, progress=progress, deadline=DEADLINE)
-    finally:  # also where that was interrupted
+    finally:  # also if the run was interrupted
         if options.device == "cpu" and BACKWARD in job.sides:
-            table.rows.append(Row.missing(BF16, "DDP takes it on NCCL alone", BACKWARD))
+            table.rows.append(Row.missing(BF16, "DDP accepts it only with NCCL", BACKWARD))
         table.notes += link_probe.note(lines)
 
 
 def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dict[str, list[Side]]:
-    """A lossy codec goes with every algorithm but those that encode more than once."""
+    """Combine each codec with the algorithms that accept it: a lossy codec not with those that encode repeatedly."""
     pairs = [(name, a) for name in names for a in algorithms if a in ("auto", *comm.algorithms_for(name))]
     if not pairs:
-        raise Failure(f"no codec but raw: {', '.join(algorithms)}")
+        raise Failure(f"these algorithms only take the codec raw: {', '.join(algorithms)}")
     name, algorithm = pairs[-1] if len(pairs) < 3 else pairs[len(pairs) // 2]
     finishes = [Side(name, algorithm, "reads it"), Side(name, algorithm, "told the norm")]
     return {
@@ -116,16 +117,16 @@ def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dic
 
 
 def pair(rows: list[Row], results: list[Result]) -> None:
-    """Hold ours against plain DDP; a hook of torch's against our codec that sends the same, or else the least."""
+    """Compare ours with plain DDP, torch's hooks with our codec that sends the same, PowerSGD with the smallest one."""
     ours = {result.side.way: (row, result) for row, result in zip(rows, results, strict=True) if row.ours and row.time}
     least = min(ours.values(), key=lambda pair: pair[1].wire_bytes or 0, default=None)
     for row, result in zip(rows, results, strict=True):
         if row.ours:
-            row.hold_against(rows[0])
+            row.compare_with(rows[0])
         elif result.side.way == POWER_SGD and least:
-            row.hold_against(least[0])
+            row.compare_with(least[0])
         elif found := ours.get(EQUALS.get(result.side.way, "")):
-            row.hold_against(found[0])
+            row.compare_with(found[0])
 
 
 def make_row(result: Result) -> Row:

@@ -1,4 +1,4 @@
-"""Steps of the optimizers against torch's and others' implementations (fp32)."""
+"""Optimizer steps, against the implementations of torch and of other packages (fp32)."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from dltrain_ext import optim
 
 OVERVIEW = ["--elements", "8400000", "--seconds", "2", "--no-compile"]
 
-QUICK = 2**18  # elements, from which on a quick run leaves a tensor out
+QUICK = 2**18  # a quick run leaves out tensors of this number of elements, and larger ones
 OURS = "ours"
 STEPS, ATOL = 3, 1e-8
 Values = list[tuple[torch.Tensor, torch.Tensor]]
@@ -33,18 +33,18 @@ def of_torch(kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Mak
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer, ours and others'. A step reads parameter, gradient and state, and writes all but the gradient.
+    """An optimizer, ours and its peers. A step reads parameter, gradient and state, and writes parameter and state.
 
-    The last peer is what results are checked against, or a third_party's own formula.
+    Results are checked against the last peer or, if a ThirdParty has one, against its formula.
     """
 
     name: str
     ours: Make
     peers: dict[str, Make]
     state: tuple[str, ...]
-    norms: bool = False  # a pass over parameter and gradient comes first
+    norms: bool = False  # a pass over parameter and gradient precedes the update
     rtol: float = 1e-6
-    cancels: bool = False  # its sums do, so they are held against the largest element
+    cancels: bool = False  # its sums may cancel, so errors are relative to the largest element
     third_parties: dict[str, ThirdParty] = field(default_factory=dict)
 
     @property
@@ -58,17 +58,17 @@ class Kind:
 
     @property
     def bytes_held(self) -> int:
-        """Per element."""
+        """Bytes of memory per element."""
         return 4 * (2 + len(self.state))
 
     @property
     def bytes_moved(self) -> int:
-        """Per element and step."""
+        """Bytes that a step moves per element."""
         return self.bytes_held + 4 * (1 + len(self.state)) + 8 * self.norms
 
 
 def usual(kind: type[torch.optim.Optimizer], torchs: type[torch.optim.Optimizer]) -> Kind:
-    """One that needs no more to be said: its state is what a step leaves."""
+    """Make the Kind of an optimizer without special rules; its state tensors are found by a step."""
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = kind([parameter])
@@ -112,9 +112,9 @@ OPTIMIZERS |= {
 
 
 def resnet50(quick: bool) -> list[tuple[int, ...]]:
-    """The 161 parameter shapes of ResNet-50 v1 (He et al. 2015, table 1), in the order of the forward pass.
+    """Return the 161 parameter shapes of ResNet-50 v1 (He et al. 2015, table 1), in the order of the forward pass.
 
-    Quick: only those of small tensors.
+    If quick, return only those of small tensors.
     """
     shapes: list[tuple[int, ...]] = []
 
@@ -135,7 +135,7 @@ def resnet50(quick: bool) -> list[tuple[int, ...]]:
 
 
 def one(options: argparse.Namespace) -> list[tuple[int, ...]]:
-    """No power of two by default: there all streams share cache sets."""
+    """Return the shape of one large tensor. The default is no power of two, where all streams share cache sets."""
     default = 100_000_000 if options.device == "cuda" else 4_200_000 if options.quick else 33_500_000
     return [(options.elements or default,)]
 
@@ -154,22 +154,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--optimizers",
         type=choices(list(OPTIMIZERS)),
         default=list(OPTIMIZERS),
-        help=f"out of {', '.join(OPTIMIZERS)} (sgd and lars with momentum 0.9); default all",
+        help=f"names out of {', '.join(OPTIMIZERS)} (default: all; sgd and lars have momentum 0.9)",
     )
     parser.add_argument(
         "--workloads",
         type=choices(list(WORKLOADS)),
-        help="out of one (a large tensor), resnet50 (its parameter list), many (4,000 tensors of 64); "
-        "default all for adamw, else resnet50",
-    )
-    parser.add_argument("--peers", type=choices(PEERS), default=PEERS, help=f"out of {', '.join(PEERS)}; default all")
-    parser.add_argument(
-        "--elements", type=at_least(1), help="of workload one (default 33,500,000, --quick: 4,200,000, on a GPU 10^8)"
+        help="names out of one (a large tensor), resnet50 (its parameters), many (4,000 tensors of 64 elements) "
+        "(default: all for adamw, otherwise resnet50)",
     )
     parser.add_argument(
-        "--no-compile", action="store_true", help="take the memory limit from plain streams, which need no compiler"
+        "--peers", type=choices(PEERS), default=PEERS, help=f"names out of {', '.join(PEERS)} (default: all)"
     )
-    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default 15, --quick: 1)")
+    parser.add_argument(
+        "--elements",
+        type=at_least(1),
+        help="elements of workload one (default: 33,500,000, --quick: 4,200,000, on a GPU 10^8)",
+    )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="measure the memory limit with torch's own ops, without torch.compile"
+    )
+    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default: 15, --quick: 1)")
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
@@ -185,18 +189,18 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     shares = "the shares of the limit and of a copy" if device == "cuda" else "the share of the limit"
     cache = f"{'L2' if device == 'cuda' else 'last-level'} cache ({last_level_cache(device) / 2**20:.0f} MiB)"
     notes = [
-        f"checked after {STEPS} steps against the last of torch's to rtol 1e-6 (LARS: 1e-4) and, for AdamW's "
-        f"parameters, atol {ATOL:g}, for SGD and LARS as much of the largest element; shown is the largest error of "
-        "a parameter; packages that are not torch's: their parameters, LARS against its formula in each",
-        f"state of 8 bits: the step's rms error after {STEPS} steps with gradients of one magnitude is within "
-        f"{100 * max(peer.lost for peer in optim_peers.ADAMW.values()):.0f} % of the step's rms; shown is that share",
-        f"GB/s and {shares} count {bytes_moved} bytes per element, whatever a side really moves",
-        f"each side has parameters, gradients and state of its own; where they exceed the {cache} the streams of the "
-        "memory limit run in between",
-        "extra MiB: what a step needs at its peak beside them",
+        f"each side is checked after {STEPS} steps against torch's last implementation, to rtol 1e-6 (LARS: 1e-4) and "
+        f"atol {ATOL:g} for AdamW's parameters (SGD, LARS: rtol of the largest element); check shows the largest error "
+        "of a parameter; of other packages only parameters are checked, LARS against the formula of the package",
+        f"8-bit state: after {STEPS} steps with gradients of similar magnitude, the rms error of the steps must be at "
+        f"most {100 * max(peer.lost for peer in optim_peers.ADAMW.values()):.0f} % of their rms; check shows it",
+        f"GB/s and {shares} assume {bytes_moved} bytes per element, also for a side that moves more",
+        f"each side has parameters, gradients and state of its own; if they exceed the {cache}, the streams of the "
+        "memory limit are timed alternately with the sides",
+        "extra MiB: peak memory of a step in addition to parameters, gradients and state",
     ]
     if device == "cuda":
-        notes.append("events on the stream tell the time; a copy is the device's own, in the same run")
+        notes.append("times are from events on the stream; % of copy: of a copy within the device, in the same run")
     where = torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
     table = Table(f"Steps of {', '.join(kinds)}, fp32, on {where}: elements in tensors", notes=notes)
     keep(table)
@@ -229,14 +233,14 @@ def measure(
     reads: int,
     advance: Callable[[float], None],
 ) -> tuple[list[Row], str]:
-    """Verify the sides and time those that are right; rows, and a line on the memory limit where that counts."""
+    """Verify the sides and time the correct ones. Return their rows, and a note on the memory limit if it was used."""
     elements = sum(map(math.prod, shapes))
     values = make_values(shapes, device)
     reference = stepped(kind.sides[kind.reference], values)
     rows, steps = {}, {}
     for side in (side for side in kind.sides if side in sides):
         if side in kind.third_parties:
-            optimizer, rows[side] = meet(side, kind, values, reference, why_not[side])
+            optimizer, rows[side] = check_third_party(side, kind, values, reference, why_not[side])
         else:
             optimizer = reference if side == kind.reference else stepped(kind.sides[side], values)
             correct, error = compare(kind, optimizer, reference)
@@ -252,10 +256,10 @@ def measure(
     return list(rows.values()), note
 
 
-def meet(
+def check_third_party(
     side: str, kind: Kind, values: Values, reference: torch.optim.Optimizer, why_not: str
 ) -> tuple[torch.optim.Optimizer | None, Row]:
-    """A third_party after its steps, and its row; without the optimizer where it cannot run, for whatever reason."""
+    """Return the optimizer of another package after its steps (None if it cannot run here), and its row."""
     third_party = kind.third_parties[side]
     if why_not:
         return None, Row.missing(side, why_not)
@@ -264,7 +268,7 @@ def meet(
         optimizer = stepped(third_party.make, given)
     except ModuleNotFoundError as missing:
         return None, Row.missing(side, f"not installed: pip install {(missing.name or side).split('.')[0]}")
-    except Exception as error:  # another package's, on a machine that may not suit it
+    except Exception as error:  # the package may not support this machine
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return None, Row.missing(side, f"cannot run here: {reason}")
     if third_party.lost:
@@ -276,7 +280,7 @@ def meet(
 
 
 def make_values(shapes: list[tuple[int, ...]], device: str) -> Values:
-    """A parameter and a gradient of each shape; gradients over eight decades, so that eps counts too."""
+    """Make a parameter and a gradient of each shape. Gradients span eight decades, so that eps has an effect."""
     random = torch.Generator(device).manual_seed(0)
     values = []
     for shape in shapes:
@@ -287,19 +291,19 @@ def make_values(shapes: list[tuple[int, ...]], device: str) -> Values:
 
 
 def even(values: Values) -> Values:
-    """The same with gradients of magnitudes from 1/2 to 1, which a block of 8-bit numbers can tell apart."""
+    """Return the values with gradients of magnitudes from 1/2 to 1, which 8-bit numbers of one block can represent."""
     return [(value, gradient.sign() * (0.5 + 0.5 * (gradient % 1.0))) for value, gradient in values]
 
 
 def stepped(make: Make, values: Values) -> torch.optim.Optimizer:
-    """An optimizer after STEPS steps over its own copy of the values."""
+    """Return an optimizer after STEPS steps over its own copy of the values."""
     parameters = []
     for value, gradient in values:
         parameters.append(torch.nn.Parameter(value.clone()))
         parameters[-1].grad = gradient.clone()
     optimizer = make(parameters)
     for step in range(STEPS):
-        # Halved, it keeps the sign: the state does not cancel and stays comparable. Some write to gradients.
+        # Gradients are halved, so signs stay and the state does not cancel. Some optimizers overwrite the gradients.
         for parameter, (_, gradient) in zip(parameters, values, strict=True) if step else []:
             torch.mul(gradient, 0.5**step, out=parameter.grad)
         optimizer.step()
@@ -309,7 +313,7 @@ def stepped(make: Make, values: Values) -> torch.optim.Optimizer:
 def compare(
     kind: Kind, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, state: bool = True
 ) -> tuple[bool, float]:
-    """Whether parameters, and state, are close, and the largest difference of a parameter."""
+    """Return whether parameters (and, if asked for, state) are close, and the largest difference of a parameter."""
     correct, errors = True, []
     pairs = zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True)
     for ours, theirs in pairs:
@@ -324,7 +328,7 @@ def compare(
 
 
 def lost(optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, values: Values) -> float:
-    """The rms of what an optimizer moves parameters otherwise, over that of what it should."""
+    """Return the rms of the error of the parameters' change, over the rms of the correct change."""
     params = zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], values, strict=True)
     squares = [((a - b).square().sum().item(), (b - start).square().sum().item()) for a, b, (start, _) in params]
     off, moved = map(sum, zip(*squares, strict=True))

@@ -1,4 +1,4 @@
-"""SIMULATED, not timed: all-reduces and training steps on modelled networks, and beside what others have reported."""
+"""SIMULATED, not timed: all-reduces and training steps on modelled networks, compared with published figures."""
 
 import argparse
 from collections.abc import Iterator
@@ -38,46 +38,52 @@ def several(text: str) -> list[float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", type=choices(PARTS), default=list(PARTS), help=f"out of {', '.join(PARTS)}")
+    parser.add_argument("--parts", type=choices(PARTS), default=list(PARTS), help=f"names out of {', '.join(PARTS)}")
     parser.add_argument(
         "--measured",
         type=lambda text: [Path(part) for part in text.split(",")],
-        default=measured.KEPT,
+        default=measured.SAVED,
         metavar="FILES",
-        help="what `allreduce --json` wrote on `hosts`, for 2 ranks and for others (default: those kept)",
+        help="files that `allreduce --json` wrote on `hosts`, for 2 ranks and for others (default: the saved ones)",
     )
-    parser.add_argument("--nbytes", type=size, default=10**8, help="of an all-reduce, in fp32 (default 100 MB)")
-    parser.add_argument("--max-ranks", type=at_least(2), help="the largest world size (default 4096, --quick: 64)")
-    parser.add_argument("--ranks-per-host", type=at_least(1), default=8, help="that share a link (default %(default)s)")
-    parser.add_argument("--bandwidth", type=positive, default=100.0, help="of all-reduces' links, Gbit/s (default 100)")
-    parser.add_argument("--links", type=several, help="of training steps, Gbit/s (default 10,25,100,400)")
-    parser.add_argument("--latency", type=positive, default=30.0, help="between hosts, microseconds (default 30)")
+    parser.add_argument("--nbytes", type=size, default=10**8, help="size of an all-reduce, in fp32 (default: 100 MB)")
+    parser.add_argument("--max-ranks", type=at_least(2), help="largest world size (default: 4096, --quick: 64)")
+    parser.add_argument("--ranks-per-host", type=at_least(1), default=8, help="ranks per link (default: %(default)s)")
+    parser.add_argument(
+        "--bandwidth", type=positive, default=100.0, help="bandwidth of links for all-reduces, Gbit/s (default: 100)"
+    )
+    parser.add_argument(
+        "--links", type=several, help="bandwidths of the links for training steps, Gbit/s (default: 10,25,100,400)"
+    )
+    parser.add_argument(
+        "--latency", type=positive, default=30.0, help="latency between hosts, microseconds (default: 30)"
+    )
     parser.add_argument(
         "--memory-bandwidth",
         type=several,
         default=[1000.0, 10.0],
-        help="of a rank's codecs and sums, GB/s: the first everywhere, all for the break-even (default 1000,10: as of "
-        "a GPU, and of a slow CPU)",
+        help="memory bandwidths of a rank for codecs and sums, GB/s; break-even uses all, the other parts the first "
+        "(default: 1000,10, about those of a GPU and of a slow CPU)",
     )
-    parser.add_argument("--codecs", type=choices(codecs.CODECS), help="default raw,bf16,int8,int4")
+    parser.add_argument("--codecs", type=choices(codecs.CODECS), help="codecs (default: raw,bf16,int8,int4)")
     parser.add_argument(
-        "--algorithms", type=choices(comm.ALGORITHMS), default=list(comm.ALGORITHMS), help="default all"
-    )
-    parser.add_argument(
-        "--resnet-step", type=positive, default=0.1, help="seconds that a GPU computes on 256 images (default 0.1)"
+        "--algorithms", type=choices(comm.ALGORITHMS), default=list(comm.ALGORITHMS), help="algorithms (default: all)"
     )
     parser.add_argument(
-        "--tokens", type=at_least(1), default=16384, help="of a GPU in a transformer's step (default %(default)s)"
+        "--resnet-step", type=positive, default=0.1, help="seconds that a GPU computes for 256 images (default: 0.1)"
     )
     parser.add_argument(
-        "--tflops", type=positive, default=150.0, help="TFLOP/s that a GPU attains on it (default %(default)s)"
+        "--tokens", type=at_least(1), default=16384, help="tokens of a GPU in a transformer step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tflops", type=positive, default=150.0, help="TFLOP/s of a GPU in a transformer step (default: %(default)s)"
     )
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     names = options.codecs or (["raw", "int8"] if options.quick else ["raw", "bf16", "int8", "int4"])
     if "raw" not in names and all(name in RAW_ALONE for name in options.algorithms):
-        raise Failure(f"--algorithms: no codec but raw: {', '.join(options.algorithms)}")
+        raise Failure(f"--algorithms: these only take the codec raw: {', '.join(options.algorithms)}")
     largest = options.max_ranks or (64 if options.quick else 4096)
     if TRAINING in options.parts and largest < options.ranks_per_host:
         raise Failure(f"--max-ranks: expected at least one host of {options.ranks_per_host} ranks, got {largest}")
@@ -93,14 +99,14 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         TRAINING: lambda: training(options, names, largest, network, progress),
         PUBLISHED: literature.compare,
     }
-    title = "SIMULATED on a modelled network: nothing was timed, and no model knows all that a real network does"
+    title = "SIMULATED on a modelled network: nothing was timed, and no model covers all effects of a real network"
     simulation = Simulation(title, {}, make_notes(options, network))
     keep(simulation)
     for part in options.parts:
         progress(part, 0.0)
         if part == MEASURED:
             simulation.sections[part], note = measured.compare(options.measured)
-            simulation.notes.append(f"{MEASURED}: simulated over measured, less 1; {note}")
+            simulation.notes.append(f"{MEASURED}: off % is simulated time over measured time, minus 1; {note}")
         else:
             simulation.sections[part] = parts[part]()
 
@@ -148,7 +154,7 @@ def break_evens(
     sizes = [options.nbytes] if options.quick else sorted({10**6, options.nbytes})
     rows: list[dict[str, Cell]] = []
     for memory in options.memory_bandwidth:
-        there = replace(network, memory_bandwidth=memory * 1e9, ranks_per_host=1)
+        modelled = replace(network, memory_bandwidth=memory * 1e9, ranks_per_host=1)
         for against in ("raw", "bf16"):
             for ranks in sorted({min(n, largest) for n in ((4,) if options.quick else (4, 64, 512))}):
                 progress(f"break-even, {memory:g} GB/s, against {against}, {ranks} ranks", 0.0)
@@ -156,7 +162,7 @@ def break_evens(
                     for codec in names:
                         if codec in ("raw", against):
                             continue
-                        found = sim.break_even(codec, ranks, nbytes, against=against, network=there)
+                        found = sim.break_even(codec, ranks, nbytes, against=against, network=modelled)
                         rows.append(
                             {
                                 "against": against,
@@ -177,7 +183,7 @@ def training(
     rows: list[dict[str, Cell]] = []
     for workload in workloads(options):
         for link in links:
-            there = replace(network, bandwidth=link * GBIT)
+            modelled = replace(network, bandwidth=link * GBIT)
             for codec in names:
                 progress(f"{workload.name}, {link:g} Gbit/s, {codec}", 0.0)
                 for ranks in doubling(options.ranks_per_host, largest):
@@ -187,7 +193,7 @@ def training(
                         backward=workload.backward,
                         other=workload.other,
                         codec=codec,
-                        network=there,
+                        network=modelled,
                     )
                     rows.append(
                         {
@@ -214,31 +220,31 @@ def workloads(options: argparse.Namespace) -> list[Workload]:
 def make_notes(options: argparse.Namespace, network: sim.Network) -> list[str]:
     resnet, transformer = workloads(options)
     notes = [
-        f"network: {options.ranks_per_host} ranks a host, which share its link; latency {options.latency:g} us; inside "
-        f"a host {network.inside_latency / US:g} us and {network.inside_bandwidth / 1e9:g} GB/s; codecs and sums move "
-        f"{options.memory_bandwidth[0]:g} GB/s",
+        f"network: {options.ranks_per_host} ranks per host share its link; latency {options.latency:g} us; within a "
+        f"host {network.inside_latency / US:g} us and {network.inside_bandwidth / 1e9:g} GB/s; codecs and sums have a "
+        f"memory bandwidth of {options.memory_bandwidth[0]:g} GB/s",
     ]
     if ALL_REDUCE in options.parts:
         notes.append(
-            f"{ALL_REDUCE}: ms, {options.nbytes / 1e6:g} MB in fp32, links of {options.bandwidth:g} Gbit/s, in one "
-            "level or in two (inside and across the hosts), whichever is faster"
+            f"{ALL_REDUCE}: ms for {options.nbytes / 1e6:g} MB in fp32, links of {options.bandwidth:g} Gbit/s, with "
+            "one level or with two (within and between hosts), whichever is faster"
         )
     if BREAK_EVEN in options.parts:
         notes.append(
-            f"{BREAK_EVEN}: Gbit/s below which a codec is faster than raw fp32 or bf16, each by its best plan; one "
-            "rank a host; a codec takes as long as to read and write its bytes at so many GB/s; > 1,000: faster at 1 "
-            "Tbit/s still; 0: slower even at 1 Mbit/s"
+            f"{BREAK_EVEN}: Gbit/s below which a codec is faster than raw fp32 or bf16, each with its best plan and "
+            "one rank per host; a codec takes the time to read and write its bytes at this memory bandwidth; > 1,000: "
+            "still faster at 1 Tbit/s; 0: slower even at 1 Mbit/s"
         )
     if TRAINING in options.parts:
         notes += [
-            f"{TRAINING}: efficiency, %: the throughput over that of as many ranks that need not communicate; buckets "
-            f"of 1 and 25 MiB go by the best plan for each, beside backward, which is {BACKWARD:.0%} of the compute",
-            f"ASSUMED, not measured: a GPU computes {resnet.compute:g} s a step on 256 images ({resnet.name}, "
-            f"{resnet.parameters / 1e6:.3g}M parameters), and {transformer.compute:.3g} s on {options.tokens:,} tokens "
-            f"({transformer.name}: 6 x parameters x tokens, at {options.tflops:g} TFLOP/s)",
+            f"{TRAINING}: efficiency %: throughput relative to as many ranks without communication; buckets of 1 and "
+            f"25 MiB use the best plan for each, and overlap with backward, which is {BACKWARD:.0%} of the compute",
+            f"ASSUMED, not measured: a GPU computes {resnet.compute:g} s per step of 256 images ({resnet.name}, "
+            f"{resnet.parameters / 1e6:.3g}M parameters), and {transformer.compute:.3g} s per step of "
+            f"{options.tokens:,} tokens ({transformer.name}: 6 x parameters x tokens, at {options.tflops:g} TFLOP/s)",
         ]
     if PUBLISHED in options.parts:
         notes.append(
-            f"{PUBLISHED}: off is simulated over reported, less 1; --json has the inputs, and what else is assumed"
+            f"{PUBLISHED}: off % is simulated over reported, minus 1; --json also writes the inputs and the assumptions"
         )
     return notes

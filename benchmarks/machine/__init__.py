@@ -1,1 +1,1 @@
-"""What the benchmarks run on: processes and ranks, emulated hosts, and what the line and the memory carry."""
+"""Processes, ranks and emulated hosts for the benchmarks, and the limits of the link and of the memory."""

@@ -1,4 +1,4 @@
-"""What the line carries, found in the same run: each rank sends every other its share, and receives as much."""
+"""Measures the bandwidth of the link in the same run: each rank exchanges equal parts with all other ranks."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ import torch.distributed as dist
 SIDE = "line"
 NBYTES = 16 << 20
 NOTE = (
-    f"% of line: bytes that a rank sends, over the time, over the line: {NBYTES >> 20} MiB from each rank, in equal "
-    "parts to all others by torch's isend and irecv, all at once, taking turns with the sides"
+    "% of line: bytes per second that a rank sends, relative to the line. The line is measured alternately with the "
+    f"sides: each rank sends {NBYTES >> 20} MiB, in equal parts to all others at once, with torch's isend and irecv"
 )
 
 
 def sides(rank: int, ranks: int, device: str) -> dict[str, Callable[[], object]]:
-    """The line as a side to be timed; none on a GPU, nor where there is nobody to send to."""
+    """Return the probe as a side that is timed; none on a GPU, or with one rank only."""
     if device != "cpu" or ranks == 1:
         return {}
     others = [other for other in range(ranks) if other != rank]
@@ -31,18 +31,18 @@ def sides(rank: int, ranks: int, device: str) -> dict[str, Callable[[], object]]
 
 
 def rate(seconds: Sequence[float]) -> float | None:
-    """Bytes per second, each way, of the slowest rank."""
+    """Return the bytes per second in each direction, of the slowest rank."""
     return NBYTES / statistics.median(seconds) if seconds else None
 
 
 def share(wire_bytes: int | None, seconds: float, line: float | None) -> dict[str, float | None]:
-    """The figure of a row; none where the line was not timed."""
+    """Return the figure for a row; none if the link was not timed."""
     if not line:
         return {}
     return {"% of line": 100 * wire_bytes / seconds / line if wire_bytes else None}
 
 
 def note(lines: Sequence[float | None]) -> list[str]:
-    """Of the lines of all workloads."""
+    """Return a note on the measured bandwidths of all workloads."""
     found = [line for line in lines if line]
     return [f"{NOTE}: {min(found) / 1e9:.3g} to {max(found) / 1e9:.3g} GB/s"] if found else []

@@ -1,4 +1,4 @@
-"""The machine's memory limit, as streams that run beside what is timed; and the memory that a call needs."""
+"""The machine's memory limit, measured by streams that run alternately with the sides; the memory that a call needs."""
 
 import functools
 import os
@@ -23,8 +23,8 @@ def time_rows(
     progress: Callable[[float], None],
     before: Callable[[str], None] = lambda side: None,
 ) -> str:
-    """Time the steps, and the streams of the limit in between, and fill the rows: GB/s, its shares, and the ratio to
-    the first of ours. Returns the line about the limit.
+    """Time the steps and the streams of the limit alternately. Fill the rows with GB/s, its share of the limit, and
+    the ratio to our first row. Return the note on the limit.
     """
     streams = limit.sides if limit else {}
     samples = interleave(
@@ -46,12 +46,12 @@ def time_rows(
         if device == "cuda":
             row.figures["% of copy"] = 100 * speed / speeds["copy"] if speeds else None
         if ours and not row.ours:
-            row.hold_against(ours)
+            row.compare_with(ours)
     return limit.note(speeds) if limit else ""
 
 
 def last_level_cache(device: str = "cpu") -> int:
-    """Bytes of the largest cache of CPU 0, or 32 MiB where the system does not tell; or of the GPU's L2 cache."""
+    """Return the bytes of the largest cache of CPU 0 (32 MiB if the system does not report it), or of the GPU's L2."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).L2_cache_size
     units = {"K": 2**10, "M": 2**20}
@@ -60,18 +60,18 @@ def last_level_cache(device: str = "cpu") -> int:
 
 
 class MemoryLimit:
-    """Plain streams, run as sides of the workload whose limit they show; each sweeps past the last-level cache.
+    """Plain streams over arrays larger than the last-level cache, timed as sides of the workload that they limit.
 
     Bytes are those that the code reads and writes. On a CPU a copy also reads the lines that it overwrites
-    (write-allocate) unless it stores around the cache, so alone it reads low: the limit is the best of the streams.
-    With `reads` the limit is a stream of as many arrays read, all but one of them also written, as an optimizer's step
-    does it; torch.compile makes it, where it can.
+    (write-allocate) unless it uses non-temporal stores, so its figure alone is too low: the limit is the best stream.
+    With `reads`, the limit is a stream that reads so many arrays and writes all but one of them, as the step of an
+    optimizer does; torch.compile makes it, if it can.
     """
 
     def __init__(self, device: str = "cpu", reads: int = 0) -> None:
         self.device = device
         cache = 2 * last_level_cache(device)
-        # A GPU sweeps its cache twice in the time that a launch and the wait for it take; these shall not count.
+        # A GPU reads its cache twice in the time of a launch and the wait for it; larger arrays make these negligible.
         n = (max(cache, 2**30) if device == "cuda" else min(cache, 2**28)) // 4
         a, b = torch.zeros(n, device=device), torch.ones(n, device=device)
         self.bytes = {"copy": 8 * n, "in-place scale": 8 * n, "a += b": 12 * n}
@@ -88,15 +88,15 @@ class MemoryLimit:
             self.sides[self.update] = lambda: update(b, *written)
 
     def speeds(self, samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """GB/s of each stream."""
+        """Return the GB/s of each stream."""
         return {name: size / 1e9 / statistics.median(samples[name]) for name, size in self.bytes.items()}
 
     def of(self, speeds: Mapping[str, float]) -> float:
-        """GB/s that 100 % stands for."""
+        """Return the GB/s that is shown as 100 %."""
         return speeds[self.update] if self.update else max(speeds.values())
 
     def note(self, speeds: Mapping[str, float]) -> str:
-        """A line that says how the limit came about."""
+        """Return a note on how the limit was measured."""
         parts = ", ".join(f"{name} {value:.1f}" for name, value in speeds.items())
         what = f"the stream {self.update}; all streams" if self.update else "the best of"
         line = f"memory limit {self.of(speeds):.1f} GB/s, {what}: {parts}"
@@ -109,23 +109,23 @@ class MemoryLimit:
 
 @functools.cache
 def compiled_update(written: int) -> Callable[..., None] | None:
-    """A call that adds its first argument to each of the others in one pass; None where torch cannot compile it."""
+    """Return a call that adds its first argument to all others in one pass; None if torch cannot compile it."""
 
     def update(addend: torch.Tensor, *sums: torch.Tensor) -> None:
         for each in sums:
             each.add_(addend)
 
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no workers beside us, whom Ctrl-C would reach too
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no worker processes: Ctrl-C would reach them, too
     compiled = torch.compile(update, dynamic=False)
     try:
         compiled(*torch.zeros(written + 1, 4096))
-    except Exception:  # whatever its backend is missing
+    except Exception:  # the backend may lack a compiler, or something else
         return None
     return compiled
 
 
 def extra_memory(call: Callable[[], object], device: str = "cpu") -> float | None:
-    """MiB that a call needs at its peak beyond what was there before it; None where the system does not tell."""
+    """Return the peak MiB of a call beyond the memory in use before it; None if the system does not report it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -138,7 +138,7 @@ def extra_memory(call: Callable[[], object], device: str = "cpu") -> float | Non
         return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
 
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = status("VmRSS")
         call()
         return max(0, status("VmHWM") - before) / 2**10

@@ -1,4 +1,4 @@
-"""A command on emulated hosts: network namespaces joined by links of a limited rate, one process per rank."""
+"""Run a command on emulated hosts: network namespaces connected by links of a limited rate, one process per rank."""
 
 import argparse
 import contextlib
@@ -17,33 +17,33 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.harness import Failure, at_least
-from benchmarks.machine.signals import listening
+from benchmarks.machine.signals import catch_signals
 
 ROOT = Path(__file__).parents[2]
 LINK = "eth0"
 PORT = 29500
 NETWORK = ipaddress.ip_network("10.0.0.0/16")
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)bit")
-NAME = re.compile(r"dltrain-(\d+)-(\d+)-(switch|\d+)")  # the run's process id, and when it started: ids come again
+NAME = re.compile(r"dltrain-(\d+)-(\d+)-(switch|\d+)")  # process id of the run, and its start time, as ids are reused
 BURST = "64kb"
-OFFLOAD = "60000"  # bytes of a packet of segmentation offload: one beyond the burst would be cut up, at half the rate
+OFFLOAD = "60000"  # bytes of an offloaded packet; one larger than the burst is segmented, which halves the rate
 TAIL = 20
 
 
 def rate(text: str) -> str:
-    """An argparse type: a rate as tc reads it, or none."""
+    """An argparse type: a rate in the format of tc, or none."""
     if text != "none" and not RATE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: 1gbit, 100mbit, 2.5gbit, or none")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: expected, for example, 1gbit, 2.5gbit, or none")
     return text
 
 
 def seconds(text: str) -> float:
-    """An argparse type: milliseconds, as seconds."""
+    """An argparse type: milliseconds, which it converts to seconds."""
     return _bounded(text, 10_000, "milliseconds") / 1e3
 
 
 def share(text: str) -> float:
-    """An argparse type: a percentage, as a share."""
+    """An argparse type: a percentage, which it converts to a fraction."""
     return _bounded(text, 100, "percent") / 1e2
 
 
@@ -57,46 +57,49 @@ def _bounded(text: str, most: float, unit: str) -> float:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] -- COMMAND ..."
     parser.epilog = (
-        "COMMAND runs once per rank, with the variables that torchrun sets. Rank 0's output is shown, that of another "
-        f"rank if it fails (the last {TAIL} lines). The exit status is that of the first rank to fail. The ranks share "
-        "this machine's cores: OMP_NUM_THREADS is 1 unless it is set. Whatever ends a run, its ranks, what they have "
-        "started and the network end with it; what a run leaves that was killed outright (SIGKILL), the next one "
-        "removes, or --clean. With --delay or --loss a process passes the packets on, and has time for some thousand a "
-        "second: for links of up to about 20 Mbit/s. Needs root and iproute2."
+        "COMMAND runs once per rank, with the variables that torchrun sets. The output of rank 0 is shown, and the "
+        f"last {TAIL} lines of another rank if it fails. The exit status is that of the first rank that fails. The "
+        "ranks share the cores of this machine: OMP_NUM_THREADS is 1 unless it is set. When a run ends, its ranks, "
+        "their child processes and the network are removed; if a run is killed by SIGKILL, the next run, or --clean, "
+        "removes them. With --delay or --loss a process forwards the packets; it can forward some thousand packets "
+        "per second, which is enough for links of up to about 20 Mbit/s. Needs root and iproute2."
     )
-    parser.add_argument("--hosts", type=at_least(1), default=4, help="network namespaces (default %(default)s)")
-    parser.add_argument("--per-host", type=at_least(1), default=1, help="ranks on each (default %(default)s)")
+    parser.add_argument("--hosts", type=at_least(1), default=4, help="number of hosts (default: %(default)s)")
+    parser.add_argument("--per-host", type=at_least(1), default=1, help="ranks on each host (default: %(default)s)")
     parser.add_argument(
-        "--rate", type=rate, default="1gbit", help="of each host's link, each way, or none (default %(default)s)"
-    )
-    parser.add_argument(
-        "--delay", type=seconds, default=0.0, metavar="MS", help="of each packet from host to host (default none)"
-    )
-    parser.add_argument(
-        "--loss", type=share, default=0.0, metavar="PERCENT", help="of the packets, at random (default none)"
+        "--rate",
+        type=rate,
+        default="1gbit",
+        help="rate of each host's link in each direction, or none (default: %(default)s)",
     )
     parser.add_argument(
-        "--logs", type=Path, metavar="DIR", help="keep what each rank writes, in a file named by its host and rank"
+        "--delay", type=seconds, default=0.0, metavar="MS", help="delay of packets between hosts (default: no delay)"
+    )
+    parser.add_argument(
+        "--loss", type=share, default=0.0, metavar="PERCENT", help="packets lost at random (default: no loss)"
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="write the output of each rank to a file named by its host and rank"
     )
     parser.add_argument("--clean", action="store_true", help="remove what killed runs have left, and run nothing")
-    parser.add_argument("command", metavar="COMMAND", nargs="*", help="what each rank runs")
+    parser.add_argument("command", metavar="COMMAND", nargs="*", help="the command that each rank runs")
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status; whatever it is, the ranks and the network are gone then."""
+    """Run the command; return its exit status. The ranks and the network are always removed."""
     if options.clean == bool(options.command):
         raise Failure("hosts: expected either -- COMMAND or --clean")
     check_tools()
-    with listening() as heard:
+    with catch_signals() as caught:
         if options.clean:
             return clean()
         show = show_output if options.logs else None
         with cluster(options.hosts, options.rate, options.delay, options.loss) as hosts:
-            return launch(options.command, hosts, options.per_host, heard, logs=options.logs, show=show)
+            return launch(options.command, hosts, options.per_host, caught, logs=options.logs, show=show)
 
 
 def check_tools() -> None:
-    """Raise Failure where there can be no such hosts."""
+    """Raise Failure if this machine cannot emulate hosts."""
     missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if os.geteuid() or missing:
         found = f"no {' and no '.join(missing)} on the path" if missing else "not root"
@@ -104,21 +107,21 @@ def check_tools() -> None:
 
 
 def clean() -> int:
-    """Tell what is removed; the exit status."""
-    dead = spaces_of_the_dead()
-    remove(dead)
-    living = [name for name in existing() if NAME.fullmatch(name) and name not in dead]
-    for what, names in (("removed", dead), ("left alone, in use", living)):
+    """Remove the namespaces of killed runs, and print their names; return the exit status."""
+    orphaned = orphaned_spaces()
+    remove(orphaned)
+    in_use = [name for name in existing() if NAME.fullmatch(name) and name not in orphaned]
+    for what, names in (("removed", orphaned), ("not removed, in use", in_use)):
         print(f"{what}: {', '.join(names) or 'none'}")
     return 0
 
 
 @contextlib.contextmanager
 def cluster(hosts: int, rate: str, delay: float = 0.0, loss: float = 0.0) -> Iterator[list[str]]:
-    """The namespaces of so many hosts, behind links of that rate: gone afterwards, and all that lives in them."""
+    """Yield the namespaces of the hosts, with links of that rate; remove them and their processes afterwards."""
     if hosts + 2 > NETWORK.num_addresses:
-        raise Failure(f"--hosts {hosts}: {NETWORK} has no room for so many")
-    remove(spaces_of_the_dead())
+        raise Failure(f"--hosts {hosts}: {NETWORK} has too few addresses")
+    remove(orphaned_spaces())
     owner = f"dltrain-{os.getpid()}-{started(os.getpid())}"
     spaces = [f"{owner}-{name}" for name in ("switch", *range(hosts))]
     with contextlib.ExitStack() as network:
@@ -139,14 +142,14 @@ def show_output(output: bytes) -> None:
 
 
 def connect(switch: str, hosts: list[str], rate: str) -> None:
-    """By the kernel; the bridge lies in a namespace of its own, where the machine's addresses and firewall are not."""
+    """Connect the hosts by a bridge, in a namespace of its own without the machine's addresses and firewall."""
     call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
     call("ip", "-n", switch, "link", "set", "bridge", "up")
     for number, host in enumerate(hosts):
         port = f"host{number}"
         call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", host)
         if rate != "none":
-            for space, end in ((switch, port), (host, LINK)):  # what a host receives, and what it sends
+            for space, end in ((switch, port), (host, LINK)):  # limits what the host receives, and what it sends
                 call("ip", "-n", space, "link", "set", end, "gso_max_size", OFFLOAD)
                 limit = ("tbf", "rate", rate, "burst", BURST, "latency", "400ms")
                 call("tc", "-n", space, "qdisc", "add", "dev", end, "root", *limit)
@@ -156,7 +159,7 @@ def connect(switch: str, hosts: list[str], rate: str) -> None:
 
 @contextlib.contextmanager
 def wired(hosts: list[str], rate: str, delay: float, loss: float) -> Iterator[None]:
-    """By a process, which ends with this one."""
+    """Connect the hosts by a process that forwards packets, and that ends with this process."""
     command = [sys.executable, "-m", "benchmarks.machine.wire", str(bits(rate)), str(delay), str(loss), *hosts]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
@@ -175,7 +178,7 @@ def bring_up(host: str, number: int) -> None:
 
 
 def bits(rate: str) -> float:
-    """A second, of a rate as tc reads it."""
+    """Return the bits per second of a rate in the format of tc."""
     if rate == "none":
         return math.inf
     read = RATE.fullmatch(rate)
@@ -191,23 +194,23 @@ def launch(
     command: list[str],
     hosts: list[str],
     per_host: int,
-    heard: list[int],
+    caught: list[int],
     *,
     logs: Path | None = None,
     show: Callable[[bytes], None] | None = None,
 ) -> int:
-    """Run the command as every rank; the status of the first that fails, or 128 + the signal that is heard.
+    """Run the command as every rank. Return the status of the first that fails, or 128 + the signal that is caught.
 
-    Rank 0 writes to where we do; with `show`, that is called at every look, with what rank 0 has written since.
+    Rank 0 writes to the output of this process; with `show`, show() is called repeatedly with its new output instead.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     outputs: list[IO[bytes] | None] = []
     shown = 0
     with contextlib.ExitStack() as files:
         try:
-            for rank in range(0 if heard else len(hosts) * per_host):
+            for rank in range(0 if caught else len(hosts) * per_host):
                 host = rank // per_host
-                outputs.append(files.enter_context(keep(logs, host, rank)) if rank or show else None)
+                outputs.append(files.enter_context(output_file(logs, host, rank)) if rank or show else None)
                 ranks.append(
                     subprocess.Popen(
                         ["ip", "netns", "exec", hosts[host], *command],
@@ -215,10 +218,10 @@ def launch(
                         stdin=subprocess.DEVNULL,
                         stdout=outputs[rank],
                         stderr=subprocess.STDOUT if outputs[rank] else None,
-                        start_new_session=True,  # Ctrl-C is for us
+                        start_new_session=True,  # Ctrl-C reaches only this process
                     )
                 )
-            while not heard:
+            while not caught:
                 statuses = {rank: process.poll() for rank, process in enumerate(ranks)}
                 if show and outputs[0]:
                     new = written(outputs[0], shown)
@@ -226,20 +229,20 @@ def launch(
                     show(new)
                 if failed := {rank: status for rank, status in statuses.items() if status}:
                     for rank, status in failed.items():
-                        tell(rank, status, outputs[rank] if rank else None)
+                        report_failure(rank, status, outputs[rank] if rank else None)
                     first = next(iter(failed.values()))
                     return first if first > 0 else 128 - first
                 if None not in statuses.values():
                     return 0
                 time.sleep(0.05)
-            print(f"benchmarks: hosts: {signal.Signals(heard[0]).name}, all ranks are ended", file=sys.stderr)
-            return 128 + heard[0]
+            print(f"benchmarks: hosts: {signal.Signals(caught[0]).name}, all ranks are ended", file=sys.stderr)
+            return 128 + caught[0]
         finally:
             end(ranks, hosts)
 
 
-def keep(logs: Path | None, host: int, rank: int) -> IO[bytes]:
-    """A file for what a rank writes; without `logs` it has no name, and goes with us."""
+def output_file(logs: Path | None, host: int, rank: int) -> IO[bytes]:
+    """Open a file for the output of a rank; without `logs` it is a temporary file."""
     if not logs:
         return tempfile.TemporaryFile()
     try:
@@ -250,12 +253,12 @@ def keep(logs: Path | None, host: int, rank: int) -> IO[bytes]:
 
 
 def written(output: IO[bytes], start: int = 0) -> bytes:
-    """From `start` on. Whoever writes shares our place in the file: it is not moved."""
+    """Read the output from `start` on, without a seek, because the writing rank shares the file offset."""
     return os.pread(output.fileno(), os.fstat(output.fileno()).st_size - start, start)
 
 
 def variables(rank: int, hosts: int, per_host: int) -> dict[str, str]:
-    """Those that torchrun sets, and the interface: Gloo would look for the host's name, which all share."""
+    """Return torchrun's variables and the network interface, as Gloo would look up the host name that all share."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(hosts * per_host),
@@ -269,7 +272,7 @@ def variables(rank: int, hosts: int, per_host: int) -> dict[str, str]:
     }
 
 
-def tell(rank: int, status: int, output: IO[bytes] | None) -> None:
+def report_failure(rank: int, status: int, output: IO[bytes] | None) -> None:
     how = f"failed with exit status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
     lines = []
     if output:
@@ -278,26 +281,26 @@ def tell(rank: int, status: int, output: IO[bytes] | None) -> None:
 
 
 def end(ranks: list[subprocess.Popen[bytes]], spaces: list[str]) -> None:
-    """End the ranks and what they have started, gently first; whoever has left them is found by the namespace."""
+    """End the ranks and all processes in their namespaces, by SIGTERM and then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline, told = time.monotonic() + 3, set[int]()
-        while left := {rank.pid for rank in ranks if rank.poll() is None} | living(spaces):
-            for pid in left - told:
+        deadline, signalled = time.monotonic() + 3, set[int]()
+        while left := {rank.pid for rank in ranks if rank.poll() is None} | processes_in(spaces):
+            for pid in left - signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            told |= left
+            signalled |= left
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
 
 
-def living(spaces: list[str]) -> set[int]:
-    """The processes in the namespaces."""
+def processes_in(spaces: list[str]) -> set[int]:
+    """Return the ids of the processes in the namespaces."""
     return {int(pid) for space in spaces for pid in call("ip", "netns", "pids", space, check=False).split()}
 
 
 def remove(spaces: list[str]) -> None:
-    """The namespaces and what is in them: processes, links, the bridge."""
+    """Remove the namespaces with their processes, links and bridge."""
     there = existing()
     spaces = [space for space in spaces if space in there]
     end([], spaces)
@@ -305,14 +308,14 @@ def remove(spaces: list[str]) -> None:
         call("ip", "netns", "delete", space, check=False)
 
 
-def spaces_of_the_dead() -> list[str]:
-    """What runs that were killed outright have left behind."""
+def orphaned_spaces() -> list[str]:
+    """Return the namespaces of runs that were killed by SIGKILL."""
     owners = {name: match for name in existing() if (match := NAME.fullmatch(name))}
     return [name for name, owner in owners.items() if started(int(owner[1])) != int(owner[2])]
 
 
 def started(pid: int) -> int | None:
-    """When a process did, in ticks since the boot; None for one that has ended, also where nobody waited for it."""
+    """Return the start time of a process in clock ticks since boot; None if it has ended, also if it is a zombie."""
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -325,7 +328,7 @@ def existing() -> list[str]:
 
 
 def call(*command: str, check: bool = True) -> str:
-    # In a session of its own, so that Ctrl-C does not break off the making or the removing of something.
+    # The new session keeps Ctrl-C from interrupting a command that makes or removes something.
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if check and done.returncode:
         raise Failure(f"hosts: {' '.join(command)}: {' '.join(done.stderr.split()) or done.returncode}")

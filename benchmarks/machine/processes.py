@@ -1,11 +1,11 @@
-"""Processes that take one call after another, forked from a server that has imported torch once.
+"""Worker processes that run one call after another, forked from a server that has imported torch once.
 
     with processes.calling([partial(work, rank) for rank in range(4)]) as team:
         while team.busy and (event := team.next(timeout=60)):
             ...
 
-A process that has returned rests, and takes a call of a later team: with that caller's folder, environment and module
-path, torch's first random state, and no process group. Who asks for fresh ones gets some that end after their call.
+A process whose call has returned is idle, and is reused by a later team: with the folder, environment and module path
+of that caller, torch's initial random state, and no process group. Fresh processes run one call only, and then end.
 """
 
 import contextlib
@@ -28,14 +28,17 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_lock = threading.RLock()  # a process that is started polls all others, and two threads must not poll the same one
+_lock = threading.RLock()  # the start of a process polls all others, and two threads must not poll the same one
 _preloaded = ["torch", "torch._dynamo", "torch.nn.parallel", "dltrain_ext"]
-_resting: list["Process"] = []
-_caller: Connection | None = None  # in a process that takes calls
+_idle: list["Process"] = []
+_caller: Connection | None = None  # set in a worker process
 
 
 class Event(NamedTuple):
-    """What one of a team does: it has "told" a value, "returned" one, "raised" a traceback or "ended" with a status."""
+    """An event of a process in a team: "reported" or "returned" a value, "raised" a traceback, "ended" with a status.
+
+    `index` is that of the process.
+    """
 
     index: int
     kind: str
@@ -43,7 +46,7 @@ class Event(NamedTuple):
 
 
 class Call(NamedTuple):
-    """With what it finds of the process that makes it. ``function`` is pickled: it may need the path."""
+    """A call with the settings of the caller. ``function`` stays pickled until the path is set, which it may need."""
 
     folder: str
     path: list[str]
@@ -53,23 +56,23 @@ class Call(NamedTuple):
 
 
 def preload(*modules: str) -> None:
-    """Has the server import these too: to be called before the first process is started."""
+    """Have the server import these modules, too. Must be called before the first process is started."""
     _preloaded.extend(modules)
 
 
-def tell(value: Any) -> None:
-    """To whom has made the call that this process is in, at once."""
-    assert _caller is not None, "this process is in no call"
-    _caller.send(("told", value))
+def report(value: Any) -> None:
+    """Send a value to the caller of the call that this process is running."""
+    assert _caller is not None, "this process is not running a call"
+    _caller.send(("reported", value))
 
 
 class Process:
-    """One that takes calls, seen from outside."""
+    """The caller's handle of a worker process."""
 
     def __init__(self) -> None:
         self.connection, theirs = _context.Pipe()
         self._stacks, stacks = _context.Pipe(duplex=False)
-        # Ctrl-C reaches all that a shell has started, and must break neither into the server's start nor into theirs.
+        # Ctrl-C reaches all processes of a shell's job; it must not interrupt the start of the server or of a worker.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with _lock:
@@ -82,7 +85,7 @@ class Process:
         stacks.close()
 
     def begin(self, call: Call) -> None:
-        with contextlib.suppress(BrokenPipeError):  # that it has ended comes as an event
+        with contextlib.suppress(BrokenPipeError):  # an event reports that the process has ended
             self.connection.send(call)
 
     def status(self) -> int | None:
@@ -90,17 +93,17 @@ class Process:
             return self.process.exitcode
 
     def stacks(self) -> str:
-        """Where its Python threads are."""
+        """Return the stacks of its Python threads."""
         if pid := self.process.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-        text, patience = b"", 5.0
-        while self._stacks.poll(patience) and (more := os.read(self._stacks.fileno(), 1 << 16)):
-            text, patience = text + more, 0.2  # it comes line by line
+        text, timeout = b"", 5.0
+        while self._stacks.poll(timeout) and (more := os.read(self._stacks.fileno(), 1 << 16)):
+            text, timeout = text + more, 0.2  # faulthandler writes line by line
         return text.decode()
 
     def leave(self, timeout: float | None = None) -> int | None:
-        """Its exit status; None where it has not ended by then."""
+        """Let it end, and return its exit status; None if it has not ended within the timeout."""
         self.connection.close()
         wait([self.process.sentinel], timeout)
         return self.status()
@@ -112,7 +115,7 @@ class Process:
 
 
 class Team:
-    """Calls under way, one in each process."""
+    """The running calls, one in each process."""
 
     def __init__(self, processes: list[Process], fresh: bool) -> None:
         self._processes, self._fresh = processes, fresh
@@ -123,11 +126,11 @@ class Team:
         return [each.process.pid or 0 for each in self._processes]
 
     def stacks(self) -> str:
-        """Where the threads of those are that are busy."""
+        """Return the stacks of the threads of all busy processes."""
         return "\n\n".join(f"{index}:\n{self._processes[index].stacks()}" for index in sorted(self.busy))
 
     def next(self, timeout: float) -> Event | None:
-        """What happens next; None where nothing does within so many seconds."""
+        """Wait for the next event, and return it; None if there is none within `timeout` seconds."""
         sources = {each.connection: index for index, each in enumerate(self._processes) if index in self.busy}
         sources |= {self._processes[index].process.sentinel: index for index in self.busy}
         ready = wait([*sources], max(0, timeout))
@@ -149,12 +152,12 @@ class Team:
 
 @contextlib.contextmanager
 def calling(functions: Sequence[Callable[[], Any]], fresh: bool = False) -> Iterator[Team]:
-    """Makes these calls, which pickle can carry, one in each of so many processes.
+    """Run the functions, which have to be picklable, each in a process of its own.
 
-    When the block ends well and all have returned, the processes rest; else they are killed.
+    If the block ends without an exception and all have returned, the processes become idle; otherwise they are killed.
     """
     with _lock:
-        found = [_resting.pop() if _resting and not fresh else None for _ in functions]
+        found = [_idle.pop() if _idle and not fresh else None for _ in functions]
     processes = [each or Process() for each in found]
     team = Team(processes, fresh)
     well = False
@@ -168,17 +171,17 @@ def calling(functions: Sequence[Callable[[], Any]], fresh: bool = False) -> Iter
         for process in processes:
             if well:
                 process.connection.send(None)
-                _resting.append(process)
+                _idle.append(process)
             else:
                 process.kill()
 
 
 def end() -> None:
-    """Has those that rest leave as they would, so that what has been counted in them is written."""
-    leaving = [*_resting]
-    _resting.clear()
+    """Let the idle processes exit normally, so that they write what they have counted (coverage)."""
+    leaving = [*_idle]
+    _idle.clear()
     for process in leaving:
-        process.connection.close()  # of all, who then leave side by side
+        process.connection.close()  # of all processes first, so that they exit concurrently
     for process in leaving:
         if process.leave(20) is None:
             process.kill()
@@ -188,13 +191,13 @@ Finalize(None, end, exitpriority=1)
 
 
 def _serve(caller: Connection, stacks: Connection) -> None:
-    """Takes calls, and rests after each when told so, until the last or until the caller is gone."""
+    """Run calls in a worker process, until the last call, or until the caller has ended."""
     global _caller
     _caller = caller
     faulthandler.register(signal.SIGUSR1, stacks)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller answers Ctrl-C, and this process may wait inside of Gloo
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would not run while this process waits in Gloo
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    gc.freeze()  # what the server has imported need not be looked through at each rest
+    gc.freeze()  # so that _reset() does not search the objects that the server has imported
     random_state = torch.get_rng_state()
     calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
     answered = threading.Event()
@@ -218,8 +221,8 @@ def _serve(caller: Connection, stacks: Connection) -> None:
         if call.last:
             break
         calls.get()
-        _rest()
-    _rest()
+        _reset()
+    _reset()
 
 
 def _listen(caller: Connection, calls: "queue.SimpleQueue[Call | None]", answered: threading.Event) -> None:
@@ -228,12 +231,12 @@ def _listen(caller: Connection, calls: "queue.SimpleQueue[Call | None]", answere
             calls.put(caller.recv())
     except (EOFError, OSError):
         if not answered.is_set():
-            os._exit(1)  # nobody waits for what it does
+            os._exit(1)  # the caller has ended, so the result is not needed
         calls.put(None)
         calls.put(None)
 
 
-def _rest() -> None:
+def _reset() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()

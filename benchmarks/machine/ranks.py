@@ -1,4 +1,4 @@
-"""Runs a function on a Gloo group: of p processes over loopback, none of which outlives the call, or of torchrun's."""
+"""Runs a function on a Gloo group: of processes over loopback, which all end with the call, or of torchrun's ranks."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import Failure, Progress
 from benchmarks.machine import processes
-from benchmarks.machine.signals import listening
+from benchmarks.machine.signals import catch_signals
 
 Work = Callable[..., Iterator[Any]]
 Take = Callable[[Any], object]
@@ -28,7 +28,7 @@ class GivenRank(NamedTuple):
 
 
 def given_rank() -> GivenRank | None:
-    """What this process is under torchrun's variables; None without them."""
+    """Return the rank of this process and the number of ranks by torchrun's variables; None without them."""
     try:
         return GivenRank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except KeyError:
@@ -38,7 +38,7 @@ def given_rank() -> GivenRank | None:
 
 
 def count_ranks(asked: int | None, default: int) -> int:
-    """torchrun's, or those asked for."""
+    """Return torchrun's number of ranks, or else the number that was asked for."""
     given = given_rank()
     if given and asked not in (None, given.ranks):
         raise Failure(f"--ranks {asked} contradicts WORLD_SIZE={given.ranks}")
@@ -46,9 +46,9 @@ def count_ranks(asked: int | None, default: int) -> int:
 
 
 def on_ranks(work: Work, ranks: int, *args: Any, take: Take, progress: Progress, deadline: float) -> None:
-    """Call work(rank, ranks, progress, *args) on every rank, and take() with each result that rank 0 yields, at once.
+    """Call work(rank, ranks, progress, *args) on every rank, and take() with each result as soon as rank 0 yields it.
 
-    Under torchrun's variables this process is one of the ranks, and takes what it yields itself.
+    If torchrun's variables are set, this process is one of the ranks, and takes the results that it yields itself.
     """
     if given := given_rank():
         join_ranks(work, given, *args, take=take, progress=progress, deadline=deadline)
@@ -72,69 +72,69 @@ def join_ranks(work: Work, given: GivenRank, *args: Any, take: Take, progress: P
 
 
 def run_ranks(work: Work, ranks: int, *args: Any, take: Take, progress: Progress, deadline: float) -> None:
-    """Raises Failure if a rank fails, or if rank 0 reports nothing for `deadline` seconds.
+    """Run the ranks. Raises Failure if a rank fails, or if rank 0 reports nothing for `deadline` seconds.
 
-    However this ends, all ranks are gone when it does. So Ctrl-C is only noted here, however often it comes, and has
-    its effect once they are: an exception could break into the starting or the ending of them.
+    All ranks have ended when this returns or raises. For this reason Ctrl-C is only recorded while ranks run, and takes
+    effect afterwards: an exception could interrupt their start or their end.
     """
-    with listening() as heard, tempfile.TemporaryDirectory() as folder:
+    with catch_signals() as caught, tempfile.TemporaryDirectory() as folder:
         enter = partial(_enter, work, ranks, f"file://{folder}/store", deadline, args)
         with processes.calling([partial(enter, rank) for rank in range(ranks)], fresh=True) as team:
-            _listen(team, heard, take, progress, deadline)
-    if heard:
-        signal.raise_signal(heard[0])
+            _listen(team, caught, take, progress, deadline)
+    if caught:
+        signal.raise_signal(caught[0])
 
 
-def _listen(team: processes.Team, heard: list[int], take: Take, progress: Progress, deadline: float) -> None:
-    """Until all ranks have ended, or a signal is heard."""
-    told = time.monotonic()
-    while team.busy and not heard:
+def _listen(team: processes.Team, caught: list[int], take: Take, progress: Progress, deadline: float) -> None:
+    """Process the events of the ranks until all ranks have ended, or a signal is caught."""
+    latest = time.monotonic()
+    while team.busy and not caught:
         if event := team.next(timeout=0.2):
-            if event.kind == "told":
-                told = time.monotonic()
+            if event.kind == "reported":
+                latest = time.monotonic()
                 kind, *message = event.value
                 {"progress": progress, "result": take}[kind](*message)
-            elif event.kind == "ended" and event.value == -signal.SIGINT:  # Ctrl-C reached the rank before us
-                heard.append(signal.SIGINT)
+            elif event.kind == "ended" and event.value == -signal.SIGINT:  # Ctrl-C reached the rank first
+                caught.append(signal.SIGINT)
             elif event.kind == "raised" or (event.kind == "ended" and event.value):
-                why = f"it left with {event.value}" if event.kind == "ended" else event.value.strip().splitlines()[-1]
+                why = f"exit status {event.value}" if event.kind == "ended" else event.value.strip().splitlines()[-1]
                 why = why.removeprefix(f"{Failure.__module__}.{Failure.__name__}: ")
                 raise Failure(f"rank {event.index} failed, all ranks were ended: {why}")
-        elif time.monotonic() - told > deadline:
+        elif time.monotonic() - latest > deadline:
             raise Failure(f"rank 0 reported nothing for {deadline:.0f} s, all ranks were ended")
 
 
 def _enter(work: Work, ranks: int, store: str, deadline: float, args: tuple[Any, ...], rank: int) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Shorter than the parent's patience: a rank that waits in vain can still say for what.
+    # Shorter than the parent's deadline, so that a rank whose wait times out can still report it.
     dist.init_process_group("gloo", store, timedelta(seconds=deadline / 2), world_size=ranks, rank=rank)
 
     def progress(text: str, done: float) -> None:
         if rank == 0:
-            processes.tell(("progress", text, done))
+            processes.report(("progress", text, done))
 
     for result in work(rank, ranks, _seldom(progress), *args):
         if rank == 0:
-            processes.tell(("result", result))
+            processes.report(("result", result))
     dist.barrier()
 
 
 def over_ranks(values: Sequence[float], how: str) -> list[float]:
-    """Element by element over the ranks, by Gloo itself."""
+    """Reduce the values element by element over the ranks, with Gloo's own all-reduce."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[how])
     return tensor.tolist()
 
 
 def _seldom(progress: Progress) -> Progress:
-    """At most once a second: whoever draws it takes a core from what is timed."""
-    shown, told = "", 0.0
+    """Report progress at most once a second, because drawing it takes time from a core that the ranks need."""
+    shown, latest = "", 0.0
 
     def throttled(text: str, done: float) -> None:
-        nonlocal shown, told
-        if text != shown or time.monotonic() > told + 1:
-            shown, told = text, time.monotonic()
+        nonlocal shown, latest
+        if text != shown or time.monotonic() > latest + 1:
+            shown, latest = text, time.monotonic()
             progress(text, done)
 
     return throttled

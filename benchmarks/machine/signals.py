@@ -1,4 +1,4 @@
-"""What asks us to end."""
+"""Records the signals that ask a process to end."""
 
 import contextlib
 import signal
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[int]]:
-    """The signals that ask us to end, as they come. Noted only: an exception could break into the cleaning up."""
-    heard: list[int] = []
+def catch_signals() -> Iterator[list[int]]:
+    """Yield a list to which SIGINT, SIGTERM and SIGHUP are appended. No exception is raised: it could end a cleanup."""
+    caught: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: heard.append(number))
+            signal.signal(number, lambda number, frame: caught.append(number))
     try:
-        yield heard
+        yield caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

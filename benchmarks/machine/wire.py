@@ -1,10 +1,10 @@
-"""A slow and lossy network in user space, where the kernel has no emulation of one: a process that passes packets on.
+"""A slow and lossy network in user space, for kernels that cannot emulate one: a process that forwards packets.
 
     python -m benchmarks.machine.wire RATE DELAY LOSS NAMESPACE ...
 
-Each network namespace gets a TUN device; "ready" is printed when all are there, and they are gone when standard input
-ends. RATE, in bit/s, is that of each host's link, each way; DELAY, in seconds, is added from any host to any other;
-LOSS is the share of packets that do not arrive. Python passes some thousand packets a second.
+Each network namespace gets a TUN device; "ready" is printed when all exist, and they are removed when standard input
+ends. RATE is the rate of each host's link in each direction, in bit/s; DELAY is added between any two hosts, in
+seconds; LOSS is the fraction of packets that are lost. Python forwards some thousand packets per second.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from benchmarks.machine.namespaces import LINK, NETWORK
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-_LONGEST = 0.4  # seconds of a link's time that may wait before it: a packet more is lost
+_LONGEST = 0.4  # s; the longest queue of a link, in time: packets beyond it are lost
 _PACKET = 1 << 16
 
 
 class Link:
-    """One way of a host's link."""
+    """One direction of a host's link."""
 
     def __init__(self, rate: float):
         self._rate, self._free = rate, 0.0
 
     def passes(self, arrival: float, nbytes: int) -> float | None:
-        """When a packet has passed that arrives then; None where too many wait already."""
+        """Return when a packet that arrives at `arrival` has passed; None if the queue is full."""
         start = max(arrival, self._free)
         if start - arrival > _LONGEST:
             return None
@@ -44,16 +44,16 @@ class Link:
 
 
 class Wire:
-    """Carries packets between devices, each of which is a host's."""
+    """Forwards packets between the devices of the hosts."""
 
     def __init__(self, devices: list[int], rate: float, delay: float, loss: float):
         self._devices, self._delay, self._loss = devices, delay, loss
         self._out, self._into = ({device: Link(rate) for device in devices} for _ in range(2))
-        self._under_way: list[tuple[float, int, int, bytes]] = []  # when it arrives, its number, where, and the packet
+        self._under_way: list[tuple[float, int, int, bytes]] = []  # time of arrival, number, target, packet
         self._numbers, self._chance = itertools.count(), random.Random(0)
 
     def take(self, source: int) -> None:
-        """What a host sends: all that is there."""
+        """Read and forward all packets that a host has sent."""
         with contextlib.suppress(BlockingIOError):
             while packet := os.read(source, _PACKET):
                 host = host_of(packet)
@@ -69,26 +69,26 @@ class Wire:
             heapq.heappush(self._under_way, (arrived, next(self._numbers), target, packet))
 
     def deliver(self) -> float:
-        """What has arrived by now. Returns the seconds until more does; -1 where nothing is under way."""
+        """Deliver the packets whose time has come. Return the seconds until the next one; -1 if there is none."""
         while self._under_way:
             wait = self._under_way[0][0] - time.monotonic()
             if wait > 0:
                 return wait
             _, _, target, packet = heapq.heappop(self._under_way)
-            with contextlib.suppress(OSError):  # its namespace is about to go
+            with contextlib.suppress(OSError):  # its namespace is being removed
                 os.write(target, packet)
         return -1
 
 
 def host_of(packet: bytes) -> int:
-    """To whom it goes; -1 for what is not IPv4 between hosts."""
+    """Return the number of the host to which a packet is addressed; a negative one if it is not IPv4."""
     if packet[0] >> 4 != 4:
         return -1
     return int(ipaddress.IPv4Address(packet[16:20])) - int(NETWORK[1])
 
 
 def device_in(namespace: str) -> int:
-    """A TUN device there."""
+    """Make a TUN device in the namespace."""
     enter(f"/var/run/netns/{namespace}")
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", LINK.encode(), _IFF_TUN | _IFF_NO_PI))
@@ -104,7 +104,7 @@ def enter(namespace: str) -> None:
 def main() -> None:
     rate, delay, loss = map(float, sys.argv[1:4])
     devices = [device_in(namespace) for namespace in sys.argv[4:]]
-    enter(f"/proc/{os.getppid()}/ns/net")  # or this process would be one of a host's
+    enter(f"/proc/{os.getppid()}/ns/net")  # otherwise this process would stay in the namespace of the last host
     print("ready", flush=True)
     wire, poll, standard_input = Wire(devices, rate, delay, loss), select.epoll(), sys.stdin.fileno()
     for descriptor in (standard_input, *devices):

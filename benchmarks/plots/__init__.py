@@ -1,4 +1,4 @@
-"""Draw what --json FILE has kept, again: each plot as PNG and as SVG."""
+"""Draw the results that --json FILE has saved, each plot as PNG and as SVG."""
 
 import argparse
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ OF_SECTIONS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="what --json wrote")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the plots go, named by their cases")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a file that --json wrote")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the plots, named by their cases")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def draw(folder: Path, name: str, table: Table | Simulation) -> list[Path]:
-    """The files of all plots that what is in the table asks for."""
+    """Draw all plots that the table has data for; return their files."""
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(SETTINGS):
         return [path for stem, figure in figures(name, table) for path in save(figure, folder / stem)]

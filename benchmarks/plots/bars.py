@@ -1,4 +1,4 @@
-"""Horizontal bars, a panel for each workload: times, and shares of the memory's limit."""
+"""Horizontal bars with a panel for each workload: times, and percentages of the memory limit."""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -14,7 +14,7 @@ LIMIT = "% of limit"
 
 
 def times(table: Table) -> Figure:
-    """Of all rows that are timed."""
+    """Draw the times of all timed rows."""
 
     def draw(axes: Axes, rows: list[Row]) -> None:
         spreads = [row.time for row in rows if row.time]
@@ -30,7 +30,7 @@ def times(table: Table) -> Figure:
 
 
 def limits(table: Table) -> Figure:
-    """Of the rows that have one; beside each its time, since not all sides move as many bytes."""
+    """Draw the percentage of the limit of each row that has one, and its time, as sides may move different bytes."""
 
     def draw(axes: Axes, rows: list[Row]) -> None:
         shares = [row.figures[LIMIT] or 0.0 for row in rows]
@@ -41,11 +41,11 @@ def limits(table: Table) -> Figure:
         axes.set_xticks(range(0, 101, 25))
 
     rows = [row for row in table.rows if row.time and row.figures.get(LIMIT) is not None]
-    return panels(table, rows, "% of the memory's limit (dashed) in the same run, and the median time", draw)
+    return panels(table, rows, "% of the memory limit (dashed) in the same run, and median time", draw)
 
 
 def panels(table: Table, rows: list[Row], label: str, draw: Callable[[Axes, list[Row]], None]) -> Figure:
-    """Workloads one below the other, in two columns where they are many."""
+    """Draw a panel for each workload, in two columns if there are four or more."""
     groups = {workload: list(group) for workload, group in groupby(rows, key=lambda row: row.workload)}
     columns = 1 if len(groups) < 4 else 2
     lines = [list(groups.items())[at : at + columns] for at in range(0, len(groups), columns)]
@@ -57,7 +57,7 @@ def panels(table: Table, rows: list[Row], label: str, draw: Callable[[Axes, list
     for axes, (workload, group) in zip(grid.flat, groups.items(), strict=False):
         draw(axes, group)
         axes.set_title(workload, loc="left", fontweight="bold")
-        axes.set_ylim(len(group) - 0.4, -0.6)  # the first on top, and bars as wide in all panels of a line
+        axes.set_ylim(len(group) - 0.4, -0.6)  # first row on top; bars of the same width in all panels of a line
         axes.grid(visible=False, axis="y")
     figure.supxlabel(label, fontsize=9)
     named = [

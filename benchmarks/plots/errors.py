@@ -1,4 +1,4 @@
-"""What a codec loses, against what it sends."""
+"""The error of each codec over its bits per element."""
 
 import math
 
@@ -8,29 +8,29 @@ from benchmarks.harness import Row, Table
 from benchmarks.plots.style import curve_style, new_figure
 
 BITS, ERROR = "bits/element", "rms error, "
-ALIKE = 0.1  # codecs whose bits differ by less are drawn side by side
-APART, ASIDE = 0.11, 0.025  # of the bits: codecs from each other, and the points of a codec
+ALIKE = 0.1  # codecs whose bits differ by a smaller fraction are drawn next to each other
+APART, ASIDE = 0.11, 0.025  # distances, as fractions of the bits: between codecs, and between the points of a codec
 
 
 def by_bits(table: Table) -> Figure:
-    """A group of points for each codec, one for each kind of data."""
+    """Draw a group of points for each codec, with one point for each kind of data."""
     rows = sorted((row for row in table.rows if row.figures.get(BITS)), key=bits)
     data = list(dict.fromkeys(name for row in rows for name in row.figures if name.startswith(ERROR)))
     lossy = [row for row in rows if any(row.figures.get(name) for name in data)]
     clusters = gather(lossy)
-    figure = new_figure(4.4, f"What a codec loses, against what it sends: {table.title}")
+    figure = new_figure(4.4, f"Error of each codec over its bits per element: {table.title}")
     axes = figure.subplots()
     for cluster in clusters:
         for position, row in enumerate(cluster):
-            place = bits(row) * (1 + APART * (position - (len(cluster) - 1) / 2))
+            center = bits(row) * (1 + APART * (position - (len(cluster) - 1) / 2))
             lowest = min(error for name in data if (error := row.figures.get(name)))
             for index, name in enumerate(data):
-                x = place * (1 + ASIDE * (index - (len(data) - 1) / 2))
+                x = center * (1 + ASIDE * (index - (len(data) - 1) / 2))
                 style = curve_style(index) | {"linestyle": "", "markersize": 6}
                 axes.plot(x, row.figures.get(name) or math.nan, **style, label=name.removeprefix(ERROR))
             below = {"xytext": (0, -8), "textcoords": "offset points", "ha": "center", "va": "top"}
-            axes.annotate(row.side, (place, lowest), **below, fontweight="bold")
-    axes.set(xscale="log", yscale="log", xlabel="bits an element", ylabel="rms error, relative to the data's")
+            axes.annotate(row.side, (center, lowest), **below, fontweight="bold")
+    axes.set(xscale="log", yscale="log", xlabel="bits per element", ylabel="rms error over the rms of the data")
     labels = [", ".join(dict.fromkeys(f"{bits(row):.4g}" for row in cluster)) for cluster in clusters]
     axes.set_xticks([bits(cluster[0]) for cluster in clusters], labels)
     axes.minorticks_off()
@@ -47,7 +47,7 @@ def bits(row: Row) -> float:
 
 
 def gather(rows: list[Row]) -> list[list[Row]]:
-    """Those together that need about as many bits."""
+    """Group the codecs that need about the same number of bits."""
     clusters: list[list[Row]] = []
     for row in rows:
         if clusters and bits(row) < bits(clusters[-1][0]) * (1 + ALIKE):

@@ -1,4 +1,4 @@
-"""Step time by the rate of the hosts' links, and where each codec breaks even."""
+"""Step time over the rate of the hosts' links, and the rates at which each codec breaks even."""
 
 import math
 import statistics
@@ -13,19 +13,19 @@ from benchmarks.harness import Table
 from benchmarks.plots.style import curve_style, new_figure, number_logarithms, peer_style
 
 LINK = "link, Gbit/s"
-AGAINST = (PLAIN, FP16)  # what ours breaks even with
-NO_LIMIT = 2.2  # times the highest rate: where a step without a limit is drawn
+AGAINST = (PLAIN, FP16)  # the peers for which break-even rates are shown
+NO_LIMIT = 2.2  # steps without a limit are drawn at this multiple of the highest rate
 
 
 def curves_of(table: Table) -> tuple[dict[str, Curve], dict[str, Curve], dict[str, float]]:
-    """By side: ours by rate, the peers', and what takes how long behind links without a limit."""
+    """Return, by side, our curves over the rate, the peers' curves, and the times with links without a limit."""
     ours: dict[str, dict[float, float]] = {}
     peers: dict[str, dict[float, float]] = {}
     free = {}
     for row in table.rows:
         if not row.samples:
             continue
-        side = row.side.partition(": ")[0]  # whatever "auto" chose
+        side = row.side.partition(": ")[0]  # without the codec that "auto" selected
         curve = (ours if row.ours else peers).setdefault(side, {})
         if row.x is None:
             free[side] = statistics.median(row.samples)
@@ -35,7 +35,7 @@ def curves_of(table: Table) -> tuple[dict[str, Curve], dict[str, Curve], dict[st
 
 
 def by_rate(table: Table) -> Figure:
-    """The curves, rings where one of ours and a peer's cross, and at the foot for each peer where ours is faster."""
+    """Draw the curves, rings at the crossings of ours and a peer's, and below, for each peer, where ours is faster."""
     ours, peers, free = curves_of(table)
     rates = sorted({rate for curve in (*ours.values(), *peers.values()) for rate in curve})
     against = [peer for peer in AGAINST if peer in peers]
@@ -61,10 +61,10 @@ def by_rate(table: Table) -> Figure:
         for line, side in faster:
             axes.plot(beyond, line, **styles[side] | {"linestyle": ""})
         axes.set_title(f"faster than {peer}", loc="left")
-    upper.set(xscale="log", yscale="log", ylabel="ms a step, median")
+    upper.set(xscale="log", yscale="log", ylabel="median ms per step")
     number_logarithms(upper.yaxis)
     upper.legend(loc="upper right")
-    (feet or [upper])[-1].set_xlabel("rate of each host's link, Gbit/s (rings: two curves cross)")
+    (feet or [upper])[-1].set_xlabel("rate of each host's link, Gbit/s (rings: crossings of two curves)")
     ticks = {rate: f"{rate:g}" for rate in rates} | ({beyond: "no limit"} if free else {})
     upper.set_xticks(list(ticks), list(ticks.values()))
     upper.minorticks_off()
@@ -72,7 +72,7 @@ def by_rate(table: Table) -> Figure:
 
 
 def stretches(axes: Axes, ours: dict[str, Curve], other: Curve, styles: dict[str, dict[str, Any]]) -> None:
-    """A line for each of ours, drawn where it is faster, with the rates at which that changes."""
+    """Draw a line for each of ours where it is faster, with the rates at which this changes."""
     for line, (side, curve) in enumerate(ours.items()):
         for begin, end in faster_in(curve, other):
             axes.plot([begin, end], [line] * 2, color=styles[side]["color"], linewidth=6, solid_capstyle="butt")

@@ -1,4 +1,4 @@
-"""Plots of what was simulated; each says so in its title."""
+"""Plots of simulated figures; the title of each says that they are simulated."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,7 +11,7 @@ SIMULATED = "SIMULATED, not measured"
 
 
 def efficiency(section: Section) -> Figure:
-    """A row of panels for each model, a column for each bandwidth, a curve for each codec."""
+    """Draw a row of panels for each model, with a column for each bandwidth and a curve for each codec."""
     models, links = unique(section, "model"), unique(section, "link, Gbit/s")
     ranks = unique(section, "ranks")
     title = f"{SIMULATED}: training efficiency from {ranks[0]:,} to {ranks[-1]:,} ranks, by codec"
@@ -31,7 +31,7 @@ def efficiency(section: Section) -> Figure:
 
 
 def all_reduces(section: Section) -> Figure:
-    """A panel for each codec, a curve for each plan."""
+    """Draw a panel for each codec, with a curve for each plan."""
     codecs, plans = unique(section, "codec"), unique(section, "plan")
     title = f"{SIMULATED}: time of an all-reduce, by plan and codec"
     figure = new_figure(3.9, title)

@@ -1,4 +1,4 @@
-"""Time by message size: a curve for each side, and at the foot which is the fastest from which size to which."""
+"""Time over message size: a curve for each side and, below, the fastest plan of each range of sizes."""
 
 import math
 import statistics
@@ -20,13 +20,13 @@ LETTER = 0.075  # inches
 
 @dataclass
 class Curve:
-    """A side at all sizes; `kind` is what goes with its plan: the codec, the levels. A peer is named with its kind."""
+    """A side at all sizes; `kind` is the codec and the levels of its plan. The name of a peer includes its kind."""
 
     name: str
     kind: str
     ours: bool
     seconds: dict[float, float] = field(default_factory=dict)
-    chosen: dict[float, str] = field(default_factory=dict)  # by auto
+    chosen: dict[float, str] = field(default_factory=dict)  # plans that auto selected, by size
 
 
 def curves_of(table: Table) -> list[Curve]:
@@ -43,14 +43,14 @@ def curves_of(table: Table) -> list[Curve]:
 
 
 def by_size(table: Table) -> Figure:
-    """A panel for each kind; the peers that are of none of ours are in all of them."""
+    """Draw a panel for each kind; peers whose kind is none of ours are in all panels."""
     curves = curves_of(table)
     kinds = list(dict.fromkeys(curve.kind for curve in curves if curve.ours)) or [""]
     styles = style_of_each(curves)
     columns = 1 if len(kinds) == 1 else 2
     lines = -(-len(kinds) // columns)
     figure = new_figure(4.9 if columns == 1 else 3.9 * lines + 0.5, table.title)
-    # A constrained layout lets nested axes differ in width; subplots of one grid have the same.
+    # With the constrained layout nested axes may differ in width; subplots of one grid have the same width.
     grid = figure.subplots(2 * lines, columns, squeeze=False, sharex=True, height_ratios=[5, 1] * lines)
     for axes in grid.flat:
         axes.set_visible(False)
@@ -62,7 +62,7 @@ def by_size(table: Table) -> Figure:
             axes.set_visible(True)
         for curve in shown:
             upper.plot(*line(curve), **styles[curve.name], label=curve.name)
-        upper.set(xscale="log", yscale="log", ylabel="ms, median" if index % columns == 0 else "")
+        upper.set(xscale="log", yscale="log", ylabel="median ms" if index % columns == 0 else "")
         number_logarithms(upper.yaxis)
         upper.set_title(kind or ("raw" if len(kinds) > 1 else ""), loc="left", fontweight="bold")
         bands(foot, shown, styles, inches=6.2 if columns == 1 else 2.7)
@@ -88,7 +88,7 @@ def line(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def fastest(curves: list[Curve]) -> list[tuple[float, float, str]]:
-    """Stretches of sizes, and the plan that is the fastest in each: they end where curves cross."""
+    """Return ranges of sizes, with the fastest plan of each; a range ends where two curves cross."""
     by_plan = {curve.name: curve.seconds for curve in curves}
     sizes = sorted({x for seconds in by_plan.values() for x in seconds})
     best = [min((s for s in by_plan if x in by_plan[s]), key=lambda s: by_plan[s][x]) for x in sizes]
@@ -104,9 +104,9 @@ def fastest(curves: list[Curve]) -> list[tuple[float, float, str]]:
 
 
 def bands(axes: Axes, curves: list[Curve], styles: dict[str, dict[str, Any]], inches: float) -> None:
-    """At the foot: the fastest plan, named where its stretch is long enough, and below it what auto took, where known.
+    """Draw the fastest plan, named if its range is long enough, and below it the plan that auto selected, if known.
 
-    The axes are about so many inches wide."""
+    `inches`: the approximate width of the axes."""
     named = [curve for curve in curves if curve.name != AUTO]
     rows = []
     if named:
@@ -121,11 +121,11 @@ def bands(axes: Axes, curves: list[Curve], styles: dict[str, dict[str, Any]], in
                 axes.text((begin * end) ** 0.5, 0.5, name, ha="center", va="center", fontsize=7.5, color=text)
     for curve in curves:
         if curve.chosen:
-            rows.append("auto took")
+            rows.append("selected by auto")
             for x, plan in curve.chosen.items():
                 if plan in styles:
                     axes.plot(x, 1.5, **styles[plan] | {"markersize": 7, "linestyle": ""})
-                else:  # it was not asked for by its name
+                else:  # the plan was not timed by name
                     axes.text(x, 1.5, plan, ha="center", va="center", fontsize=7.5)
     axes.set_yticks([0.5 + at for at in range(len(rows))], rows)
     axes.set_ylim(max(1, len(rows)), 0)

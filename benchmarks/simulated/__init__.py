@@ -1,1 +1,1 @@
-"""What the case simulate takes from outside: models, measured all-reduces, and what others have reported."""
+"""The inputs of the case simulate: workloads, measured all-reduces, and published figures."""

@@ -1,4 +1,7 @@
-"""What others have reported of all-reduces and training steps, and what the simulation says of the same."""
+"""Published figures of all-reduces and training steps, and the simulated figures for the same settings.
+
+The texts of the comparisons are also in the saved results, and a test compares both.
+"""
 
 import functools
 from collections.abc import Callable
@@ -23,13 +26,13 @@ CRAY = sim.Network(bandwidth=5e9, latency=5e-6)
 
 @dataclass(frozen=True)
 class Comparison:
-    """`inputs`: as reported; `assumed`: what is not, and where the model does something else than they did."""
+    """A published figure. `inputs` are as reported; `assumed` lists what is not reported, or modelled differently."""
 
     source: str
     where: str
     what: str
     unit: str
-    reported: float | None  # None: in words alone, which `what` gives
+    reported: float | None  # None: reported in words only, which `what` quotes
     simulate: Callable[[], float]
     inputs: str
     assumed: str
@@ -50,7 +53,7 @@ class Comparison:
 
 
 def over_ring(*tensors: int) -> float:
-    """How many times as fast as ring halving_doubling is, for one all-reduce after another among 32 servers."""
+    """Return the time of ring over that of halving_doubling, for successive all-reduces among 32 servers."""
     ring, halving = (
         sum(sim.simulate(algorithm, 32, 4 * elements, network=ITS_SERVERS).seconds for elements in tensors)
         for algorithm in ("ring", "halving_doubling")
@@ -60,7 +63,7 @@ def over_ring(*tensors: int) -> float:
 
 @functools.cache
 def goyal_step(ranks: int, bucketed: bool = False) -> float:
-    """Seconds of an iteration whose gradients are all-reduced from the last layer to the first."""
+    """Return the seconds of an iteration whose gradients are all-reduced from the last layer to the first."""
     gradients = [4 * elements for elements in reversed(resnet50_tensors())]
     return sim.training_step(
         ranks,
@@ -87,7 +90,7 @@ def horovod_efficiency(ranks: int, parameters: int, images_per_second: float) ->
 
 
 def over_tree(workers: int, nbytes: int = 50_000_000) -> float:
-    """How many times as long as a tree in one piece a server takes: its link carries what all send, then all get."""
+    """Return the time of a parameter server, whose link carries the messages of all workers, over that of a tree."""
     server = 2 * (CRAY.latency + workers * nbytes / CRAY.bandwidth)
     return server / sim.simulate("tree", workers, nbytes, network=CRAY, segments=1).seconds
 

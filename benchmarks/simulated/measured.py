@@ -1,4 +1,4 @@
-"""All-reduces that were measured on emulated hosts, beside what the model says that is fitted to some of them."""
+"""Compares all-reduces measured on emulated hosts with a cost model that is fitted to some of them."""
 
 import re
 import statistics
@@ -13,14 +13,14 @@ from dltrain_ext import comm, sim
 from dltrain_ext.comm import tuner
 
 RESULTS = Path(__file__).parents[1] / "results" / "simulate"
-KEPT = [RESULTS / f"simulate-{hosts}-hosts-1gbit.json" for hosts in (2, 3, 4)]
-FITTED_TO = 1 << 20  # bytes, where there are two ranks
+SAVED = [RESULTS / f"simulate-{hosts}-hosts-1gbit.json" for hosts in (2, 3, 4)]
+FITTED_TO = 1 << 20  # bytes; the model is fitted to this size on 2 ranks
 FREE = ("latency", "bandwidth", "overhead")
-MEMORY = 10e9  # bytes/s, of codecs on a processor: too little is known of it where a network is slow
+MEMORY = 10e9  # bytes/s, for codecs on a CPU; times on a slow network do not determine it
 
 
 def load(path: Path) -> tuple[int, int, dict[tuple[str, str, int], float]]:
-    """Ranks, the machine's cores, and seconds by plan, codec and bytes, of a JSON that the case allreduce wrote."""
+    """Read a JSON of the case allreduce; return ranks, cores of the machine, and seconds by (plan, codec, bytes)."""
     run = saved_results.load(path, "--measured")
     table = run.tables.get("allreduce")
     if not isinstance(table, Table) or not (found := re.search(r"(\d+) ranks", table.title)):
@@ -34,7 +34,7 @@ def load(path: Path) -> tuple[int, int, dict[tuple[str, str, int], float]]:
 
 
 def compare(paths: Sequence[Path]) -> tuple[Section, str]:
-    """How far off the model is, where it was not fitted; and what was fitted."""
+    """Return the errors of the model where it was not fitted, and a note on the fitted values."""
     runs: dict[int, dict[tuple[str, str, int], float]] = {}
     cores = 1
     for path in paths:
@@ -51,9 +51,9 @@ def compare(paths: Sequence[Path]) -> tuple[Section, str]:
         if (ranks, key[2]) != (2, FITTED_TO)
     }
     note = (
-        f"fitted to 2 ranks and {FITTED_TO >> 20} MiB alone: latency {network.latency * 1e6:.0f} us, bandwidth "
-        f"{network.bandwidth * 8e-9:.3g} Gbit/s, {network.overhead * 1e6:.0f} us a message; given: codecs at "
-        f"{MEMORY * 1e-9:g} GB/s, {cores} cores that all ranks share, links that let {BURST} through at once"
+        f"fitted only to 2 ranks and {FITTED_TO >> 20} MiB: latency {network.latency * 1e6:.0f} us, bandwidth "
+        f"{network.bandwidth * 8e-9:.3g} Gbit/s, {network.overhead * 1e6:.0f} us per message; given: codecs at "
+        f"{MEMORY * 1e-9:g} GB/s, {cores} cores that all ranks share, links with a burst of {BURST}"
     )
     return Section(list(rows(errors)), by=["what", "figures", "median off %", "worst off %"]), note
 
@@ -76,12 +76,12 @@ def predict(network: sim.Network, ranks: int, key: tuple[str, str, int]) -> floa
 
 
 def rows(errors: Mapping[tuple[int, str, str, int], float]) -> list[dict[str, Cell]]:
-    """In all, and by each of what the runs differ in."""
+    """Return a summary of all errors, and one for each value of ranks, plan, codec and size."""
     out = [summary("all", list(errors.values()))]
-    for place, label in enumerate(("{} ranks", "{}", "{}", "{} KiB")):
-        for value in sorted({key[place] for key in errors}, key=lambda value: (str(type(value)), value)):
-            shown = label.format(value >> 10 if place == 3 else value)  # type: ignore[operator]
-            out.append(summary(shown, [error for key, error in errors.items() if key[place] == value]))
+    for position, label in enumerate(("{} ranks", "{}", "{}", "{} KiB")):
+        for value in sorted({key[position] for key in errors}, key=lambda value: (str(type(value)), value)):
+            shown = label.format(value >> 10 if position == 3 else value)  # type: ignore[operator]
+            out.append(summary(shown, [error for key, error in errors.items() if key[position] == value]))
     return out
 
 

@@ -1,15 +1,15 @@
-"""Models whose training is simulated: what they all-reduce, and how long a rank computes."""
+"""The models whose training is simulated: the sizes of their all-reduces, and the compute time of a rank."""
 
 from dataclasses import dataclass
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: DistributedDataParallel's defaults
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, the defaults of DistributedDataParallel
 RESNET50, TRANSFORMER = 25_557_032, 1_300_000_000  # parameters
-BACKWARD = 2 / 3  # of a step's compute: the gradients of weights and of activations cost a forward pass each
+BACKWARD = 2 / 3  # of a step's compute: gradients of weights and of activations each cost as much as forward
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`compute`: seconds of a step on a rank by itself."""
+    """A model. `compute`: seconds of a step on one rank without communication."""
 
     name: str
     parameters: int
@@ -25,7 +25,7 @@ class Workload:
 
     @property
     def buckets(self) -> list[int]:
-        """Bytes of each in fp32, in the order in which they become full, as if parameters could be cut anywhere."""
+        """Return the bytes of each fp32 bucket, in the order in which they become ready; tensors may be split."""
         return split(4 * self.parameters, BUCKET, FIRST_BUCKET)
 
 
@@ -37,12 +37,12 @@ def split(nbytes: int, bucket: int, first: int = 0) -> list[int]:
 
 
 def transformer_compute(tokens: int, flops: float) -> float:
-    """Seconds: two operations for each parameter and token forward, four backward."""
+    """Return the seconds for two operations per parameter and token in forward, and four in backward."""
     return 6 * TRANSFORMER * tokens / flops
 
 
 def resnet50_tensors() -> list[int]:
-    """Elements of each parameter of ResNet-50 (He et al. 2015, Table 1), as they come forward."""
+    """Return the elements of each parameter of ResNet-50 (He et al. 2015, table 1), in the order of forward."""
     tensors: list[int] = []
 
     def convolution(inputs: int, outputs: int, side: int) -> None:

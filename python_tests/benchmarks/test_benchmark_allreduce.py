@@ -1,4 +1,4 @@
-"""The benchmark of all-reduce, small: its sides, in two levels too, how wrong results are counted, torchrun's ranks."""
+"""Small runs of the benchmark allreduce: its sides, two levels, the count of wrong results, and torchrun's ranks."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def names_of_sides(*arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_codecs_are_sides_with_an_error(op: str, tmp_path: Path) -> None:
+def test_sides_with_a_codec_report_its_error(op: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     chosen = ("--codecs", "raw,int8,int4,sign", "--algorithms", "ring,recursive_doubling,native,auto")
     done = run(*chosen, "--ranks", 3, "--op", op, "--segments", 2, "--json", out)
@@ -57,16 +57,16 @@ def test_codecs_are_sides_with_an_error(op: str, tmp_path: Path) -> None:
     assert wire_bytes["ring sign"] < wire_bytes["ring int4"] < wire_bytes["ring int8"] < wire_bytes["ring"]
     assert wire_bytes["gloo"] is wire_bytes["native"] is None
     assert [side for side, row in rows.items() if row["ratio"] is None] == ["gloo", "gloo fp16"]
-    assert "no codec but raw: recursive_doubling, native" in done.stdout
+    assert "these algorithms only take the codec raw: recursive_doubling, native" in done.stdout
 
 
-def test_the_share_of_the_line_counts_what_is_sent(tmp_path: Path) -> None:
+def test_percent_of_line_is_computed_from_wire_bytes(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ("-b", "64K", "-e", "128K", "-f", "2")
     done = run(*sizes, "--ranks", 2, "--algorithms", "ring", "--codecs", "raw,fp16", "--json", out)
     assert done.returncode == 0, done.stdout + done.stderr
     short, long = ([row for row in rows_of(out) if row["x"] == size << 10] for size in (64, 128))
-    assert not any("% of line" in row["figures"] for row in short)  # there it is latency that counts
+    assert not any("% of line" in row["figures"] for row in short)  # short messages are limited by latency
     (line,) = {row["figures"]["% of line"] * median(row["samples"]) / row["figures"]["wire bytes"] for row in long[2:3]}
     for row in long:
         sent = row["figures"]["wire bytes"]
@@ -78,16 +78,16 @@ def test_the_share_of_the_line_counts_what_is_sent(tmp_path: Path) -> None:
         ("ring", "gloo"),
         ("ring fp16", "gloo"),
     ]
-    assert "% of line: bytes that a rank sends" in done.stdout
+    assert "% of line: bytes per second that a rank sends" in done.stdout
 
 
-def test_a_codec_that_no_algorithm_takes_is_answered() -> None:
+def test_a_codec_that_no_algorithm_accepts_is_an_error() -> None:
     done = run("--codecs", "int8", "--algorithms", "native")
     assert done.returncode == 1
-    assert "no codec but raw: native" in done.stdout
+    assert "these algorithms only take the codec raw: native" in done.stdout
 
 
-def test_levels_are_sides() -> None:
+def test_each_number_of_levels_is_a_side() -> None:
     chosen = ("--algorithms", "ring,native", "--codecs", "raw,int8")
     both = ["ring", "ring, 2 levels", "native", "native, 2 levels", "ring int8", "ring int8, 2 levels"]
     assert names_of_sides(*chosen) == ["gloo", "gloo fp16", *both]
@@ -96,7 +96,7 @@ def test_levels_are_sides() -> None:
     assert names_of_sides(*chosen, "--levels", "1") == ["gloo", "gloo fp16", *both[::2]]
 
 
-def test_on_cuda_the_peer_is_nccl_and_transports_are_sides() -> None:
+def test_on_cuda_the_peer_is_nccl_and_each_transport_is_a_side() -> None:
     chosen = ("--device", "cuda", "--levels", "1")
     assert names_of_sides(*chosen) == ["nccl", *comm.ALGORITHMS, "auto", "native"]
     ring = (*chosen, "--algorithms", "ring", "--codecs", "int8")
@@ -116,21 +116,21 @@ def test_both_levels_over_loopback(tmp_path: Path) -> None:
     flat = ["ring", "direct", "ring int8", "direct int8"]
     assert list(rows) == ["gloo", "gloo fp16", *(side for name in flat for side in (name, f"{name}, 2 levels"))]
     assert all(row["check"] == "0" and len(row["samples"]) == 2 for row in rows.values())
-    for name in flat:  # 2 * 3/4 of the message are sent in all, and across two hosts 2 * 1/2 of each half
-        sent, across = (rows[side]["figures"]["wire bytes"] for side in (name, f"{name}, 2 levels"))
-        assert sent == 3 * across
-    assert "wire bytes are then those across alone" in done.stdout
+    for name in flat:  # one level sends 2 * 3/4 of the message; two levels send 2 * 1/2 of each half between hosts
+        sent, between = (rows[side]["figures"]["wire bytes"] for side in (name, f"{name}, 2 levels"))
+        assert sent == 3 * between
+    assert "wire bytes are those between hosts only" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [("--levels", "2"), ("--ranks-per-host", "2")])
-def test_two_levels_that_there_are_not_are_answered(arguments: tuple[str, ...]) -> None:
+def test_two_levels_without_several_hosts_are_an_error(arguments: tuple[str, ...]) -> None:
     done = run(*arguments, "--ranks", 2, "--algorithms", "ring")
     assert done.returncode == 1
-    assert "there are no two levels: they need several hosts" in done.stdout
+    assert "two levels are not possible: they need several hosts" in done.stdout
 
 
 @pytest.mark.xdist_group("machine")
-def test_hosts_are_found_and_make_two_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_detected_and_used_for_two_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands.skip_without_hosts()
     out = tmp_path / "out.json"
     monkeypatch.chdir(ROOT)
@@ -144,14 +144,14 @@ def test_hosts_are_found_and_make_two_levels(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-def test_a_transport_is_for_cuda() -> None:
+def test_the_option_transport_needs_cuda() -> None:
     done = run("--transport", "nccl")
     assert done.returncode == 1
-    assert "--transport is for --device cuda" in done.stdout
+    assert "--transport needs --device cuda" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_cuda_is_answered() -> None:
+def test_device_cuda_without_a_gpu_is_an_error() -> None:
     done = run("--device", "cuda")
     assert done.returncode == 2
     assert re.search(
@@ -159,7 +159,7 @@ def test_without_a_gpu_cuda_is_answered() -> None:
     )
 
 
-def test_ranks_on_one_gpu_are_hosts_to_nccl() -> None:
+def test_nccl_variables_make_ranks_on_one_gpu_separate_hosts() -> None:
     assert nccl_variables(1, ["a", "b", "c"]) == {}
     variables = {"NCCL_HOSTID": "rank1", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     assert nccl_variables(1, ["a", "b", "a"]) == variables
@@ -210,7 +210,7 @@ def test_wrong_elements_are_counted() -> None:
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_what_a_codec_may_be_off(codec: str) -> None:
+def test_the_tolerance_of_a_codec(codec: str) -> None:
     ranks, n = 3, 1024
     data = Data.of(whole_numbers(n) if codec == "raw" else normal(n), 1, ranks)
     bound = tolerance(codec, ranks, data.magnitudes)
@@ -229,7 +229,7 @@ def compare_with_the_first(rank: int, world_size: int) -> list[bool]:
         other[5] = -other[5]
     zero = torch.zeros(4)
     if rank == 2:
-        zero[1] = -0.0  # equal, yet of other bits
+        zero[1] = -0.0  # equal, but with different bits
     first, zeros = first_if_unlike(other), first_if_unlike(zero)
     return [
         first_if_unlike(same) is None,
@@ -239,12 +239,12 @@ def compare_with_the_first(rank: int, world_size: int) -> list[bool]:
     ]
 
 
-def test_ranks_that_differ_in_a_bit_are_seen() -> None:
+def test_ranks_that_differ_in_a_bit_are_detected() -> None:
     assert run_ranks(3, compare_with_the_first) == [[True] * 4] * 3
 
 
 def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
-    """By torchrun itself; other tests have its variables."""
+    """This test runs torchrun itself; other tests only set its variables."""
     out = tmp_path / "out.json"
     options = ("allreduce", *SMALL, "--algorithms", "ring", "--json", out, "--plot", tmp_path)
     done = commands.torchrun(2, "-m", "benchmarks", *options, cwd=ROOT, COLUMNS="200")
@@ -255,7 +255,7 @@ def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
     assert (tmp_path / "allreduce.png").exists()
 
 
-def test_under_torchrun_ranks_must_not_contradict() -> None:
+def test_the_option_ranks_must_not_contradict_torchrun() -> None:
     done = run("--ranks", 3, RANK="1", WORLD_SIZE="2")
     assert done.returncode == 1
     assert done.stdout == ""

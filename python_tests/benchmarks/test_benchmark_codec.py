@@ -1,4 +1,4 @@
-"""The benchmark of the codecs, small: what it shows of each codec, and its answers to wrong results and mistakes."""
+"""Small runs of the benchmark codec: its rows for each codec, and its handling of wrong results and options."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_every_codec_is_verified_and_timed(tmp_path: Path, device: str) -> None:
             errors["raw"] == 0 < errors["fp16"] < errors["bf16"] < errors["int8"] < errors["int4"] < errors["sign"] < 1
         )
         assert errors["bf16"] < errors["fp8"] < errors["int4"]
-    # A sign times the mean magnitude loses the variance of the magnitude: of a normal distribution 1 - 2 / pi.
+    # The codec sign loses the variance of the magnitude, which is 1 - 2 / pi for a normal distribution.
     assert summary["sign"]["rms error, normal"] == pytest.approx(math.sqrt(1 - 2 / math.pi), rel=0.01)
 
 
@@ -72,11 +72,11 @@ def write_nothing(encode: Callable) -> Callable:
     return lambda *given, **options: None
 
 
-def forget_the_received(encode: Callable) -> Callable:
+def ignore_the_received(encode: Callable) -> Callable:
     return lambda own, received, *rest, **options: encode(own, [], *rest, **options)
 
 
-def forget_the_lost(encode: Callable) -> Callable:
+def drop_the_residual(encode: Callable) -> Callable:
     return lambda *given, residual, **options: encode(
         *given, residual=None if residual is None else residual.clone(), **options
     )
@@ -93,11 +93,11 @@ def round_too_far(encode: Callable) -> Callable:
     [
         (codecs, "decode", scale, [*OURS, "bf16"]),
         (_ops, "encode_sum_", write_nothing, [*OURS, "bf16"]),
-        (_ops, "encode_sum_", forget_the_received, ["hop (k = 1)"]),
-        (_ops, "encode_sum_", forget_the_lost, ["encode + feedback"]),
+        (_ops, "encode_sum_", ignore_the_received, ["hop (k = 1)"]),
+        (_ops, "encode_sum_", drop_the_residual, ["encode + feedback"]),
         (_ops, "encode_sum_", round_too_far, ["encode stochastic"]),
     ],
-    ids=["decodes something else", "writes nothing", "forgets the received", "forgets the lost", "rounds too far"],
+    ids=["decodes something else", "writes nothing", "ignores the received", "drops the residual", "rounds too far"],
 )
 def test_a_wrong_side_is_shown_and_not_timed(
     module: ModuleType,
@@ -125,7 +125,7 @@ def test_without_the_data_set_the_real_gradients_are_left_out(monkeypatch: pytes
     assert "real gradients are left out: no module sklearn" in done.stdout
 
 
-def test_an_unknown_codec_is_answered_with_the_valid_ones() -> None:
+def test_the_error_for_an_unknown_codec_lists_the_valid_ones() -> None:
     done = run("--codecs", "int9")
     assert done.returncode == 2
     assert all(name in done.stderr for name in ("int9", *codecs.CODECS))

@@ -1,4 +1,4 @@
-"""The benchmarks of the collectives but all_reduce: what they print, that their checks can fail, what they refuse."""
+"""The benchmarks of the collectives except all_reduce: their results, that their checks can fail, and wrong options."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_every_side_is_checked_and_timed(name: str, tmp_path: Path) -> None:
     assert [row["side"] for row in rows] == ["gloo", *kinds]
     assert all(row["workload"] == "64 KiB" and row["correct"] and len(row["samples"]) == 2 for row in rows)
     figures = {row["side"]: row["figures"] for row in rows}
-    sent = (64 << 10) // (1 if collectives.COLLECTIVES[name].in_place else 2)  # to the other of two ranks
+    sent = (64 << 10) // (1 if collectives.COLLECTIVES[name].in_place else 2)  # bytes to the other of two ranks
     for algorithm in algorithms:
         raw, int8 = (figures[algorithm + codec]["wire bytes"] for codec in ("", " int8"))
         assert raw == sent and int8 < 0.26 * raw
@@ -36,7 +36,7 @@ def test_every_side_is_checked_and_timed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", collectives.COLLECTIVES)
-def test_a_wrong_result_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     collective = collectives.COLLECTIVES[name]
 
     def wrong(communicator: comm.Communicator, result: torch.Tensor, *arguments: object, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of DDP's hooks, small: its sides, what it counts as wrong, torchrun's ranks."""
+"""Small runs of the benchmark ddp: its sides, what it counts as wrong, and torchrun's ranks."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def run(*arguments: object) -> commands.Done:
 def rows_of(path: Path) -> list[dict]:
     rows = json.loads(path.read_text())["cases"]["ddp"]["rows"]
     (bf16,) = [row for row in rows if row["left_out"]]
-    assert (bf16["side"], bf16["check"]) == ("torch bf16_compress_hook", "DDP takes it on NCCL alone")
+    assert (bf16["side"], bf16["check"]) == ("torch bf16_compress_hook", "DDP accepts it only with NCCL")
     return [row for row in rows if not row["left_out"]]
 
 
@@ -55,27 +55,27 @@ def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
     assert "int4" in {row["side"] for row in rows_of(tmp_path / "out.json")}
 
 
-def spoil(rank: int, world_size: int) -> list[tuple[int, int]]:
+def corrupt(rank: int, world_size: int) -> list[tuple[int, int]]:
     gradients = Runner.gradients
 
-    def spoilt(self: Runner) -> torch.Tensor:
+    def corrupted(self: Runner) -> torch.Tensor:
         found = gradients(self)
         if self.side.way == "int8":
-            found[7] += 1.0  # alike on all ranks
+            found[7] += 1.0  # the same on all ranks
         if self.side.way == "raw" and rank == 1:
-            found[7] *= 1 + 2e-7  # on one alone
+            found[7] *= 1 + 2e-7  # on one rank only
         return found
 
     job = Job({BACKWARD: [Side(PLAIN), Side("raw"), Side("int8")]}, 1, 16, 4, rounds=2, warmup=2, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "gradients", spoilt)
+        patch.setattr(Runner, "gradients", corrupted)
         found = list(work(rank, world_size, lambda *_: None, job))
     return [(result.wrong, len(result.samples)) for results in found for result in results]
 
 
-def test_wrong_gradients_are_seen_and_not_timed() -> None:
+def test_wrong_gradients_are_detected_and_not_timed() -> None:
     numel = 16 * 17
-    for results in run_ranks(2, spoil):
+    for results in run_ranks(2, corrupt):
         assert results == [(0, 2), (2 * numel, 0), (2, 0)]
 
 
@@ -87,7 +87,7 @@ def differ_in_a_bit(rank: int, world_size: int) -> list[bool]:
     return [are_identical(same), are_identical(other)]
 
 
-def test_ranks_that_differ_in_a_bit_are_seen() -> None:
+def test_ranks_that_differ_in_a_bit_are_detected() -> None:
     assert run_ranks(3, differ_in_a_bit) == [[True, False]] * 3
 
 
@@ -95,11 +95,11 @@ def test_ranks_that_differ_in_a_bit_are_seen() -> None:
     ("arguments", "text"),
     [
         (("--codecs", "int3"), "unknown 'int3'"),
-        (("--codecs", "int8", "--algorithms", "recursive_doubling"), "no codec but raw: recursive_doubling"),
+        (("--codecs", "int8", "--algorithms", "recursive_doubling"), "only take the codec raw: recursive_doubling"),
         (("--warmup", 1), "'1' is not a whole number >= 2"),
     ],
 )
-def test_mistakes_are_answered(arguments: tuple, text: str) -> None:
+def test_wrong_options_are_errors(arguments: tuple, text: str) -> None:
     done = run(*arguments)
     assert done.returncode != 0
     assert text in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Emulated hosts: what their ranks see, how they end, and that nothing of them stays."""
+"""Emulated hosts: the environment of their ranks, how they end, and that they are removed."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def spaces(pid: int | str = r"\d+") -> list[str]:
 
 
 class Hosts:
-    """A run in a process of its own."""
+    """A run of `hosts` in a process of its own."""
 
     def __init__(self, team: processes.Team) -> None:
         self.team, (self.pid,) = team, team.pids
@@ -45,7 +45,7 @@ class Hosts:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 300
         while not condition():
-            assert self.team.next(timeout=0.02) is None and time.monotonic() < deadline, "it never came to that"
+            assert self.team.next(timeout=0.02) is None and time.monotonic() < deadline, "the condition was not met"
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ time.sleep(300)
 
 @contextlib.contextmanager
 def sleeping(tmp_path: Path) -> Iterator[Hosts]:
-    """Two hosts whose ranks sleep and would rather not end; all have begun, and have written their pid."""
+    """Yield two hosts whose ranks sleep and ignore SIGTERM, after all ranks have written their pid."""
     with running("--hosts", 2, "--", sys.executable, "-c", SLEEPING, tmp_path) as hosts:
         hosts.wait_until(lambda: len(pids(tmp_path)) == 2)
         assert len(spaces(hosts.pid)) == 3
@@ -81,35 +81,35 @@ def is_alive(pid: int) -> bool:
 
 def assert_gone(pid: int, ranks: list[int]) -> None:
     assert spaces(pid) == []
-    deadline = time.monotonic() + 60  # in which the system takes apart what has ended
+    deadline = time.monotonic() + 60  # the system may take some time to remove ended processes
     while any(map(is_alive, ranks)):
-        assert time.monotonic() < deadline, "a rank lives on"
+        assert time.monotonic() < deadline, "a rank is still alive"
         time.sleep(0.02)
 
 
 def test_ranks_have_the_variables_of_torchrun_and_reach_the_first(capfd: pytest.CaptureFixture[str]) -> None:
-    """That they find each other by them is tested with the benchmarks of all-reduce and the sweep."""
+    """That ranks rendezvous by these variables is tested with the benchmark allreduce and with the sweep."""
     script = """
 import os, socket, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 own = " ".join(os.environ[name] for name in names)
-place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 if os.environ["RANK"] == "0":
-    server = socket.create_server(place)
+    server = socket.create_server(address)
     print(sorted([own, *(server.accept()[0].makefile().read() for _ in range(3))]))
 while own[0] != "0":
     try:
-        socket.create_connection(place).sendall(own.encode())
+        socket.create_connection(address).sendall(own.encode())
         break
     except ConnectionRefusedError:
         time.sleep(0.02)
 """
     assert commands.on_hosts("--hosts", 2, "--per-host", 2, script=script) == 0
-    # Of rank 0 alone, as the others' output is kept.
+    # Only the output of rank 0 is shown.
     assert capfd.readouterr().out == "['0 4 0 2 0', '1 4 1 2 0', '2 4 0 2 1', '3 4 1 2 1']\n"
 
 
-def test_a_failing_rank_ends_the_others_and_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_rank_ends_the_others_and_its_output_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     script = """
 import os, sys, time
 if os.environ["RANK"] == "1":
@@ -134,8 +134,8 @@ def test_a_signal_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None
     assert_gone(hosts.pid, pids(tmp_path))
 
 
-def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """Also while its parent has not asked for its status: so it is a child of ours."""
+def test_the_next_run_removes_the_namespaces_of_a_killed_run(tmp_path: Path) -> None:
+    """This also has to work if the killed run is a zombie; for this reason it is a child of this process."""
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
@@ -146,7 +146,7 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path) -> No
         assert started(pid) is not None and time.monotonic() < deadline, "no rank came"
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # left as it is: as under a parent that never asks
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     assert len(spaces(pid)) == 3 and all(map(is_alive, pids(tmp_path)))
 
     assert commands.on_hosts("--hosts", 1, script="pass") == 0
@@ -154,7 +154,7 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path) -> No
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-def test_what_a_killed_run_has_left_is_removed_by_clean(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_clean_removes_the_namespaces_of_a_killed_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with sleeping(tmp_path) as hosts:
         os.kill(hosts.pid, signal.SIGKILL)
         event = hosts.team.next(timeout=300)
@@ -168,17 +168,17 @@ def test_what_a_killed_run_has_left_is_removed_by_clean(tmp_path: Path, capfd: p
     assert_gone(hosts.pid, pids(tmp_path))
 
 
-def test_what_a_run_has_left_whose_process_id_is_another_s_by_now_is_removed() -> None:
-    name = f"dltrain-{os.getpid()}-1-switch"  # we began later than in the first tick
+def test_namespaces_of_a_reused_process_id_are_removed() -> None:
+    name = f"dltrain-{os.getpid()}-1-switch"  # this process started later than in the first tick
     subprocess.run(["ip", "netns", "add", name], check=True)
     assert commands.hosts("--clean") == 0
     assert name not in spaces(os.getpid())
 
 
-def test_what_a_living_run_has_made_is_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_namespaces_of_a_running_run_are_not_removed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with sleeping(tmp_path) as hosts:
         assert commands.hosts("--clean") == 0
-        (kept,) = re.findall("^left alone, in use: (.*)", capfd.readouterr().out, re.MULTILINE)
+        (kept,) = re.findall("^not removed, in use: (.*)", capfd.readouterr().out, re.MULTILINE)
         assert commands.on_hosts("--hosts", 1, script="pass") == 0
         assert len(spaces(hosts.pid)) == 3 and hosts.team.next(timeout=0) is None
         assert set(spaces(hosts.pid)) <= set(kept.split(", "))
@@ -191,7 +191,7 @@ DAEMON = """
 import os, pathlib, sys, time
 if os.fork() == 0:
     os.setsid()
-    if os.fork() == 0:  # now nobody's child, and in a session of its own
+    if os.fork() == 0:  # the parent of this process ends, and it is in a session of its own
         pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
         time.sleep(300)
     os._exit(0)
@@ -202,19 +202,19 @@ sys.exit(int(sys.argv[2]))
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_what_ranks_have_left_running_is_ended(status: int, tmp_path: Path) -> None:
+def test_daemons_of_the_ranks_are_ended(status: int, tmp_path: Path) -> None:
     assert commands.hosts("--hosts", 2, "--", sys.executable, "-c", DAEMON, tmp_path, status) == status
     assert_gone(os.getpid(), pids(tmp_path))
 
 
 def tool(folder: Path, script: str) -> str:
-    """A path on which tc is a script."""
+    """Return a PATH on which tc is a script."""
     (folder / "tc").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "tc").chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
 
 
-def test_a_network_that_cannot_be_made_is_removed(
+def test_a_partly_made_network_is_removed_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", tool(tmp_path, "echo no such qdisc >&2; exit 2"))
@@ -223,7 +223,7 @@ def test_a_network_that_cannot_be_made_is_removed(
     assert_gone(os.getpid(), [])
 
 
-def test_a_signal_while_the_network_is_made_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_starts_after_a_signal_during_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = tmp_path / "begun", tmp_path / "go"
     wait = f'touch {begun}; while [ ! -e {go} ]; do sleep 0.05; done; exec {shutil.which("tc")} "$@"'
     monkeypatch.setenv("PATH", tool(tmp_path, wait))
@@ -237,7 +237,7 @@ def test_a_signal_while_the_network_is_made_starts_no_rank(tmp_path: Path, monke
     assert_gone(hosts.pid, [])
 
 
-def test_logs_hold_what_each_rank_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs_contain_the_output_of_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = """
 import os, sys
 print("rank", os.environ["RANK"], flush=True)
@@ -257,7 +257,7 @@ sys.exit(5 if os.environ["RANK"] == "3" else 0)
     ]
 
 
-def test_logs_that_cannot_be_written_are_answered(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs_that_cannot_be_written_are_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert commands.on_hosts("--hosts", 1, "--logs", tmp_path / "file", script="pass") == 2
     assert f"--logs {tmp_path / 'file'}" in capfd.readouterr().err
@@ -287,10 +287,10 @@ else:
 
 def test_the_rate_of_a_link_is_limited(capfd: pytest.CaptureFixture[str]) -> None:
     assert commands.on_hosts("--hosts", 2, "--rate", "100mbit", script=SEND) == 0
-    assert float(capfd.readouterr().out) >= 0.25  # of the 0.32 s that 32 Mbit take
+    assert float(capfd.readouterr().out) >= 0.25  # 32 Mbit take 0.32 s
 
 
-def test_what_a_host_receives_from_several_is_limited(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_rate_limits_what_a_host_receives_from_several_hosts(capfd: pytest.CaptureFixture[str]) -> None:
     script = SEND.replace("connection, _ = server.accept()", "connections = [server.accept()[0] for _ in range(2)]")
     script = script.replace(
         "while received < size:\n        received += len(connection.recv(2**16))",
@@ -311,10 +311,10 @@ if os.environ["RANK"] == "0":
             with contextlib.suppress(TimeoutError):
                 mine.sendto(*mine.recvfrom(100))
 else:
-    time.sleep(0.5)  # for the other to be there
+    time.sleep(0.5)  # until the other rank receives
     times = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
-        mine.settimeout(float(os.environ["PATIENCE"]))
+        mine.settimeout(float(os.environ["TIMEOUT"]))
         for number in range(20):
             began = time.monotonic()
             mine.sendto(bytes([number]), address)
@@ -327,27 +327,29 @@ else:
 """
 
 
-@pytest.mark.parametrize(("delay", "loss", "patience"), [(50, 0, 60), (5, 40, 0.2)])
+@pytest.mark.parametrize(("delay", "loss", "timeout"), [(50, 0, 60), (5, 40, 0.2)])
 def test_packets_are_delayed_and_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: int, loss: int, patience: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: int, loss: int, timeout: float
 ) -> None:
     monkeypatch.setenv("TIMES", str(tmp_path / "times"))
-    monkeypatch.setenv("PATIENCE", str(patience))
+    monkeypatch.setenv("TIMEOUT", str(timeout))
     link = ("--rate", "10mbit", "--delay", delay, "--loss", loss)
     assert commands.on_hosts("--hosts", 2, *link, script=BACK_AND_FORTH) == 0
     times = eval((tmp_path / "times").read_text())
     assert min(times) >= 2 * delay / 1e3
-    assert 0 < len(times) < 18 if loss else len(times) == 20  # at 40 %, all but a third of the ways there and back
+    assert (
+        0 < len(times) < 18 if loss else len(times) == 20
+    )  # with 40 % loss, about a third of the round trips complete
 
 
-def test_two_at_the_same_time_do_not_meet() -> None:
+def test_two_concurrent_runs_are_separate() -> None:
     script = """
 import os, socket, sys, time
 rank, mine = os.environ["RANK"], sys.argv[1].encode()
 if rank == "0":
-    server = socket.create_server((os.environ["MASTER_ADDR"], 5000))  # the other one's has the same address
-    heard = {server.accept()[0].recv(9) for _ in range(2)}
-    assert heard == {mine}, heard
+    server = socket.create_server((os.environ["MASTER_ADDR"], 5000))  # the other run uses the same address
+    received = {server.accept()[0].recv(9) for _ in range(2)}
+    assert received == {mine}, received
     time.sleep(0.5)
 else:
     while True:
@@ -365,13 +367,13 @@ else:
     assert_gone(os.getpid(), [])
 
 
-def test_without_iproute2_it_says_what_to_install(
+def test_the_error_without_iproute2_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commands.on_hosts("--hosts", 2, script="pass") == 2
-    told = capfd.readouterr().err
-    assert all(text in told for text in ("root", "apt install iproute2", "no ip and no tc"))
+    errors = capfd.readouterr().err
+    assert all(text in errors for text in ("root", "apt install iproute2", "no ip and no tc"))
 
 
 @pytest.mark.parametrize(
@@ -379,9 +381,9 @@ def test_without_iproute2_it_says_what_to_install(
     [
         (("--rate", "3mb"), "'3mb' is not a rate"),
         (("--clean",), "expected either -- COMMAND or --clean"),
-        (("--hosts", 10**6), "has no room for so many"),
+        (("--hosts", 10**6), "has too few addresses"),
     ],
 )
-def test_mistakes_are_answered(arguments: tuple[object, ...], text: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_errors(arguments: tuple[object, ...], text: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert commands.on_hosts(*arguments, script="pass") == 2
     assert text in capfd.readouterr().err

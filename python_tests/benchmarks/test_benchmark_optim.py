@@ -1,4 +1,4 @@
-"""The benchmarks of the optimizers and of loss-scaled steps: every side is verified, who is missing is named."""
+"""The benchmarks optim and amp: every side is verified, and packages that are not installed are named."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("matplotlib", "rich")
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[commands.Done, list[dict]]]:
-    """The benchmark in as few rounds as there may be, of small workloads, and its rows."""
+    """Return a function that runs a benchmark with few rounds and small workloads, and returns its rows."""
     monkeypatch.setattr(
         memory, "interleave", lambda *sides, **how: harness.interleave(*sides, **how | {"seconds": 1e-9})
     )
@@ -51,11 +51,11 @@ def test_optimizers(run: Callable, device: str) -> None:
     for side in ("timm", "pytorch_optimizer", "bitsandbytes", "deepspeed"):
         if not importlib.util.find_spec(side) and (device == "cpu" or side != "deepspeed"):
             assert missing[side] == f"not installed: pip install {side}"
-    assert missing["torchao 8-bit"] == "compiles a kernel for each shape: in workload one alone"
+    assert missing["torchao 8-bit"] == "compiles a kernel for each shape, so it only runs in workload one"
 
 
 class Rounded(torch.optim.AdamW):
-    """Whose steps are a little off, like those of a state in few bits."""
+    """An optimizer whose steps have a small error, like those with a state of few bits."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -89,7 +89,7 @@ def import_nothing(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def test_a_package_is_checked_or_left_out(third_party: ThirdParty, left_out: bool, correct: bool, check: str) -> None:
     kind = replace(optim.OPTIMIZERS["adamw"], third_parties={"other": third_party})
     values = optim.make_values([(50, 40), (7,)], "cpu")
-    _, row = optim.meet("other", kind, values, optim.stepped(kind.sides[kind.reference], values), "")
+    _, row = optim.check_third_party("other", kind, values, optim.stepped(kind.sides[kind.reference], values), "")
     assert (row.left_out, row.correct) == (left_out, correct)
     assert check in row.check
 
@@ -104,17 +104,17 @@ def test_loss_scaled_steps(run: Callable, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "spoilt"),
+    ("arguments", "kind", "wrong"),
     [
         (["optim", "--optimizers", "sgd", "--workloads", "many"], ours.SGD, {"momentum": 0.5}),
         (["amp", "--workloads", "fp16"], ours.AdamW, {"eps": 0.1}),
     ],
 )
 def test_a_wrong_result_is_marked_and_not_timed(
-    arguments: list[str], kind: type, spoilt: dict[str, float], run: Callable, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], kind: type, wrong: dict[str, float], run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = kind._hyper
-    monkeypatch.setattr(kind, "_hyper", lambda self, group: right(self, group) | spoilt)
+    monkeypatch.setattr(kind, "_hyper", lambda self, group: right(self, group) | wrong)
     done, rows = run(*arguments)
     assert done.returncode == 1 and "WRONG" in done.stdout, done.stdout + done.stderr
     for row in (row for row in rows if not row["left_out"]):

@@ -1,4 +1,4 @@
-"""The plots of the benchmarks, of small tables made by hand: what is drawn of which, and what is written on it."""
+"""The plots of the benchmarks, drawn from small tables: which plots each table gives, and the texts in them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +87,10 @@ CASES: Mapping[str, tuple[Table | Simulation, dict[str, list[str]]]] = {
             "case-limit": ["103 %, 10 ms", "18 %, 20 us", "AdamW", "limit"],
         },
     ),
-    "sizes": (sizes(), {"case": ["gloo", "ring", "tree", "auto", "int8", "1 KiB", "16 MiB", "fastest", "auto took"]}),
+    "sizes": (
+        sizes(),
+        {"case": ["gloo", "ring", "tree", "auto", "int8", "1 KiB", "16 MiB", "fastest", "selected by auto"]},
+    ),
     "rates": (
         rates(),
         {"case": ["plain DDP", "faster than torch fp16_compress_hook", "no limit", "0.1", "8.59", "3.55"]},
@@ -107,7 +110,7 @@ CASES: Mapping[str, tuple[Table | Simulation, dict[str, list[str]]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_table_is_drawn_as_what_it_shows(name: str, tmp_path: Path) -> None:
+def test_each_table_gives_its_plots(name: str, tmp_path: Path) -> None:
     table, texts = CASES[name]
     written = plots.draw(tmp_path / "new", "case", table)
     assert sorted(written) == sorted((tmp_path / "new").iterdir())
@@ -118,12 +121,12 @@ def test_each_table_is_drawn_as_what_it_shows(name: str, tmp_path: Path) -> None
         assert "<svg" in svg and [text for text in expected if text not in svg] == []
 
 
-def test_the_same_table_makes_the_same_files(tmp_path: Path) -> None:
+def test_the_same_table_gives_the_same_files(tmp_path: Path) -> None:
     first, second = (plots.draw(tmp_path / name, "case", sizes()) for name in "ab")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
-def test_nothing_is_drawn_of_what_was_not_timed(tmp_path: Path) -> None:
+def test_rows_that_were_not_timed_are_not_drawn(tmp_path: Path) -> None:
     assert plots.draw(tmp_path, "case", Table("t", [Row("w", "ours", True, False, "wrong")], [])) == []
 
 
@@ -134,21 +137,21 @@ def test_the_fastest_plan_changes_where_the_curves_cross() -> None:
     assert middle == from_middle and 2**14 < middle < 2**20
 
 
-def test_what_a_tuned_auto_took_is_told_by_its_side() -> None:
+def test_the_plan_that_a_tuned_auto_selected_is_in_its_side() -> None:
     result = Result(2**10, Side("auto"), 0, None, None, [1e-3], chosen="tree")
     (curve,) = curves_of(Table("all_reduce", [make_row(result, 2, "cpu")], []))
     assert (curve.name, curve.chosen) == ("auto", {2**10: "tree"})
 
 
 def touch(figure: object, path: Path) -> list[Path]:
-    """What is drawn is tested above."""
+    """Replaces `save`, because the plots themselves are tested above."""
     paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
     for each in paths:
         each.touch()
     return paths
 
 
-def test_what_is_kept_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, drawn = tmp_path / "kept.json", tmp_path / "plots"
     run = saved_results.Run({"commit": "0"}, {name: table for name, (table, _) in CASES.items()})
     saved_results.write(file, run)
@@ -162,7 +165,7 @@ def test_what_is_kept_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"provenance": {}}', '{"provenance": {}, "cases": {"ddp": {"rows": 1}}}'])
-def test_what_is_no_such_file_is_answered(text: str, tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "kept.json").write_text(text)
     with pytest.raises(Failure, match="kept.json: expected what --json writes"):
         saved_results.load(tmp_path / "kept.json", "FILE")

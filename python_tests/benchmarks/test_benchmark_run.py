@@ -1,4 +1,4 @@
-"""A run of benchmarks: its options, the summary, what Ctrl-C leaves."""
+"""A run of the benchmarks: its options, the summary, and what remains after Ctrl-C."""
 
 import contextlib
 import io
@@ -39,15 +39,15 @@ def timed(side: str, seconds: float, ours: bool = False, workload: str = "w", **
 def make_table() -> Table:
     ours = timed("ours", 2e-3, ours=True, **{"% of limit": 81.4})
     slow, fast = timed("slow peer", 5e-3), timed("fast peer", 1e-3)
-    slow.hold_against(ours)
-    fast.hold_against(ours)
+    slow.compare_with(ours)
+    fast.compare_with(ours)
     wrong = Row("w", "wrong peer", False, False, "7")
     missing = [Row.missing("absent", "not installed: pip install absent", workload) for workload in ("w", "v: 3")]
     alone = timed("alone", 4e-6, ours=True, workload="v: 3", **{"% of line": 50.0})
     return Table("title", [ours, slow, fast, wrong, missing[0], alone, missing[1]])
 
 
-def test_the_summary_marks_where_we_are_slower() -> None:
+def test_the_summary_marks_where_ours_is_slower() -> None:
     text = shown({"some case": make_table()})
     lines = {name: line.split() for name in ("slow peer", "fast peer") for line in text.splitlines() if name in line}
     assert " ".join(lines["slow peer"]) == "some case w ours 2.00 ms slow peer 5.00 ms 2.50x 81 % memory yes"
@@ -56,7 +56,7 @@ def test_the_summary_marks_where_we_are_slower() -> None:
     assert " ".join(alone) == "v: 3 alone 4.00 us 50 % line yes"
 
 
-def test_the_summary_has_what_is_wrong_and_what_is_missing() -> None:
+def test_the_summary_shows_wrong_results_and_missing_peers() -> None:
     text = shown({"some case": make_table(), "model": Simulation("SIMULATED: not timed", {}, [])})
     (wrong,) = (line for line in text.splitlines() if "wrong peer" in line)
     assert "WRONG" in wrong
@@ -75,13 +75,13 @@ def test_a_missing_peer_is_in_the_table_of_its_case() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--ranks", "3", "ddp"], ["ddp", "--ranks", "3"], ["--ranks", "3"]])
-def test_ranks_are_taken_anywhere(arguments: list[str]) -> None:
+def test_the_option_ranks_may_be_anywhere(arguments: list[str]) -> None:
     _, chosen = parse(arguments)
     assert chosen["ddp"].ranks == 3
     assert list(chosen) == (["ddp"] if "ddp" in arguments else list(CASES))
 
 
-def test_a_run_of_all_is_the_cases_with_smaller_options() -> None:
+def test_a_run_of_all_cases_uses_smaller_options() -> None:
     _, overview = parse([])
     _, quick = parse(["--quick"])
     _, own = parse(["allreduce"])
@@ -110,8 +110,8 @@ def is_running(pid: int) -> bool:
 OPTIONS = ["-b", "4K", "-e", "256K", "-f", "64", "-w", "0", "--algorithms", "ring", "--ranks", "2"]
 
 
-def test_ctrl_c_leaves_what_was_measured_and_no_rank(tmp_path: Path) -> None:
-    """Twice, of the whole process group, after one size of two."""
+def test_after_ctrl_c_the_results_so_far_are_written_and_no_rank_remains(tmp_path: Path) -> None:
+    """The whole process group receives SIGINT twice, after the first of two sizes."""
     file = tmp_path / "out.json"
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks", "allreduce", *OPTIONS, "-n", "1000", "--json", str(file)],
@@ -120,7 +120,7 @@ def test_ctrl_c_leaves_what_was_measured_and_no_rank(tmp_path: Path) -> None:
         text=True,
         cwd=ROOT,
         start_new_session=True,
-        # A shell has its background jobs ignore Ctrl-C, and they their children.
+        # Background jobs of a shell ignore SIGINT, and their children inherit this.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -143,7 +143,7 @@ def test_ctrl_c_leaves_what_was_measured_and_no_rank(tmp_path: Path) -> None:
     assert rows_of(file) == [("4 KiB", "gloo"), ("4 KiB", "ring")]
 
 
-def test_ctrl_c_before_anything_is_measured_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_result_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "out.json"
     before = set(active_children())
     show = report.live
@@ -161,7 +161,7 @@ def test_ctrl_c_before_anything_is_measured_leaves_no_row(tmp_path: Path, monkey
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         done = commands.benchmarks("allreduce", *OPTIONS, "-n", 2_000_000, "--json", file)
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "nothing is left to be ended"
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "a second SIGINT is ignored"
     finally:
         signal.signal(signal.SIGINT, handler)
     assert done.returncode == 130 and "interrupted" in done.stdout
@@ -170,7 +170,7 @@ def test_ctrl_c_before_anything_is_measured_leaves_no_row(tmp_path: Path, monkey
 
 
 def rows_of(file: Path) -> list[tuple[str, str]]:
-    """What has samples, of a run that was interrupted."""
+    """Return the rows with samples of an interrupted run."""
     run = json.loads(file.read_text())
     assert run["interrupted"] is True
     return [(row["workload"], row["side"]) for row in run["cases"]["allreduce"]["rows"] if row["samples"]]

@@ -1,4 +1,4 @@
-"""The benchmark that simulates: what it shows and draws, that it says so, and that it says what is kept of it."""
+"""The benchmark simulate: its output and plots, that they are marked as simulated, and the saved comparisons."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_all_parts_are_shown_as_simulated(tmp_path: Path) -> None:
     done = run("--json", tmp_path / "out.json", "--plot", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"simulated: {part}" in done.stdout for part in PARTS)
-    assert "peer/ours" not in done.stdout  # nor anything else of what is timed
+    assert "peer/ours" not in done.stdout  # nor any other heading of timed results
     found = sections(tmp_path / "out.json")
     assert list(found) == PARTS
     assert not any("samples" in row for rows in found.values() for row in rows)
@@ -52,7 +52,7 @@ def test_all_parts_are_shown_as_simulated(tmp_path: Path) -> None:
         assert percent <= efficiency[model, link, codec, 8]
 
 
-def test_options_choose_what_is_simulated(tmp_path: Path) -> None:
+def test_options_select_what_is_simulated(tmp_path: Path) -> None:
     done = run(
         *("--parts", "all-reduce,break-even", "--max-ranks", 12, "--ranks-per-host", 2, "--nbytes", "1M"),
         *("--bandwidth", 1, "--codecs", "raw,sign", "--algorithms", "ring,oneshot", "--memory-bandwidth", "5"),
@@ -64,12 +64,12 @@ def test_options_choose_what_is_simulated(tmp_path: Path) -> None:
     sides = [(row["codec"], row["plan"], row["ranks"]) for row in found["all-reduce"]]
     assert sorted(sides) == sorted((c, a, p) for c in ("raw", "sign") for a in ("ring", "oneshot") for p in (2, 4, 8))
     ring = {row["ranks"]: row for row in found["all-reduce"] if (row["codec"], row["plan"]) == ("raw", "ring")}
-    assert ring[8]["ms"] > 1e3 * 2 * 3 / 4 * 2**20 / (1e9 / 8)  # what a ring of the four hosts takes
+    assert ring[8]["ms"] > 1e3 * 2 * 3 / 4 * 2**20 / (1e9 / 8)  # the time of a ring of the four hosts
     assert {(row["codec"], row["against"]) for row in found["break-even"]} == {("sign", "raw"), ("sign", "bf16")}
     assert {row["memory GB/s"] for row in found["break-even"]} == {5.0}
 
 
-def test_the_kept_comparison_is_what_the_code_says(tmp_path: Path) -> None:
+def test_the_saved_comparison_equals_the_simulated_one(tmp_path: Path) -> None:
     done = run("--parts", "published", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
     now, kept = (sections(path)["published"] for path in (tmp_path / "out.json", RESULTS / "simulate-published.json"))
@@ -81,7 +81,7 @@ def test_the_kept_comparison_is_what_the_code_says(tmp_path: Path) -> None:
             assert row["off %"] == pytest.approx(100 * (row["simulated"] / row["reported"] - 1))
 
 
-def test_the_docs_have_the_kept_comparison() -> None:
+def test_the_docs_contain_the_saved_comparison() -> None:
     section = (ROOT / "docs" / "simulation.md").read_text().split("## Beside published results")[1].split("\n\n")[1]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
     kept = [row for row in sections(RESULTS / "simulate-published.json")["published"] if row["reported"] is not None]
@@ -92,7 +92,7 @@ def test_the_docs_have_the_kept_comparison() -> None:
         assert shown == [round(row["reported"], digits), round(row["simulated"], digits)]
 
 
-def test_the_model_foresees_what_was_measured(tmp_path: Path) -> None:
+def test_the_model_predicts_the_measured_times(tmp_path: Path) -> None:
     done = run("--parts", "measured", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = {row["what"]: row for row in sections(tmp_path / "out.json")["measured"]}
@@ -116,11 +116,11 @@ def test_the_model_foresees_what_was_measured(tmp_path: Path) -> None:
         (2, "is not a size", ["--nbytes", "10MB"]),
         (1, "--measured /nowhere: No such file", ["--parts=measured", "--measured=/nowhere"]),
         (2, ", ".join(codecs.CODECS), ["--codecs", "int3"]),
-        (1, "--algorithms: no codec but raw: recursive_doubling", ["--codecs=int8", "--algorithms=recursive_doubling"]),
+        (1, "these only take the codec raw: recursive_doubling", ["--codecs=int8", "--algorithms=recursive_doubling"]),
         (1, "--max-ranks: expected at least one host of 16 ranks, got 8", ["--max-ranks=8", "--ranks-per-host=16"]),
     ],
 )
-def test_mistakes_are_named(code: int, answer: str, arguments: list[str]) -> None:
+def test_wrong_options_are_errors(code: int, answer: str, arguments: list[str]) -> None:
     done = run(*arguments)
     output = done.stdout + done.stderr
     assert done.returncode == code, output

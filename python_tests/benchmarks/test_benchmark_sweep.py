@@ -1,4 +1,4 @@
-"""The sweep over link rates: where curves cross, by hand; and a small one on emulated hosts, also broken off."""
+"""The sweep over link rates: the crossings of given curves, and a small sweep on emulated hosts, also interrupted."""
 
 import json
 import math
@@ -30,21 +30,21 @@ def hosts() -> None:
 
 needs_hosts = pytest.mark.usefixtures("hosts")
 
-KEPT = ROOT / "benchmarks" / "results" / "ddp" / "ddp-2-ranks.json"
+SAVED = ROOT / "benchmarks" / "results" / "ddp" / "ddp-2-ranks.json"
 PLAIN = {0.1: 1000.0, 1.0: 100.0, 10.0: 10.0}
 FLAT = {0.1: 50.0, 1.0: 50.0, 10.0: 50.0}
 
 
 def test_curves_cross_on_straight_lines_between_logarithms() -> None:
     ((rate, below),) = crossings(FLAT, PLAIN)
-    assert rate == pytest.approx(2.0) and below  # where 100 / rate is 50
+    assert rate == pytest.approx(2.0) and below  # 100 / rate is 50
     assert crossings(PLAIN, FLAT) == [(pytest.approx(2.0), False)]
     assert at(PLAIN, 2.0) == pytest.approx(50.0) and at(PLAIN, 1.0) == 100.0
     assert faster_in(FLAT, PLAIN) == [(0.1, pytest.approx(2.0))]
     assert faster_in(PLAIN, FLAT) == [(pytest.approx(2.0), 10.0)]
 
 
-def test_curves_may_cross_twice_or_meet_where_they_were_measured() -> None:
+def test_curves_may_cross_twice_or_at_a_measured_point() -> None:
     wave = {0.1: 900.0, 1.0: 200.0, 10.0: 9.0}
     (first, below), (second, above) = crossings(wave, PLAIN)
     assert below and not above and 0.1 < first < 1.0 < second < 10.0
@@ -53,7 +53,7 @@ def test_curves_may_cross_twice_or_meet_where_they_were_measured() -> None:
     assert crossings(PLAIN, PLAIN) == [] and faster_in(PLAIN, PLAIN) == []
 
 
-def test_only_what_both_were_measured_at_counts() -> None:
+def test_only_points_that_both_curves_have_are_compared() -> None:
     assert crossings({0.1: 1.0, 5.0: 1e9}, PLAIN) == []
     assert faster_in({0.1: 1.0, 5.0: 1e9}, PLAIN) == [(0.1, 0.1)]
     assert faster_in({5.0: 1.0}, PLAIN) == []
@@ -72,20 +72,18 @@ def test_only_what_both_were_measured_at_counts() -> None:
         ({}, (None, None), ""),
     ],
 )
-def test_what_is_said_of_a_crossing(
-    ours: dict[float, float], free: tuple[float | None, float | None], words: str
-) -> None:
+def test_crossings_in_words(ours: dict[float, float], free: tuple[float | None, float | None], words: str) -> None:
     assert in_words(ours, PLAIN, *free) == words
 
 
-def test_rates_are_read() -> None:
+def test_rates_are_parsed() -> None:
     assert rates("100mbit, none,100mbit,2.5gbit") == ["100mbit", "none", "2.5gbit"]
     assert [gbits(rate) for rate in ("100mbit", "2.5gbit", "none", "1tbit", "8kbit")] == [0.1, 2.5, None, 1e3, 8e-6]
     assert math.isclose(gbits("500bit") or 0.0, 5e-7)
 
 
 def run(*arguments: object) -> int:
-    """In this process, which has imported torch already; the exit status."""
+    """Run a sweep in this process, which has already imported torch; return the exit status."""
     try:
         return main(["sweep", *map(str, arguments)])
     except SystemExit as exit:
@@ -96,7 +94,7 @@ QUICK = ("--quick", "--hosts", 2, "--codecs", "int8", "--layers", 1, "--width", 
 
 
 @needs_hosts
-def test_every_rate_is_measured_shown_kept_and_drawn(
+def test_every_rate_is_measured_shown_saved_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -109,7 +107,12 @@ def test_every_rate_is_measured_shown_kept_and_drawn(
     found = [(row["workload"], row["side"], row["x"], len(row["samples"])) for row in kept["cases"]["sweep"]["rows"]]
     sides = (*PEERS["cpu"], "int8")
     assert found == [(rate, side, x, 2) for rate, x in (("200mbit", 0.2), ("none", None)) for side in sides]
-    for text in ("200mbit, 1 of 2: forward and backward, 2 ranks", "none, 2 of 2", "even with plain DDP", "2 emulated"):
+    for text in (
+        "200mbit, 1 of 2: forward and backward, 2 ranks",
+        "none, 2 of 2",
+        "faster than plain DDP",
+        "2 emulated",
+    ):
         assert text in shown
     assert (tmp_path / "logs" / "200mbit" / "host1-rank1.log").exists()
     pictures = {name: (tmp_path / name).read_bytes() for name in ("sweep.png", "sweep.svg")}
@@ -120,7 +123,7 @@ def test_every_rate_is_measured_shown_kept_and_drawn(
 
 
 def as_rank(folder: Path, script: str) -> str:
-    """A program that runs in place of Python as each rank: `$out` is where the figures of this rate are to be."""
+    """Make a program that each rank runs in place of Python; `$out` is the file for the results of this rate."""
     program = folder / "rank"
     program.write_text(f"#!/bin/sh\nfor out; do :; done\n{script}\n")
     program.chmod(0o755)
@@ -128,9 +131,9 @@ def as_rank(folder: Path, script: str) -> str:
 
 
 @needs_hosts
-def test_broken_off_it_reports_what_it_has(tmp_path: Path) -> None:
+def test_an_interrupted_sweep_reports_its_results_so_far(tmp_path: Path) -> None:
     out, begun = tmp_path / "out.json", tmp_path / "begun"
-    measured = f'[ $RANK != 0 ] || cp {KEPT} "$out"'
+    measured = f'[ $RANK != 0 ] || cp {SAVED} "$out"'
     rank = as_rank(tmp_path, f"case $out in *none.json) {measured};; *) touch {begun}; sleep 300;; esac")
     sweep = partial(commands.interruptible, "sweep", *QUICK, "--rates", "none,8kbit", "--json", out, executable=rank)
     with processes.calling([sweep], fresh=True) as team:
@@ -143,19 +146,19 @@ def test_broken_off_it_reports_what_it_has(tmp_path: Path) -> None:
     done = event.value
     assert done.returncode == 130, done
     assert "ended at 8kbit" in done.stderr
-    assert "even with plain DDP" in done.stdout and "Traceback" not in done.stderr
+    assert "faster than plain DDP" in done.stdout and "Traceback" not in done.stderr
     assert {row["workload"] for row in json.loads(out.read_text())["cases"]["sweep"]["rows"]} == {"none"}
     assert_gone(team.pids[0], [])
 
 
 @needs_hosts
-def test_a_rate_that_fails_is_told(
+def test_a_rate_that_fails_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", as_rank(tmp_path, "echo no memory; exit 7"))
     assert run(*QUICK, "--rates", "none,1gbit", "--json", tmp_path / "out.json") == 7
-    told = capfd.readouterr().err  # of rank 0 by the sweep, of rank 1 by its host, whichever fails first
-    assert "ended at none, with status 7" in told and "\n  no memory" in told
+    errors = capfd.readouterr().err  # the sweep reports a failure of rank 0, and `hosts` that of rank 1
+    assert "ended at none, with status 7" in errors and "\n  no memory" in errors
     assert not (tmp_path / "out.json").exists()
 
 
@@ -164,14 +167,14 @@ def test_a_rate_that_fails_is_told(
     [
         (("--rates", "1gbit,fast"), "'fast' is not a rate"),
         (("--hosts", 1), "not a whole number >= 2"),
-        (("--from", KEPT), "expected a sweep, got ddp"),
-        (("--from", KEPT, "--json", "out.json"), "expected --from or --json, got both"),
+        (("--from", SAVED), "expected a sweep, got ddp"),
+        (("--from", SAVED, "--json", "out.json"), "expected --from or --json, got both"),
         (("--hosts", 2), "apt install iproute2"),
     ],
 )
-def test_mistakes_are_answered(
+def test_wrong_options_are_errors(
     arguments: tuple[object, ...], text: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", "")  # where there is no tc
+    monkeypatch.setenv("PATH", "")  # so that there is no tc
     assert run(*arguments) == 2
     assert text in " ".join(capfd.readouterr().err.split())
