@@ -1,6 +1,6 @@
-"""Gradient accumulation: one backward pass of several sends the sum of their gradients, in int8 with error feedback.
+"""Gradient accumulation: the last of several backward passes sends their summed gradients, in int8 with error feedback.
 
-Under no_sync() the hook is not called; what it has lost before waits for the pass that sends.
+Under no_sync() the hook is not called, and its residual is kept for the pass that sends.
 Run: torchrun --standalone --nproc-per-node 2 examples/accumulation.py
 """
 
@@ -15,12 +15,12 @@ from dltrain_ext import amp, ddp, optim
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--accumulate", type=int, default=4, help="backward passes a step (%(default)s)")
+    options.add_argument("--accumulate", type=int, default=4, help="backward passes per step (%(default)s)")
     args = options.parse_args()
     start()
     model = DistributedDataParallel(TASK.model())
     optimizer = optim.AdamW(model.parameters(), lr=TASK.lr)
-    scaler = amp.LossScaler(enabled=False)  # clips within the step
+    scaler = amp.LossScaler(enabled=False)  # only clips, as part of the step
     state = ddp.register(model, codec="int8", scaler=scaler)
     passes = args.steps * args.accumulate
     for number, (inputs, targets) in enumerate(batches(passes, batch_size=16), 1):

@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward computes the activations anew, and the hook averages each gradient once.
+"""Activation checkpointing: backward recomputes the activations, and the hook averages each gradient once.
 
 Run: torchrun --standalone --nproc-per-node 2 examples/activation_checkpointing.py
 """
@@ -13,7 +13,7 @@ from dltrain_ext import ddp, optim
 
 
 class Checkpointed(nn.Module):
-    """Keeps what goes into each of three segments, and nothing of what is within."""
+    """Keeps only the inputs of three parts of the model; the activations within them are recomputed."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Mixed precision by torch.autocast: fp16 under a LossScaler, bf16 without; clipping is part of the step in both.
+"""Mixed precision with torch.autocast: fp16 with loss scaling, bf16 without; clipping is part of the step in both.
 
-The hook finds the norm and the verdict while it reduces, so the step does not read the gradients for them.
+The hook finds the norm, and whether all gradients are finite, while it reduces, so the step does not have to.
 Run: torchrun --standalone --nproc-per-node 2 examples/autocast.py --dtype fp16
 """
 
@@ -16,7 +16,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the forward pass (%(default)s)")
+    options.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the forward pass (%(default)s)")
     args = options.parse_args()
     start()
     model = DistributedDataParallel(TASK.model())

@@ -1,4 +1,4 @@
-"""Gradient clipping: clip_grad_norm_ and then the step, or both in one pass by a LossScaler that does not scale.
+"""Gradient clipping: clip_grad_norm_ before the step, or both in one pass with a LossScaler that does not scale.
 
 Run: torchrun --standalone --nproc-per-node 2 examples/clipping.py
 """
@@ -34,10 +34,10 @@ def train(steps: int, fused: bool) -> DistributedDataParallel:
 def main() -> None:
     args = parser(__doc__).parse_args()
     start()
-    apart, fused = train(args.steps, fused=False), train(args.steps, fused=True)
-    difference = max((a - b).abs().max().item() for a, b in zip(apart.parameters(), fused.parameters(), strict=True))
+    plain, fused = train(args.steps, fused=False), train(args.steps, fused=True)
+    difference = max((a - b).abs().max().item() for a, b in zip(plain.parameters(), fused.parameters(), strict=True))
     finish(
-        f"test accuracy: {accuracy(apart):.1%} and {accuracy(fused):.1%}",
+        f"test accuracy: {accuracy(plain):.1%} and {accuracy(fused):.1%}",
         f"largest difference of a parameter: {difference:.1g}",
     )
 

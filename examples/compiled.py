@@ -1,6 +1,6 @@
-"""torch.compile of a DDP model: it is cut at the borders of DDP's buckets, and the hook sends each as it is ready.
+"""torch.compile of a DDP model: its graph is split at DDP's buckets, and the hook sends each bucket when it is ready.
 
-The hook is registered first. torch.compile(model) before DDP works as well; with either, optimize_ddp stays as it is.
+Register the hook first. Compiling the model before it is wrapped in DDP also works; keep the default of optimize_ddp.
 Run: torchrun --standalone --nproc-per-node 2 examples/compiled.py
 """
 
@@ -14,7 +14,7 @@ from dltrain_ext import ddp, optim
 
 
 class Net(nn.Module):
-    """A class of one's own: of a bare nn.Sequential in DDP torch.compile compiles nothing."""
+    """A user-defined class: torch.compile compiles nothing of a bare nn.Sequential in DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--backend", default="inductor", help="of torch.compile (%(default)s)")
+    options.add_argument("--backend", default="inductor", help="backend of torch.compile (%(default)s)")
     args = options.parse_args()
     start()
     model = DistributedDataParallel(Net(), bucket_cap_mb=1)

@@ -1,4 +1,4 @@
-"""A whole training step as one graph of torch.compile: gradients, all-reduce, clipping and AdamW are ops in it.
+"""A whole training step as one graph of torch.compile, which contains gradients, all-reduce, clipping and AdamW.
 
 Run: torchrun --standalone --nproc-per-node 2 examples/compiled_step.py
 """
@@ -10,14 +10,14 @@ from tasks import loss
 from torch import Tensor
 from torch.func import functional_call, grad_and_value
 
-import dltrain_ext  # noqa: F401  (brings torch.ops.dltrain_ext)
+import dltrain_ext  # noqa: F401  (defines torch.ops.dltrain_ext)
 
 ops = torch.ops.dltrain_ext
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--backend", default="inductor", help="of torch.compile (%(default)s)")
+    options.add_argument("--backend", default="inductor", help="backend of torch.compile (%(default)s)")
     args = options.parse_args()
     start()
     group_name = dist.group.WORLD.group_name

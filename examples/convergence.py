@@ -1,6 +1,6 @@
-"""Does compressing gradients change what a network learns? Every codec of the DDP hook beside plain DDP and PowerSGD.
+"""Does compressing gradients change what a network learns? Compares the DDP hook's codecs, plain DDP and PowerSGD.
 
-Same seeds, batches, optimizer and hyper-parameters for all; only what gradients travel as differs.
+All use the same seeds, batches, optimizer and hyper-parameters; only the format of the sent gradients differs.
 
 torchrun --standalone --nproc-per-node 4 examples/convergence.py --json convergence.json
 python examples/convergence.py --from convergence.json
@@ -50,14 +50,14 @@ CODECS = {  # contestant -> codec, error_feedback
     "sign+feedback": ("sign", True),
 }
 CONTESTANTS = ("plain", *CODECS, "powersgd")
-POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}  # 2 is the least it takes
+POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}  # the smallest value it accepts
 
 Sent = Callable[[], float]
 
 
 @contextmanager
 def communicating(contestant: str, module: nn.Module, steps: int) -> Iterator[tuple[DistributedDataParallel, Sent]]:
-    """The module in DDP, and what tells the bytes that this rank has sent in all steps."""
+    """Yield the module in DDP, and a function that returns the bytes that this rank has sent in all steps."""
     if contestant in CODECS:
         codec, error_feedback = CODECS[contestant]
         model = DistributedDataParallel(module)
@@ -65,26 +65,26 @@ def communicating(contestant: str, module: nn.Module, steps: int) -> Iterator[tu
         yield model, lambda: hook.stats()["wire_bytes"]
         hook.communicator.close()
         return
-    # Gloo does not count what it sends, so this is computed: its ring sends n bytes as 2 (p - 1) parts of n / p.
+    # Gloo does not count its bytes, so they are computed: its ring sends 2 (p - 1) messages of n / p bytes.
     numel, p = sum(parameter.numel() for parameter in module.parameters()), dist.get_world_size()
     bytes_per_element = 4 * 2 * (p - 1) / p
     if contestant == "plain":
         yield DistributedDataParallel(module), lambda: steps * numel * bytes_per_element
         return
-    # Of several buckets each would begin its later all-reduces as the earlier end, in no order that ranks share.
+    # With several buckets, the ranks could start the later all-reduces of PowerSGD in different orders.
     model = DistributedDataParallel(module, bucket_cap_mb=1 << 20)
     state = PowerSGDState(None, **POWERSGD)
     model.register_comm_hook(state, powerSGD_hook)
 
     def sent() -> float:
-        _, before, after = state.compression_stats()  # elements, of the steps that it compressed
+        _, before, after = state.compression_stats()  # elements, in the steps that are compressed
         return (steps * numel - before + after) * bytes_per_element
 
     yield model, sent
 
 
 def train(name: str, recipe: Recipe, task: Task, contestant: str, seed: int) -> Run:
-    """A whole training. Collective, as is the answer."""
+    """Train a model; all ranks must call this, and return the same figures."""
     start = time.perf_counter()
     torch.manual_seed(seed)
     module = task.model()
@@ -104,7 +104,7 @@ def train(name: str, recipe: Recipe, task: Task, contestant: str, seed: int) -> 
 
 
 def descend(recipe: Recipe, task: Task, contestant: str, seed: int, module: nn.Module) -> tuple[list[float], float]:
-    """This rank's losses, and the bytes it has sent."""
+    """Run the training loop; return the losses of this rank, and the bytes that it has sent."""
     losses = []
     with communicating(contestant, module, recipe.steps) as (model, sent):
         optimizer, lrs = recipe.build(model.parameters(), recipe)
@@ -116,12 +116,12 @@ def descend(recipe: Recipe, task: Task, contestant: str, seed: int, module: nn.M
             optimizer.step()
             lrs.step()
             losses.append(loss.item())
-        dist.barrier()  # nobody leaves a group in which another one still receives
+        dist.barrier()  # no rank may close its connections while another still receives
         return losses, sent()
 
 
 def check_same(module: nn.Module, what: str) -> None:
-    """Raises on every rank unless all have the same parameters, bit for bit."""
+    """Raise on all ranks unless all have the same parameters, bit by bit."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
@@ -132,7 +132,7 @@ def check_same(module: nn.Module, what: str) -> None:
 
 
 def train_all(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    facts = {name: fact for name, fact in info.collect().items() if name != "package"}  # a path of this machine
+    facts = {name: fact for name, fact in info.collect().items() if name != "package"}  # it is a local path
     results: dict[str, Any] = {
         "machine": facts,
         "world_size": dist.get_world_size(),
@@ -161,14 +161,14 @@ def train_all(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                     progress.advance(bar)
                 results["runs"] += [asdict(run) for run in runs]
                 if dist.get_rank() == 0 and args.json:
-                    keep(results, args.json)
+                    save(results, args.json)
                 if not console.is_interactive:
                     console.print(line(runs, about), highlight=False, soft_wrap=True)
     return results
 
 
-def keep(results: dict[str, Any], file: Path) -> None:
-    """Whole or not at all."""
+def save(results: dict[str, Any], file: Path) -> None:
+    """Write the file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
     part.write_text(json.dumps(results, indent=1, allow_nan=False))
@@ -197,28 +197,30 @@ def parse_args() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
-    parser.add_argument("--codecs", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="beside plain")
-    parser.add_argument("--seeds", type=at_least(2), default=5, help="how many: 0, 1, ...")
-    parser.add_argument("--steps", type=at_least(2), help="default: the recipe's own")
-    parser.add_argument("--out", type=Path, default=Path("convergence.png"), help="the picture of all runs")
-    parser.add_argument("--json", type=Path, help="write every run to this file, as soon as a contestant has its seeds")
+    parser.add_argument(
+        "--codecs", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="runs in addition to plain"
+    )
+    parser.add_argument("--seeds", type=at_least(2), default=5, help="number of seeds: 0, 1, ...")
+    parser.add_argument("--steps", type=at_least(2), help="steps of each run (default: those of the recipe)")
+    parser.add_argument("--out", type=Path, default=Path("convergence.png"), help="file for the picture of all runs")
+    parser.add_argument("--json", type=Path, help="write all runs to this file, after each contestant")
     parser.add_argument("--markdown", action="store_true", help="with --from: print one table, for a README")
-    parser.add_argument("--from", type=Path, dest="kept", help="train nothing: report what --json has written")
+    parser.add_argument("--from", type=Path, dest="saved", help="train nothing, and report the runs that --json wrote")
     args = parser.parse_args()
-    if args.kept and not args.kept.is_file():
-        parser.error(f"--from {args.kept}: there is no such file")
-    if not args.kept and int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        parser.error("one rank, so no gradient travels. Four: torchrun --standalone --nproc-per-node 4 " + sys.argv[0])
+    if args.saved and not args.saved.is_file():
+        parser.error(f"--from {args.saved}: there is no such file")
+    if not args.saved and int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        parser.error("one rank sends no gradients. Four: torchrun --standalone --nproc-per-node 4 " + sys.argv[0])
     args.recipes = list(dict.fromkeys(args.recipes))
     args.codecs = list(dict.fromkeys(["plain", *args.codecs]))
     return args
 
 
-@record  # torchrun's closing words then hold the message of the rank that failed
+@record  # so that torchrun's final report contains the error message of the rank that failed
 def main() -> None:
     args = parse_args()
-    if args.kept:
-        results = json.loads(args.kept.read_text())
+    if args.saved:
+        results = json.loads(args.saved.read_text())
         if args.markdown:
             print(markdown([Run(**run) for run in results["runs"]], results["recipes"]))
         else:

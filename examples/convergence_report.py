@@ -1,4 +1,4 @@
-"""What convergence.py says of its runs: the table of a recipe, where not to compress, and the picture."""
+"""The report of convergence.py: a table for each recipe, where not to compress, and the picture."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 from rich.markup import escape
 from rich.table import Table
 
-# Colours of Okabe and Ito, which the colour-blind tell apart, and a mark for each.
+# Colours of Okabe and Ito, which can be distinguished with colour blindness, and a marker for each.
 LOOKS = {"plain": ("black", "D"), "within": ("#0072B2", "o"), "better": ("#009E73", "^"), "worse": ("#D55E00", "v")}
 FINE = {"within", "better"}
 
@@ -22,21 +22,21 @@ class Run:
     contestant: str
     seed: int
     score: float | None = None  # None: not finite
-    loss: float | None = None  # of the last steps' training batches, over all ranks; None: not finite
-    wire_bytes: float | None = None  # sent per step and rank
+    loss: float | None = None  # mean over the last training batches and all ranks; None: not finite
+    wire_bytes: float | None = None  # bytes sent per step and rank
     seconds: float | None = None
     error: str | None = None  # why it does not run
 
 
 @dataclass(frozen=True)
 class Comparison:
-    verdict: str
-    differences: tuple[float, ...] = ()  # from plain, seed by seed
-    deviations: float | None = None  # their mean, in standard deviations of plain; None: plain has none
+    outcome: str
+    differences: tuple[float, ...] = ()  # score minus plain's score, for each seed
+    deviations: float | None = None  # their mean, in standard deviations of plain; None: plain's deviation is 0
 
 
 def trouble(runs: list[Run]) -> str | None:
-    """Why there is no mean."""
+    """Return why the runs have no mean; None if they have one."""
     if errors := [run.error for run in runs if run.error is not None]:
         return f"does not run: {errors[0]}"
     diverged = sum(run.score is None or run.loss is None for run in runs)
@@ -44,7 +44,7 @@ def trouble(runs: list[Run]) -> str | None:
 
 
 def compare(runs: list[Run], plain: list[Run], higher_is_better: bool) -> Comparison:
-    """Whether the mean is within one standard deviation of plain's, or on which side it is."""
+    """Classify the mean: within one standard deviation of plain's mean, better, or worse."""
     if found := trouble(runs):
         return Comparison(found.split(":")[0])
     if trouble(plain):
@@ -52,10 +52,10 @@ def compare(runs: list[Run], plain: list[Run], higher_is_better: bool) -> Compar
     differences = tuple(run.score - base.score for run, base in zip(runs, plain, strict=True))
     difference, deviation = statistics.fmean(differences), statistics.stdev(run.score for run in plain)
     if abs(difference) <= deviation:
-        verdict = "within"
+        outcome = "within"
     else:
-        verdict = "better" if (difference > 0) == higher_is_better else "worse"
-    return Comparison(verdict, differences, difference / deviation if deviation else None)
+        outcome = "better" if (difference > 0) == higher_is_better else "worse"
+    return Comparison(outcome, differences, difference / deviation if deviation else None)
 
 
 def by_contestant(runs: list[Run], recipe: str) -> dict[str, list[Run]]:
@@ -75,7 +75,7 @@ def score_of(runs: list[Run], style: str) -> str:
 
 
 def line(runs: list[Run], about: dict[str, Any]) -> str:
-    """What there is to say when a contestant has its seeds."""
+    """Return the line that is printed after all seeds of a contestant."""
     return f"{about['title']}, {runs[0].contestant}: {about['metric']} {score_of(runs, about['style'])}"
 
 
@@ -93,20 +93,20 @@ def table(groups: dict[str, list[Run]], about: dict[str, Any], world_size: int) 
         found = compare(runs, plain, about["higher_is_better"])
         sent = runs[0].wire_bytes
         share = "" if sent is None else f"{sent / plain[0].wire_bytes:.1%}"
-        apart, verdict = "", found.verdict
+        differences, outcome = "", found.outcome
         if contestant == "plain":
-            verdict = ""
+            outcome = ""
         elif found.differences:
-            apart = mean_std([*found.differences], style.replace("{:", "{:+"))
-        if verdict and found.deviations is not None:
-            verdict = f"{found.deviations:+.1f} {verdict}"
-        view.add_row(contestant, share, escape(score_of(runs, style)), apart, verdict)
+            differences = mean_std([*found.differences], style.replace("{:", "{:+"))
+        if outcome and found.deviations is not None:
+            outcome = f"{found.deviations:+.1f} {outcome}"
+        view.add_row(contestant, share, escape(score_of(runs, style)), differences, outcome)
     return view
 
 
 def markdown(runs: list[Run], recipes: dict[str, Any]) -> str:
-    """A row for each contestant, a column for each recipe; in brackets the plain standard deviations from plain's mean,
-    in bold what is worse by more than one."""
+    """Return a table with a row per contestant and a column per recipe. In brackets: the difference from plain's mean
+    in plain's standard deviations; in bold: worse by more than one."""
     plain = {name: by_contestant(runs, name)["plain"] for name in recipes}
     rows = [["gradients as", "bytes", *(f"{about['title']}: {about['metric']}" for about in recipes.values())]]
     for contestant in dict.fromkeys(run.contestant for run in runs):
@@ -117,7 +117,7 @@ def markdown(runs: list[Run], recipes: dict[str, Any]) -> str:
             cell = score_of(some, about["style"])
             if contestant != "plain" and found.deviations is not None:
                 cell += f" ({found.deviations:+.1f})"
-            cells.append(cell if contestant == "plain" or found.verdict in FINE else f"**{cell}**")
+            cells.append(cell if contestant == "plain" or found.outcome in FINE else f"**{cell}**")
             if some[0].wire_bytes is not None:
                 shares.add(f"{some[0].wire_bytes / plain[name][0].wire_bytes:3.0%}")
         rows.append([contestant, " to ".join(sorted({min(shares), max(shares)})) if shares else "", *cells])
@@ -127,26 +127,26 @@ def markdown(runs: list[Run], recipes: dict[str, Any]) -> str:
 
 
 def summary(runs: list[Run], recipes: dict[str, Any]) -> list[str]:
-    """Where not to compress, as these runs have it."""
-    where: dict[str, dict[str, list[str]]] = {}  # contestant -> verdict -> recipes
+    """Return sentences that say where not to compress, according to these runs."""
+    where: dict[str, dict[str, list[str]]] = {}  # contestant -> outcome -> recipes
     for name, about in recipes.items():
         groups = by_contestant(runs, name)
         for contestant, some in groups.items():
             found = compare(some, groups["plain"], about["higher_is_better"])
             by = "" if found.deviations is None else f" ({found.deviations:+.1f})"
-            where.setdefault(contestant, {}).setdefault(found.verdict, []).append(about["title"] + by)
+            where.setdefault(contestant, {}).setdefault(found.outcome, []).append(about["title"] + by)
     del where["plain"]
     lines = []
     for contestant, found in where.items():
         bad = [
-            f"{verdict} on {' and '.join(found[verdict])}" for verdict in found if verdict not in ("within", "better")
+            f"{outcome} on {' and '.join(found[outcome])}" for outcome in found if outcome not in ("within", "better")
         ]
         if bad:
             lines.append(f"{contestant}: {'; '.join(bad)}")
     good = [contestant for contestant, found in where.items() if found.keys() <= FINE]
     seeds = len({run.seed for run in runs})
     return [
-        "When not to use them, by these runs (in brackets: by how many of plain's standard deviations):"
+        "When not to use them, according to these runs (in brackets: the difference in standard deviations of plain):"
         if lines
         else "None is worse than plain by more than its standard deviation.",
         *lines,
@@ -156,7 +156,7 @@ def summary(runs: list[Run], recipes: dict[str, Any]) -> list[str]:
 
 
 def picture(runs: list[Run], recipes: dict[str, Any]) -> Figure:
-    """A panel for each recipe: every seed pale, the mean dark, and plain's standard deviation as a band."""
+    """Draw a panel for each recipe: the seeds pale, their mean dark, and plain's standard deviation as a band."""
     across = min(2, len(recipes))
     down = math.ceil(len(recipes) / across)
     figure = Figure(figsize=(10, 0.6 + 3.9 * down), layout="constrained")
@@ -185,7 +185,7 @@ def panel(axes: Any, groups: dict[str, list[Run]], names: list[str], about: dict
         if problem := trouble(runs):
             axes.text(0.5, row, problem.split(":")[0], transform=axes.get_yaxis_transform(), ha="center", va="center")
             continue
-        color, mark = LOOKS.get("plain" if contestant == "plain" else found.verdict, ("0.5", "o"))
+        color, mark = LOOKS.get("plain" if contestant == "plain" else found.outcome, ("0.5", "o"))
         scores = [run.score for run in runs]
         axes.scatter(scores, [row] * len(scores), s=22, color=color, alpha=0.4, linewidth=0)
         axes.scatter([statistics.fmean(scores)], [row], s=52, color=color, marker=mark)

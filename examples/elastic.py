@@ -1,10 +1,10 @@
-"""A run that outlives its ranks, with the bits of one that nobody disturbed.
+"""A run that continues after a rank has been killed, with the same bits as an undisturbed run.
 
 torchrun --standalone --nproc-per-node 3 --max-restarts 2 examples/elastic.py --folder run --kill 1
 
-Rank 1 kills itself in the middle of a step. The others raise in their backward and leave in run/rank-N.txt who is to
-blame; torchrun starts all ranks anew, and they go on from the newest checkpoint. Another --nproc-per-node goes on from
-the same folder, too, given more --steps: what the ranks have lost in int8 and not yet fed back is then divided anew.
+Rank 1 kills itself in the middle of a step. The other ranks raise in their backward, and write the culprit's rank to
+run/rank-N.txt; torchrun restarts all ranks, and they continue from the newest checkpoint. With more --steps, a run with
+another --nproc-per-node can continue from the same folder: the residuals of int8 are divided among the new ranks.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import amp, comm, ddp, optim
 
-LIFE = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Run:
-    """What has to be restored for the same bits: weights, moments, scale, and what the codec has lost."""
+    """The state that is restored for the same bits: weights, moments, loss scale, and the residuals of the codec."""
 
     def __init__(self) -> None:
         self.model = DistributedDataParallel(TASK.model(), bucket_cap_mb=0.1)  # several buckets
         self.optimizer = optim.AdamW(self.model.parameters(), lr=2e-3)
         self.scaler = amp.LossScaler("cpu", init_scale=2.0**10, growth_interval=25)
-        # A deadline below the 30 s after which torchrun kills those that it has told to leave.
+        # The deadline is below the 30 s after which torchrun kills ranks to which it has sent SIGTERM.
         self.hook = ddp.register(self.model, codec="int8", scaler=self.scaler, timeout=timedelta(seconds=20))
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Run:
         return {"model": weights, "optimizer": moments, "scaler": self.scaler, "hook": hook}
 
     def save(self, folder: Path, step: int) -> None:
-        """Whole or not at all: it gets its name when all ranks have written their part."""
+        """Save a checkpoint. It gets its final name when all ranks have written their part."""
         unfinished = folder / f"step-{step}.tmp"
         dcp.save(self.state(), checkpoint_id=unfinished)
         if dist.get_rank() == 0:
@@ -63,7 +63,7 @@ class Run:
                 shutil.rmtree(old)
 
     def load(self, checkpoint: Path) -> None:
-        """Of any number of ranks."""
+        """Load a checkpoint that was saved by any number of ranks."""
         saved = {"hook": {"world_size": 0}}
         dcp.load(saved, checkpoint_id=checkpoint)
         state = self.state(saved_by=saved["hook"]["world_size"])
@@ -72,7 +72,7 @@ class Run:
         self.hook.load_state_dict(state["hook"])
 
     def digest(self) -> str:
-        """Of all that this rank would save."""
+        """Return a hash of all that this rank would save."""
         return hashlib.sha256(bits(self.state() | {"scaler": self.scaler.state_dict()})).hexdigest()[:16]
 
 
@@ -83,7 +83,7 @@ def bits(value: Any) -> bytes:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole ones, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return sorted((each for each in folder.glob("step-*") if not each.suffix), key=step_of)
 
 
@@ -92,18 +92,18 @@ def step_of(checkpoint: Path) -> int:
 
 
 def die_in_backward(model: DistributedDataParallel) -> None:
-    """At the last gradient, which the others wait for."""
+    """Have this rank kill itself before the last gradient, for which the other ranks wait."""
     next(model.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def train(run: Run, done: int, args: argparse.Namespace) -> None:
-    told_to_leave: list[int] = []
-    # torchrun sends it as soon as a rank has died. The others shall end their step first, or learn why they cannot.
-    signal.signal(signal.SIGTERM, lambda number, _: told_to_leave.append(number))
+    terminated: list[int] = []
+    # torchrun sends SIGTERM as soon as a rank has died. The others first finish their step, or raise its error.
+    signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
     for step, (inputs, targets) in enumerate(batches(args.steps), start=1):
         if step <= done:
             continue
-        if LIFE == 0 and dist.get_rank() == args.kill and step == args.at:
+        if RESTARTS == 0 and dist.get_rank() == args.kill and step == args.at:
             die_in_backward(run.model)
         error = run.step(inputs, targets)
         if step % args.every == 0 or step == args.steps:
@@ -111,17 +111,17 @@ def train(run: Run, done: int, args: argparse.Namespace) -> None:
             run.save(args.folder, step)
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {error.item():.6f} ({error.item().hex()})")
-        if told_to_leave:
-            raise SystemExit(f"told to leave after step {step}")
+        if terminated:
+            raise SystemExit(f"terminated by torchrun after step {step}")
 
 
 @record
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--folder", type=Path, required=True, help="of the checkpoints, and of what survivors say")
-    options.add_argument("--every", type=int, default=20, help="steps from one checkpoint to the next (%(default)s)")
-    options.add_argument("--kill", type=int, metavar="RANK", help="which kills itself, in its first life")
-    options.add_argument("--at", type=int, metavar="STEP", default=50, help="in its backward (%(default)s)")
+    options.add_argument("--folder", type=Path, required=True, help="folder for checkpoints and for survivors' errors")
+    options.add_argument("--every", type=int, default=20, help="steps between two checkpoints (%(default)s)")
+    options.add_argument("--kill", type=int, metavar="RANK", help="rank that kills itself before the first restart")
+    options.add_argument("--at", type=int, metavar="STEP", default=50, help="step in which it does so (%(default)s)")
     args = options.parse_args()
     start()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def main() -> None:
         run.load(found[-1])
         done = step_of(found[-1])
         if dist.get_rank() == 0:
-            print(f"life {LIFE}: goes on from step {done}")
+            print(f"restart {RESTARTS}: continues from step {done}")
     try:
         train(run, done, args)
     except dist.DistBackendError as error:

@@ -1,5 +1,5 @@
-"""FSDP2: every rank has a shard of the model, and gradients come to it in int8. Or hybrid: whole models, sharded inside
-each of several hosts, whose gradients cross the network between the hosts in int8.
+"""FSDP2: every rank has a shard of the model and receives its gradients in int8. With --hosts, hybrid sharding: each
+host has a replica, sharded among its ranks, and only gradients in int8 are sent between hosts.
 
 torchrun --standalone --nproc-per-node 2 examples/fully_sharded.py
 torchrun --standalone --nproc-per-node 4 examples/fully_sharded.py --hosts 2
@@ -16,7 +16,7 @@ from dltrain_ext import amp, fsdp, optim
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--hosts", type=int, default=1, help="with a replica each (%(default)s)")
+    options.add_argument("--hosts", type=int, default=1, help="hosts, each with a replica (%(default)s)")
     args = options.parse_args()
     start()
     sizes = (args.hosts, dist.get_world_size() // args.hosts)
@@ -29,7 +29,7 @@ def main() -> None:
     state = fsdp.register(model, "int8", replicas=mesh["replicate"] if args.hosts > 1 else None)
 
     optimizer = optim.AdamW(model.parameters(), lr=TASK.lr)
-    scaler = amp.LossScaler("cpu", enabled=False)  # for its clipping: the norm is that of all shards
+    scaler = amp.LossScaler("cpu", enabled=False)  # only clips, with the norm over all shards
     for inputs, targets in batches(args.steps):
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()

@@ -1,7 +1,7 @@
-"""Train with ever larger batches for the same number of epochs: SGD, LARS and AdamW of dltrain_ext on the digits.
+"""Train with larger and larger batches for the same number of epochs: SGD, LARS and AdamW of dltrain_ext on digits.
 
-The learning rate grows with the batch (the linear scaling rule), climbs to its height over the first epochs (gradual
-warm-up; both Goyal et al. 2017), and falls to 0 as a polynomial (as for LARS in You, Gitman & Ginsburg 2017).
+The learning rate grows with the batch (linear scaling rule), rises to its peak over the first epochs (gradual warm-up;
+both Goyal et al. 2017), and then decays polynomially to 0 (as for LARS in You, Gitman & Ginsburg 2017).
 
 python examples/large_batch.py
 python examples/large_batch.py --rule sqrt --optimizers lars adamw --batches 256 512
@@ -34,8 +34,8 @@ except ModuleNotFoundError as missing:
 NAMES = {"sgd": "SGD", "lars": "LARS", "adamw": "AdamW"}
 COLORS = {"sgd": "tab:orange", "lars": "tab:blue", "adamw": "tab:green"}
 
-# Learning rates at batch 16. Each optimizer had five, half a decade apart (SGD and larc 0.003 to 0.3, LARS 0.3 to 30,
-# AdamW 0.0003 to 0.03), with 3 seeds and --validation; these were the best, none at an edge. No other batch was tuned.
+# Learning rates at batch 16, tuned with 3 seeds and --validation: the best of five for each optimizer, half a decade
+# apart (SGD and larc 0.003 to 0.3, LARS 0.3 to 30, AdamW 0.0003 to 0.03), none at an edge. No other batch was tuned.
 BASE_LR = {"sgd": 0.03, "adamw": 0.003}
 LARS_LR = {"paper": 3.0, "tensorflow": 3.0, "larc": 0.03}
 
@@ -47,7 +47,7 @@ class Run:
     optimizer: str
     batch: int
     seed: int
-    lr: float  # at its height
+    lr: float  # at its peak
     accuracy: float
 
 
@@ -59,20 +59,20 @@ def make(name: str, params: Iterable[torch.nn.Parameter], lr: float, preset: str
         return optim.SGD(params, lr, momentum=0.9)
     if name == "adamw":
         return optim.AdamW(params, lr)
-    # A trust ratio for every tensor, as in the paper's Algorithm 1. Without one biases would move by the learning rate
-    # as it is, and it is large; no normalization makes up for that here, and at batch 16 already the best was 98 %.
+    # A trust ratio for every tensor, as in Algorithm 1 of the paper. Without it, biases would move by the plain, large
+    # learning rate, and this model has no normalization: the best accuracy was then only 98 %, even at batch 16.
     return optim.LARS(params, lr, momentum=0.9, preset=preset, adapt=True)
 
 
 def scaled_lr(base_lr: float, batch: int, base_batch: int, rule: str) -> float:
-    """k times the batch: k times the learning rate, its square root times, or the same."""
+    """Scale the learning rate by k, by the square root of k, or not, for k times the base batch."""
     return base_lr * RULES[rule](batch / base_batch)
 
 
 def schedule(optimizer: torch.optim.Optimizer, base_lr: float, warmup: int, steps: int) -> SequentialLR:
-    """A line from the base learning rate up to the optimizer's in `warmup` steps, then (what is left) ** 2 down to 0.
+    """Raise the learning rate linearly from the base to the optimizer's in `warmup` steps, then decay it to 0.
 
-    A learning rate that was not scaled up has nothing to climb, and stays where it is meanwhile.
+    The decay is quadratic in the remaining steps. A learning rate that is not above the base is constant in warm-up.
     """
     (group,) = optimizer.param_groups
     climb = LinearLR(optimizer, start_factor=min(1.0, base_lr / group["lr"]), total_iters=warmup)
@@ -81,12 +81,12 @@ def schedule(optimizer: torch.optim.Optimizer, base_lr: float, warmup: int, step
 
 
 def train(task: Task, name: str, batch: int, seed: int, args: argparse.Namespace, done: Callable[[], Any]) -> Run:
-    torch.manual_seed(seed)  # of the weights and of the order: the same for every optimizer
+    torch.manual_seed(seed)  # weights and order are the same for every optimizer
     model = task.model()
     lr = scaled_lr(args.base_lr[name], batch, args.base_batch, args.rule)
     optimizer = make(name, model.parameters(), lr, args.preset)
     inputs, targets = task.train
-    steps = math.ceil(len(inputs) / batch)  # of an epoch
+    steps = math.ceil(len(inputs) / batch)  # per epoch
     lrs = schedule(optimizer, args.base_lr[name], args.warmup * steps, args.epochs * steps)
     for _ in range(args.epochs):
         for some in torch.randperm(len(inputs)).split(batch):
@@ -129,7 +129,7 @@ def mean_std(scores: list[float]) -> str:
 
 
 def compare(scores: list[float], others: list[float]) -> str:
-    """How far the means are apart, in standard deviations pooled over the two."""
+    """Compare the means: within one standard deviation, pooled over the two, ahead, or behind."""
     difference = statistics.fmean(scores) - statistics.fmean(others)
     deviation = math.sqrt((statistics.variance(scores) + statistics.variance(others)) / 2)
     if abs(difference) <= deviation:
@@ -138,12 +138,12 @@ def compare(scores: list[float], others: list[float]) -> str:
 
 
 def summary(scores: Scores) -> list[str]:
-    """Where LARS helps and where not, as these scores have it."""
+    """Return sentences that say where LARS helps and where not, according to these scores."""
     rivals = [name for name in scores if name != "lars"]
     if "lars" not in scores or not rivals:
-        return ["Where LARS helps takes LARS and another optimizer to say."]
+        return ["To say where LARS helps, run LARS and another optimizer."]
     if any(len(some) < 2 for of in scores.values() for some in of.values()):
-        return ["Where LARS helps takes two seeds or more to say."]
+        return ["To say where LARS helps, run two seeds or more."]
     phrases = {
         "ahead": "ahead by more than a standard deviation at batch",
         "behind": "behind by more than a standard deviation at batch",
@@ -172,7 +172,7 @@ def table(scores: Scores, task: Task, args: argparse.Namespace) -> Table:
     view = Table(
         title=f"digits: {task.metric}{spread}",
         caption=f"{args.epochs} epochs, {args.warmup} of them warm-up; seeds: {args.seeds}\n"
-        f"learning rates are those at batch {args.base_batch}; rule: {args.rule}",
+        f"learning rates are for batch {args.base_batch}; rule: {args.rule}",
     )
     view.add_column("batch", justify="right")
     view.add_column("steps", justify="right")
@@ -186,7 +186,7 @@ def table(scores: Scores, task: Task, args: argparse.Namespace) -> Table:
 
 
 def picture(scores: Scores, task: Task, args: argparse.Namespace) -> Figure:
-    """Errors, and those on a logarithmic axis: a failed run and the last percent are both to be seen."""
+    """Draw the errors on a logarithmic axis, so that failed runs and small errors are both visible."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.3)
@@ -199,7 +199,7 @@ def picture(scores: Scores, task: Task, args: argparse.Namespace) -> Figure:
             axes.scatter([batch] * len(some), some, s=12, color=COLORS[name], alpha=0.4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(args.batches, [str(batch) for batch in args.batches])
-    axes.set_yscale("symlog", linthresh=1 / len(task.test[0]))  # linear below one image: an error of 0 has its place
+    axes.set_yscale("symlog", linthresh=1 / len(task.test[0]))  # linear below one image, to show errors of 0
     axes.set_yticks([0, 0.003, 0.01, 0.03, 0.1, 0.3, 1])
     axes.yaxis.set(major_formatter=PercentFormatter(1, decimals=1), minor_locator=NullLocator())
     axes.set(
@@ -213,7 +213,7 @@ def picture(scores: Scores, task: Task, args: argparse.Namespace) -> Figure:
 
 
 def tuning_task(task: Task) -> Task:
-    """Every fifth example of the training set takes the place of the test set."""
+    """Return the task with every fifth example of the training set held out, in place of the test set."""
     held_out = torch.arange(len(task.train[0])) % 5 == 0
     inputs, targets = task.train
     return replace(
@@ -232,27 +232,29 @@ def parse_args() -> argparse.Namespace:
 
     def rate(text: str) -> float:
         if not 0 < float(text) < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
         return float(text)
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=[*NAMES])
     parser.add_argument("--batches", nargs="+", type=positive, default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--epochs", type=positive, default=12)
-    parser.add_argument("--warmup", type=positive, default=3, help="epochs of these in which the learning rate climbs")
-    parser.add_argument("--seeds", type=positive, default=3, help="how many: 0, 1, ...")
+    parser.add_argument("--warmup", type=positive, default=3, help="warm-up epochs, included in --epochs")
+    parser.add_argument("--seeds", type=positive, default=3, help="number of seeds: 0, 1, ...")
     parser.add_argument("--rule", choices=RULES, default="linear", help="how the learning rate grows with the batch")
-    parser.add_argument("--base-batch", type=positive, default=16, help="where the next three are as given")
+    parser.add_argument(
+        "--base-batch", type=positive, default=16, help="batch for which the next three options are given"
+    )
     parser.add_argument("--sgd-lr", type=rate, default=BASE_LR["sgd"])
-    parser.add_argument("--lars-lr", type=rate, help=f"default: {LARS_LR}, by preset")
+    parser.add_argument("--lars-lr", type=rate, help=f"default by preset: {LARS_LR}")
     parser.add_argument("--adamw-lr", type=rate, default=BASE_LR["adamw"])
-    parser.add_argument("--preset", choices=LARS_LR, default="paper", help="the form of LARS")
-    parser.add_argument("--validation", action="store_true", help="judge on a part of the training set, to tune")
-    parser.add_argument("--out", type=Path, default=Path("large_batch.png"), help="the picture of all errors")
-    parser.add_argument("--json", type=Path, help="write every run to this file, too")
+    parser.add_argument("--preset", choices=LARS_LR, default="paper", help="variant of LARS")
+    parser.add_argument("--validation", action="store_true", help="evaluate on a part of the training set, to tune")
+    parser.add_argument("--out", type=Path, default=Path("large_batch.png"), help="file for the picture of all errors")
+    parser.add_argument("--json", type=Path, help="also write all runs to this file")
     args = parser.parse_args()
     if args.warmup >= args.epochs:
-        parser.error(f"--warmup {args.warmup}: of {args.epochs} epochs none is left")
+        parser.error(f"--warmup {args.warmup}: expected fewer than the {args.epochs} epochs")
     args.optimizers, args.batches = list(dict.fromkeys(args.optimizers)), sorted(set(args.batches))
     args.base_lr = {"sgd": args.sgd_lr, "lars": args.lars_lr or LARS_LR[args.preset], "adamw": args.adamw_lr}
     return args
@@ -264,8 +266,8 @@ def main() -> None:
     if args.validation:
         task = tuning_task(task)
     if args.batches[-1] > (examples := len(task.train[0])):
-        sys.exit(f"--batches {args.batches[-1]}: there are {examples} examples to train with")
-    torch.set_num_threads(1)  # small steps: a second thread wins little, and waits much where the machine is busy
+        sys.exit(f"--batches {args.batches[-1]}: the training set has only {examples} examples")
+    torch.set_num_threads(1)  # the steps are small: a second thread gains little, and on a busy machine it costs time
     console = Console()
     runs = train_all(task, args, console)
     scores = by_batch(runs)

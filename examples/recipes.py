@@ -1,4 +1,4 @@
-"""What convergence.py trains, and how: settled with plain DDP alone, and the same whatever gradients travel as."""
+"""The models and hyper-parameters of convergence.py, tuned only with plain DDP and used for every codec."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from train import warmup_cosine
 from dltrain_ext import optim
 
 Parameters = Iterable[nn.Parameter]
-BATCH, BASE_BATCH = 512, 16  # of the large-batch recipe, and where its learning rate comes from
+BATCH, BASE_BATCH = 512, 16  # of the large-batch recipe; its learning rate is scaled from BASE_BATCH
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,23 @@ class Recipe:
     data: str
     steps: int
     batch_size: int  # over all ranks together
-    lr: float  # at its height
+    lr: float  # at its peak
     optimizer: str
     schedule: str
     build: Callable[[Parameters, "Recipe"], tuple[torch.optim.Optimizer, LRScheduler]]
 
     def about(self, task: Task) -> dict[str, Any]:
-        """What the report needs besides the runs, and what else decided them."""
+        """Return the settings of the runs, which the report shows."""
         names = ("title", "data", "steps", "batch_size", "lr", "optimizer", "schedule")
         of_task = ("metric", "style", "higher_is_better")
         return {name: getattr(self, name) for name in names} | {name: getattr(task, name) for name in of_task}
 
     def batches(self, examples: int, seed: int) -> Iterator[Tensor]:
-        """Epoch after epoch, each in an order of its own, the same on every rank."""
+        """Yield batches, epoch after epoch. Each epoch has another order, which is the same on all ranks."""
         generator = torch.Generator().manual_seed(seed)
         orders = (torch.randperm(examples, generator=generator) for _ in itertools.count())
         batches = itertools.chain.from_iterable(order.split(self.batch_size) for order in orders)
-        enough = (batch for batch in batches if len(batch) >= dist.get_world_size())  # what an epoch leaves may not be
+        enough = (batch for batch in batches if len(batch) >= dist.get_world_size())  # an epoch's last may be too small
         return itertools.islice(enough, self.steps)
 
 
@@ -51,7 +51,7 @@ def adamw(params: Parameters, recipe: Recipe) -> tuple[torch.optim.Optimizer, LR
 
 
 def lars(params: Parameters, recipe: Recipe) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """As large_batch.py has it: 3 of 12 epochs are warm-up."""
+    """Make LARS as in large_batch.py, where 3 of 12 epochs are warm-up."""
     optimizer = make("lars", params, recipe.lr, preset="paper")
     return optimizer, schedule(optimizer, LARS_LR["paper"], warmup=max(1, recipe.steps // 4), steps=recipe.steps)
 

@@ -1,6 +1,6 @@
-"""A run that goes on from a checkpoint of torch.distributed.checkpoint, with the bits of one that never stopped.
+"""A run that continues from a checkpoint of torch.distributed.checkpoint, with the bits of one that never stopped.
 
-Model, optimizer, loss scale and what the hook has lost and not yet fed back, of each rank its own, are one entry.
+Model, optimizer, loss scale and the residuals of the hook, which differ between ranks, are one entry.
 Run: torchrun --standalone --nproc-per-node 2 examples/resume.py
 """
 
@@ -20,7 +20,7 @@ from dltrain_ext import amp, ddp, optim
 
 
 class Run:
-    """Has state_dict and load_state_dict, which is all that torch.distributed.checkpoint asks for."""
+    """Has state_dict and load_state_dict, which is all that torch.distributed.checkpoint needs."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def main() -> None:
     before.train(0, steps // 2)
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
-        dist.broadcast_object_list(folders)  # rank 0's
+        dist.broadcast_object_list(folders)  # all ranks use that of rank 0
         dcp.save({"run": before}, checkpoint_id=folders[0])
         dcp.load({"run": after}, checkpoint_id=folders[0])
         dist.barrier()

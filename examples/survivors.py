@@ -1,8 +1,8 @@
-"""Ranks that go on, in the same processes, without one that has died. Run: python examples/survivors.py
+"""Ranks that continue, in the same processes, after one of them has died. Run: python examples/survivors.py
 
-A launcher starts four ranks and kills one. The all-reduce of the others raises, at once and with the culprit's name.
-Who is left, and where there is a live store, no rank can know for sure, so the launcher tells them: it sees which
-processes live. They make a new group of it and reduce on.
+A launcher starts four ranks and kills one. The all-reduce of the others raises at once, and names the culprit. No rank
+can find out reliably which ranks are left, so the launcher, which sees its processes, sends them the list and a new
+store. With these they make a new group, and all-reduce again.
 """
 
 import multiprocessing
@@ -39,7 +39,7 @@ def work(number: int, launcher: Connection, store: str) -> None:
     except dist.DistBackendError as error:
         launcher.send(str(error))
     communicator.close()
-    dist.destroy_process_group()  # asks nothing of the dead, nor of the old store
+    dist.destroy_process_group()  # needs neither the dead rank nor the old store
 
     members, store = launcher.recv()
     launcher.send(add_up(join(store, members.index(number), len(members))))
@@ -63,7 +63,7 @@ def main() -> None:
         members = [number for number, rank in enumerate(ranks) if rank.is_alive()]
         for number in members:
             ours, _ = ends[number]
-            print(ours.recv())  # why its all-reduce failed
+            print(ours.recv())  # the error of its all-reduce
             ours.send((members, str(Path(folder, "store of the survivors"))))
         for number in members:
             print(f"rank {number}, now {members.index(number)}: {ends[number][0].recv()}")

@@ -1,6 +1,6 @@
-"""SyncBatchNorm, which normalises by the batches of all ranks, beside the hook. torch has it for GPUs alone.
+"""SyncBatchNorm, which normalizes over the batches of all ranks, together with the hook. torch has it only for GPUs.
 
-On the CPU this says so, and trains with BatchNorm, whose statistics DDP sends from rank 0 to all before each pass.
+On the CPU this trains with BatchNorm instead, whose statistics DDP broadcasts from rank 0 before each forward pass.
 Run: torchrun --standalone --nproc-per-node 2 examples/sync_batch_norm.py
 """
 
@@ -34,7 +34,7 @@ def main() -> None:
     finish(
         "SyncBatchNorm over all ranks"
         if on_gpu
-        else "no GPU for each rank, so BatchNorm in the place of SyncBatchNorm",
+        else "not every rank has a GPU, so BatchNorm is used instead of SyncBatchNorm",
         f"test accuracy: {accuracy(model.module.to('cpu')):.1%}",
         f"bytes sent: {1 / state.stats()['ratio']:.1%} of fp32's",
     )

@@ -1,4 +1,4 @@
-"""What the examples train on: data sets that are already on your disk, and a small model for each."""
+"""The tasks of the examples: data sets that come with installed packages, and a small model for each."""
 
 import math
 import sysconfig
@@ -11,31 +11,31 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits, load_sample_images
 from torch import Tensor, nn
 
-CONTEXT = 128  # bytes a transformer looks back
-PATCH = 16  # pixels of a photograph, each way
+CONTEXT = 128  # bytes of the transformer's context
+PATCH = 16  # pixels of a patch of a photograph, in each direction
 
 
 def loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats; logits (..., classes), targets (...)."""
+    """Return the cross-entropy in nats of logits (..., classes) and targets (...)."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction=reduction)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Data, model, and how well it does."""
+    """Data, model, and metric."""
 
-    train: tuple[Tensor, Tensor]  # inputs and targets, one example a row
+    train: tuple[Tensor, Tensor]  # inputs and targets, one example per row
     test: tuple[Tensor, Tensor]
     model: Callable[[], nn.Module]
     score: Callable[[Tensor, Tensor], Tensor]  # outputs, targets -> scores, whose mean the report shows
     metric: str
-    style: str  # how the metric is written
-    unit: str  # what a target is: the throughput counts these
-    steps: int  # this and the next two: defaults of the options
+    style: str  # format of the metric
+    unit: str  # of a target; the throughput counts targets
+    steps: int  # this and the next two are defaults of the options
     batch_size: int
     lr: float
     criterion: Callable[[Tensor, Tensor], Tensor] = loss
-    higher_is_better: bool = True  # the score
+    higher_is_better: bool = True  # for the score
 
 
 def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -86,9 +86,9 @@ def python_source() -> Task:
     skip = {"site-packages", "dist-packages", "test", "tests"}
     files = [file for file in sorted(root.rglob("*.py")) if skip.isdisjoint(file.relative_to(root).parts)]
     if len(files) < 20:
-        raise FileNotFoundError(f"{root} holds {len(files)} .py files: this Python came without its library's sources")
+        raise FileNotFoundError(f"{root} has only {len(files)} .py files: the sources of the library are not installed")
     inputs, targets = windows(files[::10])
-    some = slice(None, None, math.ceil(len(inputs) / 256))  # spread over all held-out files, and quick to evaluate
+    some = slice(None, None, math.ceil(len(inputs) / 256))  # few, from all held-out files
     return Task(
         train=windows([file for i, file in enumerate(files) if i % 10]),
         test=(inputs[some], targets[some]),
@@ -105,7 +105,7 @@ def python_source() -> Task:
 
 
 def photographs() -> Task:
-    """Noise to be taken off patches of scikit-learn's two photographs; the right quarter of both is held out."""
+    """Denoising of patches of scikit-learn's two photographs; the right quarter of both is held out."""
     clean = torch.stack([torch.tensor(image) for image in load_sample_images().images]).permute(0, 3, 1, 2) / 255
     noisy = clean + 0.1 * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
     border = clean.shape[-1] * 3 // 4
@@ -125,18 +125,18 @@ def photographs() -> Task:
 
 
 def patches(images: Tensor) -> Tensor:
-    """images (images, channels, height, width) -> (patches, channels, PATCH, PATCH)"""
+    """Cut images (images, channels, height, width) into patches (patches, channels, PATCH, PATCH)."""
     tiles = images.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)
     return tiles.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
 
 
 def psnr(images: Tensor, targets: Tensor) -> Tensor:
-    """Of each image; values of 1 are the brightest."""
+    """Return the peak signal-to-noise ratio of each image in dB, for values from 0 to 1."""
     return -10 * (images - targets).square().flatten(1).mean(1).log10()
 
 
 class Denoiser(nn.Module):
-    """Finds the noise, at half the resolution and with four times the channels (Zhang, Zuo & Zhang 2018, FFDNet)."""
+    """Estimates the noise, at half the resolution with four times the channels (Zhang, Zuo & Zhang 2018, FFDNet)."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -155,18 +155,18 @@ class Denoiser(nn.Module):
 
 
 def windows(files: list[Path]) -> tuple[Tensor, Tensor]:
-    """The files end to end, cut in rows of CONTEXT bytes, and the same one byte further. Views: nothing is copied."""
+    """Return views of the concatenated files in rows of CONTEXT bytes, and of the same rows shifted by one byte."""
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     return text[:-1].unfold(0, CONTEXT, CONTEXT), text[1:].unfold(0, CONTEXT, CONTEXT)
 
 
 class ByteTransformer(nn.Module):
-    """Predicts every next byte from those before it. bytes (batch, time) -> logits (batch, time, 256)."""
+    """Predicts each byte from those before it: bytes (batch, time) -> logits (batch, time, 256)."""
 
     def __init__(self, width: int = 128, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.byte = nn.Embedding(256, width)
-        # Hands each place its last 4 bytes: attention alone spends most of a run this short on finding its neighbours.
+        # Combines the last 4 bytes of each position; attention alone needs most of so short a run to learn this.
         self.nearby = nn.Conv1d(width, width, kernel_size=4)
         self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))

@@ -1,4 +1,4 @@
-"""Train a small network twice, side by side: plain DDP + torch.optim, and dltrain_ext. Same seeds, same batches.
+"""Train a small network twice, alternately: plain DDP with torch.optim, and dltrain_ext. Seeds and batches are equal.
 
 torchrun --standalone --nproc-per-node 2 examples/train.py
 torchrun --standalone --nproc-per-node 2 examples/train.py --data python-source
@@ -35,7 +35,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
 
 OPTIMIZERS = {"adamw": (torch.optim.AdamW, optim.AdamW)}  # name -> torch's and ours
-SMOOTH = 20  # one batch's loss is noisy: the final loss and the curves are means over this many steps
+SMOOTH = 20  # steps; the final loss and the curves are means over so many, because the loss of one batch is noisy
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Contestant:
     name: str
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    bytes_per_step: Callable[[], float]  # what this rank has sent, asked after the last step
+    bytes_per_step: Callable[[], float]  # sent by this rank; called after the last step
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     scores: dict[int, float] = field(default_factory=dict)  # step -> score on the test set
@@ -53,13 +53,13 @@ def plain(model: nn.Module, args: argparse.Namespace) -> Contestant:
     """PyTorch's own all-reduce and optimizer."""
     model = DistributedDataParallel(model)
     optimizer = OPTIMIZERS[args.optimizer][0](model.parameters(), lr=args.lr)
-    # Gloo does not count what it sends, so this is computed: its ring sends n bytes as 2 (p - 1) parts of n / p.
+    # Gloo does not count its bytes, so they are computed: its ring sends 2 (p - 1) messages of n / p bytes.
     n, p = sum(parameter.nbytes for parameter in model.parameters()), dist.get_world_size()
     return Contestant("plain", model, optimizer, lambda: 2 * n * (p - 1) / p)
 
 
 def ours(model: nn.Module, args: argparse.Namespace) -> Contestant:
-    """What changes: the optimizer's name, and one line that gives DDP our all-reduce."""
+    """The changes for dltrain_ext: another optimizer, and one line that registers our all-reduce with DDP."""
     model = DistributedDataParallel(model)
     optimizer = OPTIMIZERS[args.optimizer][1](model.parameters(), lr=args.lr)
     state = ddp.register(model, codec=args.codec, algorithm=args.algorithm)
@@ -67,13 +67,13 @@ def ours(model: nn.Module, args: argparse.Namespace) -> Contestant:
 
 
 def train(contestants: list[Contestant], task: Task, args: argparse.Namespace, console: Console) -> None:
-    generator = torch.Generator().manual_seed(args.seed)  # the same on every rank: all draw the same batches
+    generator = torch.Generator().manual_seed(args.seed)  # the same batches on every rank
     schedules = [LambdaLR(c.optimizer, lambda step: warmup_cosine(step, args.steps)) for c in contestants]
     with bars(contestants, args.steps, console) as progress:
         for step in range(1, args.steps + 1):
             batch = torch.randint(len(task.train[0]), (args.batch_size,), generator=generator)
             inputs, targets = (tensor[batch[dist.get_rank() :: dist.get_world_size()]] for tensor in task.train)
-            # Step by step and in changing order, so that a busy moment of the machine hits both alike.
+            # Both alternate step by step, in changing order, so that other load on the machine affects both.
             for contestant in contestants if step % 2 else reversed(contestants):
                 train_step(contestant, inputs, targets, task)
             for schedule in schedules:
@@ -95,16 +95,16 @@ def train_step(contestant: Contestant, inputs: Tensor, targets: Tensor, task: Ta
 
 
 def warmup_cosine(step: int, steps: int) -> float:
-    """The learning rate's factor: up over the first tenth of the steps, then down along a cosine to 0."""
+    """Return the factor of the learning rate: it rises over the first tenth of the steps, and then decays to 0."""
     return min(1, (step + 1) / (0.1 * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, task: Task) -> float:
-    """The mean score over the test set, of which each rank judges its share."""
-    shares = (tensor[dist.get_rank() :: dist.get_world_size()].split(64) for tensor in task.test)
+    """Return the mean score over the test set, of which each rank evaluates a part."""
+    parts = (tensor[dist.get_rank() :: dist.get_world_size()].split(64) for tensor in task.test)
     total = torch.zeros(2, dtype=torch.float64)
-    for inputs, targets in zip(*shares, strict=True):
+    for inputs, targets in zip(*parts, strict=True):
         scores = task.score(model(inputs), targets)
         total += torch.tensor([scores.sum(), scores.numel()])
     dist.all_reduce(total)
@@ -120,7 +120,7 @@ def bars(contestants: list[Contestant], steps: int, console: Console) -> Progres
 
 
 def show(progress: Progress, step: int, contestants: list[Contestant], task: Task) -> None:
-    """Moves the bars on a terminal; elsewhere prints one line for each evaluation."""
+    """Update the bars on a terminal; otherwise print one line for each evaluation."""
     line = []
     for bar, contestant in zip(progress.task_ids, contestants, strict=True):
         score = f", {task.metric} {task.style.format([*contestant.scores.values()][-1])}" if contestant.scores else ""
@@ -132,7 +132,7 @@ def show(progress: Progress, step: int, contestants: list[Contestant], task: Tas
 
 
 def measure(contestant: Contestant, task: Task, args: argparse.Namespace) -> dict[str, Any]:
-    """One contestant's figures, averaged over the ranks."""
+    """Return the figures of one contestant, averaged over the ranks."""
     figures = [contestant.bytes_per_step(), statistics.median(contestant.seconds), *contestant.losses]
     total = torch.tensor(figures, dtype=torch.float64)
     dist.all_reduce(total)
@@ -170,7 +170,7 @@ def table(results: dict[str, dict[str, Any]], task: Task, args: argparse.Namespa
 
 
 def picture(results: dict[str, dict[str, Any]], task: Task, args: argparse.Namespace) -> Figure:
-    """Plain lies broad and pale beneath ours: where the two agree, the one runs inside the other."""
+    """Draw plain broad and pale beneath ours, so that both are visible where they agree."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, scores = figure.subplots(1, 2)
     for axes in (losses, scores):
@@ -199,20 +199,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", choices=TASKS, default="digits")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--algorithm", choices=["auto", "butterfly", *comm.ALGORITHMS], default="auto")
-    parser.add_argument("--codec", choices=codecs.CODECS, default="raw", help="what gradients travel as (raw)")
-    parser.add_argument("--steps", type=positive, help="default: the data set's own, as for the next two")
-    parser.add_argument("--batch-size", type=positive, help="over all ranks together")
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
-    parser.add_argument("--out", type=Path, default=Path("train.png"), help="the picture of both curves")
-    parser.add_argument("--json", type=Path, help="write every figure to this file, too")
+    parser.add_argument("--codec", choices=codecs.CODECS, default="raw", help="codec of the sent gradients (raw)")
+    parser.add_argument("--steps", type=positive, help="default: depends on --data, as for the next two options")
+    parser.add_argument("--batch-size", type=positive, help="batch size over all ranks together")
+    parser.add_argument("--lr", type=float, help="learning rate at its peak")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the batches")
+    parser.add_argument("--out", type=Path, default=Path("train.png"), help="file for the picture of both curves")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
     args = parser.parse_args()
     if args.batch_size and args.batch_size < (ranks := int(os.environ.get("WORLD_SIZE", 1))):
         parser.error(f"--batch-size {args.batch_size}: {ranks} ranks need at least one example each")
     return args
 
 
-@record  # torchrun's closing words then hold the message of the rank that failed
+@record  # so that torchrun's final report contains the error message of the rank that failed
 def main() -> None:
     args = parse_args()
     if "RANK" in os.environ:  # torchrun set it
@@ -223,7 +223,7 @@ def main() -> None:
     console = Console(quiet=dist.get_rank() != 0)
     if dist.get_world_size() == 1:
         two = "torchrun --standalone --nproc-per-node 2 examples/train.py"
-        console.print("One rank, so no gradient travels. Two:", two, highlight=False, soft_wrap=True)
+        console.print("One rank sends no gradients. Two:", two, highlight=False, soft_wrap=True)
 
     task = TASKS[args.data]()
     for option in ("steps", "batch_size", "lr"):

@@ -1,8 +1,8 @@
 """Hugging Face Accelerate. Run: torchrun --standalone --nproc-per-node 2 examples/with_accelerate.py
 
-The hook is registered on the model that prepare() returns. For unscaling and clipping in the optimizer's one pass the
-scaler is ours and steps the optimizer inside of Accelerate's; Accelerate's own GradScaler is switched off. Without one,
-accelerator.clip_grad_norm_ and optimizer.step work as always.
+The hook is registered on the model that prepare() returns. To unscale and clip in one pass with the step, our scaler
+steps the optimizer within Accelerate's wrapper, and Accelerate's own GradScaler is disabled. Without loss scaling,
+accelerator.clip_grad_norm_ and optimizer.step work as usual.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from dltrain_ext import amp, ddp, optim
 
 
 def register(accelerator: Accelerator, model: DistributedDataParallel, **options: object) -> ddp.AllReduceState:
-    """And have save_state() and load_state() keep what each rank has lost, in a file of its own."""
+    """Register the hook. save_state() and load_state() also save and load its residuals, in a file for each rank."""
     hook = ddp.register(model, **options)
 
     def save(models: object, weights: object, folder: str) -> None:
@@ -34,7 +34,7 @@ def register(accelerator: Accelerator, model: DistributedDataParallel, **options
 def main() -> None:
     steps = parser(__doc__).parse_args().steps
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # without it torchrun's ranks do not find each other on the CPU
+        cpu=not torch.cuda.is_available(),  # otherwise Accelerate makes no group on the CPU
         gradient_accumulation_steps=2,
         kwargs_handlers=[GradScalerKwargs(enabled=False)],
     )

@@ -1,6 +1,6 @@
 """PyTorch Lightning. Run: torchrun --standalone --nproc-per-node 2 examples/with_lightning.py
 
-The strategy averages gradients in int8, and the plugin clips them in the optimizer's one pass.
+The strategy averages gradients in int8, and the plugin clips them in one pass with the step of the optimizer.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The Trainer of Hugging Face Transformers. Run: torchrun --standalone --nproc-per-node 2 examples/with_trainer.py
 
-A small GPT-2, made here and trained on the bytes of Python's library. A callback registers the hook on the model that
-the Trainer has wrapped, and keeps what each rank has lost with the checkpoints. With --folder a run goes on from there.
+It trains a small GPT-2 on the bytes of Python's library. A callback registers the hook on the model that the Trainer
+has wrapped, and saves the residuals of each rank with the checkpoints. With --folder a run continues from its last one.
 """
 
 import math
@@ -65,7 +65,7 @@ def trainer_of(folder: str, steps: int, **options: Any) -> Trainer:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--folder", type=Path, help="of checkpoints, one every 30 steps (none)")
+    arguments.add_argument("--folder", type=Path, help="folder for checkpoints, one every 30 steps (none)")
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as nowhere:
         folder, saving = (options.folder, "steps") if options.folder else (nowhere, "no")

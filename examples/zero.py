@@ -1,6 +1,6 @@
-"""ZeroRedundancyOptimizer around our AdamW: every rank keeps the state of its part of the parameters only.
+"""ZeroRedundancyOptimizer around our AdamW: every rank keeps only the state of its part of the parameters.
 
-A LossScaler's norm and verdict are of all parameters, as ZeRO's param_groups have them, so ranks clip and skip alike.
+The LossScaler uses the gradients of all parameters, which ZeRO's param_groups contain, so ranks clip and skip alike.
 Run: torchrun --standalone --nproc-per-node 2 examples/zero.py
 """
 
@@ -22,7 +22,7 @@ def main() -> None:
     for inputs, targets in batches(args.steps):
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()
-        scaler.step(optimizer, max_norm=1.0)  # has no use for grad_stats, since the step is ZeRO's
+        scaler.step(optimizer, max_norm=1.0)  # without grad_stats, which ZeRO's step cannot use
     kept = sum(moments["exp_avg"].numel() for moments in optimizer.optim.state.values())
     finish(
         f"test accuracy: {accuracy(model):.1%}",

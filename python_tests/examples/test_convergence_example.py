@@ -1,4 +1,4 @@
-"""The convergence example: a short run as a reader runs it, its report, and what it says of results."""
+"""The convergence example: a short run, its report, and how it classifies results."""
 
 import importlib
 import json
@@ -51,7 +51,7 @@ def test_a_short_run_and_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert name == "plain" or a["loss"] != plain["loss"]
         assert a["loss"] == pytest.approx(plain["loss"], rel=0.2)
         share = a["wire_bytes"] / plain["wire_bytes"]
-        # PowerSGD sends 2 of the 4 steps as they are.
+        # PowerSGD sends 2 of the 4 steps uncompressed.
         assert {"plain": share == 1, "int8": 0.25 < share < 0.27, "powersgd": 0.5 < share < 0.65}[name]
 
     said = rows(printed)
@@ -64,8 +64,8 @@ def test_a_short_run_and_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     kept = commands.example("convergence.py", "--from", json_file, "--out", again, COLUMNS="100")
     assert kept.returncode == 0, kept.stderr
-    said_at_its_end = printed[printed.index(kept.stdout.splitlines()[0]) :]
-    assert kept.stdout.splitlines()[:-1] == said_at_its_end.splitlines()[:-1], "the last line is the picture's name"
+    first_report = printed[printed.index(kept.stdout.splitlines()[0]) :]
+    assert kept.stdout.splitlines()[:-1] == first_report.splitlines()[:-1], "the last line is the picture's name"
     assert again.read_bytes() == picture.read_bytes()
 
 
@@ -85,24 +85,24 @@ def runs_of(example: ModuleType, contestant: str, scores: list[float | None], **
         ([None, 0.92, 0.94], "diverged", "diverged"),
     ],
 )
-def test_verdicts(example: ModuleType, scores: list[float | None], higher: str, lower: str) -> None:
+def test_outcomes(example: ModuleType, scores: list[float | None], higher: str, lower: str) -> None:
     report = importlib.import_module("convergence_report")
     plain = runs_of(example, "plain", [0.9, 0.92, 0.9400001])
     some = runs_of(example, "int4", scores)
-    assert report.compare(some, plain, True).verdict == higher
-    assert report.compare(some, plain, False).verdict == lower
+    assert report.compare(some, plain, True).outcome == higher
+    assert report.compare(some, plain, False).outcome == lower
 
 
 def test_a_loss_that_is_not_finite_has_diverged(example: ModuleType) -> None:
     report = importlib.import_module("convergence_report")
     plain = runs_of(example, "plain", [0.9, 0.92, 0.94])
     chance = runs_of(example, "int4", [0.1, 0.1, 0.1], loss=None)
-    assert report.compare(chance, plain, True).verdict == "diverged"
-    assert report.compare(plain, chance, True).verdict == "unknown"
+    assert report.compare(chance, plain, True).outcome == "diverged"
+    assert report.compare(plain, chance, True).outcome == "unknown"
     assert "diverged: 3 of 3" in report.line(chance, ABOUT)
 
 
-def test_differences_are_taken_seed_by_seed(example: ModuleType) -> None:
+def test_differences_are_computed_for_each_seed(example: ModuleType) -> None:
     report = importlib.import_module("convergence_report")
     plain = runs_of(example, "plain", [0.90, 0.92, 0.94])
     found = report.compare(runs_of(example, "int4", [0.91, 0.93, 0.95]), plain, True)
@@ -110,7 +110,7 @@ def test_differences_are_taken_seed_by_seed(example: ModuleType) -> None:
     assert found.deviations == pytest.approx(0.5)
     same = runs_of(example, "plain", [0.9, 0.9, 0.9])
     assert report.compare(same, same, True) == report.Comparison("within", (0.0, 0.0, 0.0), None)
-    assert report.compare(plain, same, True).verdict == "better"
+    assert report.compare(plain, same, True).outcome == "better"
 
 
 ABOUT = {"title": "the digits", "metric": "accuracy", "style": "{:.2%}", "higher_is_better": True}
@@ -124,7 +124,7 @@ def test_summary_says_where_not_to_compress(example: ModuleType) -> None:
     powersgd = [example.Run("digits", "powersgd", seed, error="no") for seed in range(3)]
     chance = "Chance alone moves a mean of 3 seeds by 0.58 standard deviations."
     assert report.summary([*plain, *int8, *sign, *fp16, *powersgd], {"digits": ABOUT}) == [
-        "When not to use them, by these runs (in brackets: by how many of plain's standard deviations):",
+        "When not to use them, according to these runs (in brackets: the difference in standard deviations of plain):",
         "sign: worse on the digits (-5.0)",
         "fp16: diverged on the digits",
         "powersgd: does not run on the digits",
@@ -152,7 +152,7 @@ def _trouble(rank: int, world_size: int) -> tuple[Any, str]:
     convergence.powerSGD_hook = hook
     run = convergence.train("photographs", recipe, task, "powersgd", 0)
     convergence.CODECS["int8"] = ("none", False)
-    with pytest.raises(ValueError, match="none"):  # ours has no excuse
+    with pytest.raises(ValueError, match="none"):  # only errors of PowerSGD are recorded
         convergence.train("photographs", recipe, task, "int8", 0)
     apart = torch.nn.Linear(2, 2)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def _trouble(rank: int, world_size: int) -> tuple[Any, str]:
     return run.error, str(error.value)
 
 
-def test_trouble_is_told() -> None:
+def test_errors_and_different_parameters_are_reported() -> None:
     for error, apart in run_ranks(2, _trouble, fresh=True):
         assert "this hook" in error and "\n" not in error
         assert apart.startswith("int8, seed 0: expected the same parameters")
@@ -182,7 +182,7 @@ def test_trouble_is_told() -> None:
         ("", ("one rank", "torchrun --standalone --nproc-per-node 4")),
     ],
 )
-def test_a_bad_option_is_named(
+def test_the_error_names_the_wrong_option(
     example: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -198,8 +198,8 @@ def test_a_bad_option_is_named(
     assert all(word in answer for word in named), answer
 
 
-def test_the_docs_have_what_was_kept() -> None:
-    """And feedback has int8 and int4 within a standard deviation of plain, everywhere."""
+def test_the_docs_contain_the_saved_results() -> None:
+    """With feedback, int8 and int4 have to be within a standard deviation of plain in all recipes."""
     root = SCRIPT.parents[1]
     kept = root / "benchmarks" / "results" / "convergence" / "convergence.json"
     done = commands.example("convergence.py", "--from", kept, "--markdown")

@@ -1,4 +1,4 @@
-"""The example, run as a reader runs it: its table, picture and figures, and its answers to mistakes."""
+"""The example train.py: its table, picture and figures, and its errors for wrong options."""
 
 import json
 import struct
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.needs("matplotlib", "rich", "sklearn")
 
 
 def train(tmp_path: Path, *arguments: object, ranks: int = 2) -> tuple[str, Path, dict[str, Any]]:
-    """What it prints, its picture and its figures."""
+    """Run the example; return its output, its picture and its figures."""
     picture, json_file, here = tmp_path / "new" / "train.png", tmp_path / "figures.json", tmp_path / "here"
     here.mkdir()
     files = ("--out", picture, "--json", json_file)
@@ -26,7 +26,7 @@ def train(tmp_path: Path, *arguments: object, ranks: int = 2) -> tuple[str, Path
 
 
 def torchrun(tmp_path: Path, *arguments: object) -> tuple[str, Path, dict[str, Any]]:
-    """The same as a reader starts it."""
+    """Do the same with torchrun."""
     picture, json_file = tmp_path / "new" / "train.png", tmp_path / "figures.json"
     files = ("--out", picture, "--json", json_file)
     done = commands.torchrun(2, ROOT / "examples" / "train.py", *arguments, *files)
@@ -62,12 +62,12 @@ def test_both_sides_train_alike(tmp_path: Path, data: str, steps: int, start: Ca
     assert ours["losses"][-1] < ours["losses"][0]
     assert ours["score"] == pytest.approx(plain["score"], abs=0.02)
     assert ours["throughput"] > 0
-    # Two ranks: every plan sends each gradient once, as Gloo's ring does; chunk borders may add a few bytes.
+    # With two ranks every plan sends each gradient once, as Gloo's ring; the division in chunks may add a few bytes.
     assert ours["wire_bytes_per_step"] == pytest.approx(plain["wire_bytes_per_step"], rel=0.01)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gradients_travel_as_int8(tmp_path: Path, ranks: int) -> None:
+def test_gradients_are_sent_as_int8(tmp_path: Path, ranks: int) -> None:
     _, _, figures = train(tmp_path, "--steps", 30, "--codec", "int8", ranks=ranks)
     plain, ours = figures["plain"], figures["ours"]
     assert ours["wire_bytes_per_step"] < 0.27 * plain["wire_bytes_per_step"]
@@ -86,7 +86,7 @@ def test_one_rank_without_torchrun(tmp_path: Path) -> None:
     ("option", "valid"),
     [("--algorithm", ("auto", *comm.ALGORITHMS)), ("--codec", codecs.CODECS), ("--optimizer", ("adamw",))],
 )
-def test_an_unknown_name_is_answered_with_the_valid_ones(option: str, valid: tuple[str, ...]) -> None:
+def test_the_error_for_an_unknown_name_lists_the_valid_ones(option: str, valid: tuple[str, ...]) -> None:
     done = commands.example("train.py", option, "nonsense")
     assert done.returncode == 2
     answer = done.stderr.splitlines()[-1]
@@ -95,7 +95,7 @@ def test_an_unknown_name_is_answered_with_the_valid_ones(option: str, valid: tup
 
 
 @pytest.mark.parametrize("package", ["rich", "sklearn", "matplotlib"])
-def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_the_error_for_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     commands.hide(monkeypatch, package)
     monkeypatch.delitem(sys.modules, "tasks", raising=False)
     done = commands.example("train.py")

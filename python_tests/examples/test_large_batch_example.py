@@ -1,4 +1,4 @@
-"""The large-batch example: a short run as a reader runs it, its learning rates, and what it says of results."""
+"""The large-batch example: a short run, its learning rates, and its summary."""
 
 import importlib
 import json
@@ -108,7 +108,7 @@ def test_summary_says_where_lars_helps(example: ModuleType) -> None:
     assert "two seeds" in example.summary({"sgd": {16: [0.9]}, "lars": {16: [0.8]}})[0]
 
 
-def test_deviations_are_pooled(example: ModuleType) -> None:
+def test_standard_deviations_are_pooled(example: ModuleType) -> None:
     wide, narrow = [0.8, 0.9, 1.0], [0.84, 0.84, 0.84]  # standard deviations 0.1 and 0; pooled 0.0707
     assert example.compare(wide, narrow) == "within"
     assert example.compare(wide, [0.82] * 3) == "ahead"
@@ -129,7 +129,7 @@ def test_deviations_are_pooled(example: ModuleType) -> None:
         ("--rule nonsense", ("--rule", "nonsense", "linear", "sqrt", "none")),
     ],
 )
-def test_a_bad_option_is_named(
+def test_the_error_names_the_wrong_option(
     example: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -140,6 +140,6 @@ def test_a_bad_option_is_named(
     with pytest.raises(SystemExit) as end:
         example.main()
     printed = capsys.readouterr().err.splitlines()
-    answer = printed[-1] if printed else end.value.code  # a text as its code is printed only by the interpreter
+    answer = printed[-1] if printed else end.value.code  # the interpreter would print a text code
     assert end.value.code
     assert all(word in answer for word in named), answer

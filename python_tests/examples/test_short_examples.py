@@ -1,4 +1,4 @@
-"""The short examples, run as a reader runs them, in few steps."""
+"""The short examples, run with few steps."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 PERCENT = r"\d+\.\d"
 
-# Its arguments, and the numbers that it prints, in their order: accuracies, and what does not depend on the machine.
+# The arguments of each example, and the numbers that it prints, in their order, as regular expressions.
 EXAMPLES = {
     "accumulation.py": ("--steps 3", ["12", "3", "25.6", "32", PERCENT]),
     "activation_checkpointing.py": ("--steps 4", [PERCENT, "25.6", "32"]),
@@ -27,7 +27,7 @@ EXAMPLES = {
 }
 
 
-ELSEWHERE = {"elastic.py", "with_accelerate.py", "with_lightning.py", "with_trainer.py"}  # tested with what they show
+ELSEWHERE = {"elastic.py", "with_accelerate.py", "with_lightning.py", "with_trainer.py"}  # have own tests
 
 
 def numbers(said: str) -> list[str]:
@@ -40,18 +40,18 @@ def test_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     said = run_example(name, tmp_path, *arguments.split())
     found = numbers(said)
     assert len(found) == len(expected) and all(map(re.fullmatch, expected, found)), said
-    assert len(said.splitlines()) <= 3, "of one rank"
+    assert len(said.splitlines()) <= 3, "only one rank prints"
     if name == "resume.py":
         assert said.endswith("the bits of a run that never stopped: yes\n")
 
 
-def test_sharded_inside_of_hosts(tmp_path: Path) -> None:
+def test_hybrid_sharding(tmp_path: Path) -> None:
     said = run_example("fully_sharded.py", tmp_path, "--steps", "4", "--hosts", "2", ranks=4)
     _, steps, ratio, _ = numbers(said)
     assert steps == "4" and float(ratio) > 3.5
 
 
-def test_none_is_forgotten_and_each_says_how_to_run_it() -> None:
+def test_every_short_example_is_tested_and_says_how_to_run_it() -> None:
     files = {file.name: file.read_text() for file in FOLDER.glob("*.py")}
     assert {name for name, text in files.items() if "from shared import" in text} == EXAMPLES.keys() | ELSEWHERE
     for name in EXAMPLES:
