@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What has to hold at every commit, on a clean clone without a GPU.
+"""The checks that every commit has to pass, on a clean clone without a GPU.
 
-    bash .ci/run                all portions, one after another
-    bash .ci/run NAME ...       these; each has what it needs installed first
-    bash .ci/run --list         their names
+    bash .ci/run                run all portions, one after another
+    bash .ci/run NAME ...       run these portions; each first installs what it needs
+    bash .ci/run --list         list the names of the portions
 
-For Debian: tools are installed by apt-get, as root or by sudo. nvcc has to be there. Results lie in build/commit.
+For Debian: tools are installed by apt-get, as root or by sudo. nvcc has to be installed. Results are in build/commit.
 """
 
 import os
@@ -24,19 +24,19 @@ TOOLS = Step(
     "$sudo apt-get install -y -qq cmake ninja-build libgtest-dev iproute2 procps >/dev/null",
     300,
 )
-# What the README's command installs, where that has not run.
+# Installs what the README's test command installs, if that command has not run yet.
 ENVIRONMENT = Step("environment", f"[ -x .venv/bin/pytest ] || {{ {TEST.rpartition(' && ')[0]}; }}", 900)
 
 
 def cpp(name: str, *options: str) -> str:
-    """A command that builds the C++ tests of the modules without torch in build/NAME."""
+    """Return a command that builds the C++ tests of the modules without torch in build/NAME."""
     return f"cmake -S . -B build/{name} -G Ninja {' '.join(options)} && cmake --build build/{name}"
 
 
 def cpp_tests(name: str, tests: str = "*") -> str:
-    """A command that runs them in four processes: the tests of ranks that wait leave a core idle.
+    """Return a command that runs the tests in four processes, since tests whose ranks wait leave a core idle.
 
-    What was skipped is counted and not listed, so that failures are among the last lines.
+    Skipped tests are counted and not listed, so that failures are among the last lines.
     """
     tests = f"build/{name}/dltrain_tests --gtest_brief=1 --gtest_filter='{tests}'"
     processes = f"printf '%s\\n' 0 1 2 3 | xargs -P 4 -I % env GTEST_SHARD_INDEX=% {tests}"
@@ -44,13 +44,13 @@ def cpp_tests(name: str, tests: str = "*") -> str:
 
 
 SLOW = "AllReduce.Feeds*:AllReduce.*Millions*:AllReduce.AddsTheNoise*:*AllReduceOn*:Simulate.*:FailureDetector.*"
-THREADED = (  # what has threads of its own, and the CUDA kernels that are quick to emulate
+THREADED = (  # tests of code that has its own threads, and of the CUDA kernels that are quick to emulate
     "*Queue*:*Mailbox*:*FailureDetector*:Executor.*:AllReduce.TakesHalves:AllReduce.Spreads*:AllReduce.IsTheSame*:"
     "*FoldOn.Scales*:"
     "*FoldOn.Adds*:*CodecOn.Sees*:*ReduceOn.IsFinite*:*ReadsItsScalars*:Memory*:*Nccl*:*ReduceScatter*:*TwoLevels*:"
     "*Layout*:*Feedback*"
 )
-# Of the Python tests, those of the bindings: what they read of tensors and lists, and what outlives a call.
+# The Python tests of the bindings: how they read tensors and lists, and which objects outlive a call.
 SANITIZED = " ".join(
     f"python_tests/{name}.py"
     for name in (
@@ -68,12 +68,12 @@ SANITIZED = " ".join(
         "comm/test_reduce_scatter",
     )
 )
-# How many ranks there are, by which algorithm, and what any number of threads computes, is not the bindings' to see.
+# The bindings do not depend on the number of ranks or threads, or on the algorithm: one case of such tests suffices.
 ONCE = "sums_are_exact[3] or (dead_rank and ring) or not (sums_are_exact or dead_rank or number_of_threads)"
 IN_SANITIZED = f"""
 LIBRARIES="$(for name in asan ubsan stdc++; do g++ -print-file-name=lib$name.so; done | tr '\\n' ' ')"
 cd build/sanitized
-# Leaks are not looked for: Python and torch keep what they have until the end. Too large a tensor is torch's to refuse.
+# No leak detection: Python and torch free much only at exit. Too large allocations return null, so that torch raises.
 LD_PRELOAD=$LIBRARIES ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=. \\
   ../../{PYTHON} -m pytest -q -n 3 --dist loadgroup -k '{ONCE}' {SANITIZED}
 """
@@ -85,7 +85,7 @@ PORTIONS = {
         ENVIRONMENT,
         Step("a wheel", f"rm -rf build/dist && {PYTHON} -m pip wheel -q --no-deps --wheel-dir build/dist .", 600),
         Step(
-            "it and torch alone",
+            "install it with torch only",
             "rm -rf build/beside-torch && python3 -m venv build/beside-torch; "
             "build/beside-torch/bin/pip install -q torch==2.13.0; "
             "build/beside-torch/bin/pip install -q --no-deps build/dist/*.whl",
@@ -127,13 +127,13 @@ PORTIONS = {
         Step("C++ and CUDA, by nvcc", cpp("cuda", "-DDLTRAIN_CUDA=ON"), 900),
         Step("C++ tests", cpp_tests("cuda"), 600),
         Step(
-            "what nvcc makes of the kernels",
+            "the machine code of the kernels",
             f"{PYTHON} -m pip install -q nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm; "
             f"DLTRAIN_SASS=$PWD/build/cuda/libdltrain.a {PYTHON} -m pytest -q python_tests/project/test_sass.py",
             300,
         ),
         Step(
-            "what is declared of NCCL",
+            "the declarations of NCCL",
             f"{PYTHON} -m pip install -q --no-deps nvidia-nccl-cu13; "
             f"{PYTHON} -m pytest -q python_tests/comm/test_connections.py -k 'declarations or real'",
             300,
@@ -164,10 +164,10 @@ def main(arguments: list[str]) -> bool:
         print(*PORTIONS, sep="\n")
         return True
     if unknown := [name for name in arguments if name not in PORTIONS]:
-        sys.exit(f"{', '.join(unknown)}: expected of {', '.join(PORTIONS)}\n\n{__doc__}")
+        sys.exit(f"expected portions out of {', '.join(PORTIONS)}, got {', '.join(unknown)}\n\n{__doc__}")
     os.environ.setdefault("DEBIAN_FRONTEND", "noninteractive")
     wanted = arguments or [*PORTIONS]
-    steps = dict.fromkeys(step for name in wanted for step in PORTIONS[name])  # each once
+    steps = dict.fromkeys(step for name in wanted for step in PORTIONS[name])  # without duplicates
     return run([*steps], ROOT / "build" / "commit", "-".join(arguments) or "all")
 
 

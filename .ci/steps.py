@@ -1,4 +1,4 @@
-"""Steps of a script, one after another: each has a limit and a log, and one that fails does not end the others."""
+"""Runs the steps of a script one after another. Each has a time limit and a log, and a failed step ends no other."""
 
 import contextlib
 import os
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN = 60  # lines of the log of a step that failed
+SHOWN = 60  # last lines of the log that are shown if a step fails
 
 
 class Step(NamedTuple):
-    """A command for bash, run in the root of the checkout, with $OUT for what it writes.
+    """A command for bash, which is run in the root of the checkout, with the folder $OUT for its output.
 
-    It may take ``limit`` seconds. It is skipped where one of ``needs``, a file or a command on the PATH, is not there.
+    It may take ``limit`` seconds. It is skipped if one of ``needs``, a file or a command on the PATH, does not exist.
     """
 
     name: str
@@ -30,8 +30,8 @@ class Step(NamedTuple):
 
 
 def run(steps: Sequence[Step], folder: Path, name: str, seconds: float = float("inf")) -> bool:
-    """Whether no step failed, within so many seconds in all. Leaves folder/name.txt and name.tar.gz, with all logs."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends the step that is running, too
+    """Run the steps within `seconds` in all, and return whether none failed. Write folder/name.txt and name.tar.gz."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the running step is ended, too
     start, out = time.monotonic(), ROOT / "build" / "steps" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -52,7 +52,7 @@ def run(steps: Sequence[Step], folder: Path, name: str, seconds: float = float("
         print(lines[-1], flush=True)
         if said.startswith("FAILED") and log.exists():
             print("\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:]), flush=True)
-        # A run that is cut off leaves these, too.
+        # These are written after each step, so that an interrupted run has them, too.
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
         with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as archive:
             archive.add(out, name)
@@ -61,7 +61,7 @@ def run(steps: Sequence[Step], folder: Path, name: str, seconds: float = float("
 
 
 def _run(command: str, log: Path, limit: float, out: Path) -> str:
-    """What it came to: passed, or FAILED and why."""
+    """Run a command; return "passed", or "FAILED" with the reason."""
     with log.open("wb") as written:
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", command],
@@ -82,7 +82,7 @@ def _run(command: str, log: Path, limit: float, out: Path) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """The whole process group, with what has been started in it and is still there."""
+    """End the whole process group, including processes that the command has left running."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -92,5 +92,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def copy_of_tree(folder: str) -> str:
-    """A command that copies what is tracked, as it is now, so that builds do not meet in one folder."""
+    """Return a command that copies all tracked files in their current state, so that builds do not share a folder."""
     return f"rm -rf {folder} && mkdir -p {folder} && git ls-files -z | xargs -0 cp --parents -t {folder}"

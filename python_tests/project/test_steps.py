@@ -1,4 +1,4 @@
-"""The scripts of .ci that run steps: none ends the others, each has a limit, and what they came to is kept."""
+"""The scripts of .ci that run steps: a failed step ends no other, each has a time limit, and results are saved."""
 
 import runpy
 import subprocess
@@ -17,7 +17,7 @@ def steps():
     return runpy.run_path(str(ROOT / ".ci" / "steps.py"))
 
 
-def test_what_fails_ends_nothing_else(steps, tmp_path, capsys):
+def test_a_failed_step_does_not_end_the_others(steps, tmp_path, capsys):
     Step = steps["Step"]
     given = [
         Step("first", "echo figures >$OUT/figures.txt", 10),
@@ -41,7 +41,7 @@ def test_what_fails_ends_nothing_else(steps, tmp_path, capsys):
         names = archive.getnames()
     assert {"ends-nothing/figures.txt", "ends-nothing/02-fails.log"} <= set(names)
     child, until = Path("/proc", (tmp_path / "child").read_text().strip(), "stat"), time.monotonic() + 20
-    while _lives(child):  # what it had started ends too
+    while _lives(child):  # the processes that it has started are ended, too
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -60,8 +60,8 @@ def test_a_portion_ends_in_time(steps, tmp_path):
     assert "FAILED: took longer than 6 s" in one and "FAILED: no time was left" in two
 
 
-def test_every_portion_for_a_gpu_can_be_read_and_ended():
-    """No step may take a whole portion; in all they may, since few come near their limits."""
+def test_the_steps_for_a_gpu_have_valid_syntax_and_limits():
+    """No step may take a whole portion. The sum of the limits may exceed it, since few steps need their limits."""
     gpu = runpy.run_path(str(ROOT / ".ci" / "gpu"))
     for portion in gpu["PORTIONS"]:
         for step in portion(False):
@@ -72,13 +72,13 @@ def test_every_portion_for_a_gpu_can_be_read_and_ended():
 @pytest.mark.parametrize(
     ("script", "usage"), [("gpu", "python3 .ci/gpu"), ("full", "python3 .ci/full"), ("commit.py", "bash .ci/run")]
 )
-def test_mistakes_are_answered(script, usage):
+def test_a_wrong_argument_shows_the_usage(script, usage):
     done = commands.python(ROOT / ".ci" / script, "nonsense")
     assert done.returncode == 1 and usage in done.stderr
 
 
 @pytest.mark.parametrize("script", ["commit.py", "full"])
-def test_every_step_can_be_read(script, monkeypatch):
+def test_every_step_has_valid_syntax(script, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / ".ci")
     portions = runpy.run_path(str(ROOT / ".ci" / script))["PORTIONS"]
     for step in {step for steps in portions.values() for step in steps}:
