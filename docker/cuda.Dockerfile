@@ -1,4 +1,4 @@
-# Runs the README's test command with CUDA 13.0, for which the torch on PyPI is built. Only running needs a GPU:
+# Runs the README's test command with CUDA 13.0, for which the torch on PyPI is built. Only docker run needs a GPU:
 #
 #   docker build -f docker/cuda.Dockerfile -t dltrain_ext:cuda .
 #   docker run --rm --gpus all dltrain_ext:cuda
@@ -16,7 +16,7 @@ ENV PIP_NO_CACHE_DIR=1
 RUN python3 -m venv .venv && .venv/bin/pip install torch==2.13.0
 
 COPY --chown=10001 . .
-# With 1, a build that finds no CUDA is an error instead of a build for the CPU only.
+# With 1, a build without CUDA is an error, instead of a build for the CPU only.
 ENV DLTRAIN_CUDA=1
 RUN .venv/bin/pip install '.[test]'
 
