@@ -1,4 +1,4 @@
-"""What a reader types at a shell, done in this process, which has imported torch already."""
+"""Runs commands as a user types them in a shell, in this process, which has already imported torch."""
 
 import contextlib
 import importlib.abc
@@ -23,7 +23,7 @@ from benchmarks.__main__ import main
 
 
 class Done(NamedTuple):
-    """What a shell sees of a command."""
+    """The result of a command, as a shell sees it."""
 
     returncode: int
     stdout: str
@@ -31,7 +31,7 @@ class Done(NamedTuple):
 
 
 def python(*arguments: object, cwd: Path | None = None, **environment: str) -> Done:
-    """Python in a process of its own, where its start is what is tested."""
+    """Run Python in a process of its own, for tests of its start."""
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
     return Done(done.returncode, done.stdout, done.stderr)
@@ -43,15 +43,15 @@ def torchrun(ranks: int, *arguments: object, cwd: Path | None = None, **environm
 
 
 def benchmarks(*arguments: object, **environment: str) -> Done:
-    """python -m benchmarks"""
+    """Run python -m benchmarks."""
     argv = [*map(str, arguments)]
     return _done(partial(main, argv), [str(ROOT / "benchmarks" / "__main__.py"), *argv], environment)
 
 
 def interruptible(*arguments: object, executable: str = sys.executable) -> Done:
-    """The same in a process of its own, which answers signals as one that a shell has started.
+    """Run the benchmarks in a process of its own, with the signal handlers of a process that a shell has started.
 
-    Here, as a test's own module would look for emulated hosts when that process imports it.
+    This function is in this module because importing a test module would check for emulated hosts.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -61,7 +61,7 @@ def interruptible(*arguments: object, executable: str = sys.executable) -> Done:
 
 
 def hosts(*arguments: object) -> int:
-    """python -m benchmarks hosts, which prints what its ranks print; the exit status."""
+    """Run python -m benchmarks hosts, whose ranks write to this process's output; return the exit status."""
     try:
         return main(["hosts", *map(str, arguments)])
     except SystemExit as exit:
@@ -73,14 +73,14 @@ def on_hosts(*arguments: object, script: str) -> int:
 
 
 def example(name: str, *arguments: object, **environment: str) -> Done:
-    """An example as one rank that nobody has launched."""
+    """Run an example as a single rank, without a launcher."""
     script = ROOT / "examples" / name
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(script.parent)
         patch.delenv("RANK", raising=False)
         run = partial(runpy.run_path, str(script), run_name="__main__")
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Unable to enable fault handler")  # by torch's record: pytest has its own
+            warnings.filterwarnings("ignore", "Unable to enable fault handler")  # torch's record() cannot, under pytest
             return _done(run, [str(script), *map(str, arguments)], environment)
 
 
@@ -92,7 +92,7 @@ def _done(call: Callable[[], Any], argv: list[str], environment: dict[str, str])
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        torch.set_num_threads(1)  # on a busy machine two would wait for each other
+        torch.set_num_threads(1)  # on a busy machine two threads would wait for each other
         patch.setattr(sys, "argv", argv)
         for variable, value in ({"COLUMNS": "200"} | environment).items():
             patch.setenv(variable, value)
@@ -102,13 +102,13 @@ def _done(call: Callable[[], Any], argv: list[str], environment: dict[str, str])
             status = end.code
         finally:
             torch.set_num_threads(threads)
-    if isinstance(status, str):  # the interpreter prints it
+    if isinstance(status, str):  # the interpreter would print it
         return Done(1, out.getvalue(), f"{err.getvalue()}{status}\n")
     return Done(status if isinstance(status, int) else 0, out.getvalue(), err.getvalue())
 
 
 def hide(patch: pytest.MonkeyPatch, package: str) -> None:
-    """Has the package be missing, also where something has imported it already."""
+    """Make a package appear to be missing, even if it has already been imported."""
 
     class Missing(importlib.abc.MetaPathFinder):
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
@@ -122,7 +122,7 @@ def hide(patch: pytest.MonkeyPatch, package: str) -> None:
 
 @cache
 def why_no_hosts() -> str | None:
-    """Why this machine can have no emulated hosts; None if it can."""
+    """Return why this machine cannot emulate hosts; None if it can."""
     if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
         return f"no {' and no '.join(missing)} (apt install iproute2)"
     if os.geteuid():

@@ -1,7 +1,8 @@
-"""What need not be there: a GPU, and packages that only some tests import. Where it is not, those tests are skipped.
+"""Skips tests whose requirements are missing: a GPU, or packages that only some tests import.
 
-What a test imports itself is found out, what its child processes need is said by the mark `needs`. A test that asks for
-`device` runs on the CPU and, marked gpu, on a CUDA device. Without arguments all tests run, in several processes.
+The imports of a test module are detected; the mark `needs` names the packages that child processes need. A test with
+the fixture `device` runs on the CPU and, marked gpu, on a CUDA device. Without arguments all tests run,
+in several processes.
 """
 
 import functools
@@ -21,23 +22,23 @@ OPTIONAL = {"expecttest", "hypothesis", "matplotlib", "numpy", "rich", "sklearn"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Spreads all tests over processes, two for each core as many tests wait; not so if told what to run."""
+    """Run all tests in several processes, two per core since many tests wait; not if the command line selects tests."""
     option = config.option
     if "PYTEST_XDIST_WORKER" in os.environ:
-        option.loadgroup = True  # a worker reads the command line alone
+        option.loadgroup = True  # a worker only sees the command line
         return
     told = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.usepdb
-    counts = getattr(option, "cov_source", None)  # pytest-cov has looked before whether there are several processes
+    counts = getattr(option, "cov_source", None)  # pytest-cov has already checked whether there are several processes
     if told or counts or option.collectonly or not config.pluginmanager.hasplugin("xdist"):
         return
     if option.numprocesses is None and option.dist == "no":
         option.numprocesses, option.dist = min(8, 2 * len(os.sched_getaffinity(0))), "loadgroup"
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # they share the cores
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # the processes share the cores
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtestloop() -> Any:
-    """Ends the ranks that rest before pytest-cov adds up what has been counted."""
+    """End the idle worker processes before pytest-cov sums up the coverage."""
     try:
         return (yield)
     finally:
@@ -46,7 +47,7 @@ def pytest_runtestloop() -> Any:
 
 
 class Module(pytest.Module):
-    """Skipped by name where it imports a package that need not be there."""
+    """A test module that is skipped, with the name of the package, if it imports a missing optional package."""
 
     def collect(self) -> Any:
         try:
@@ -64,7 +65,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def no_gpu() -> str | None:
-    """Why tests marked gpu cannot run; None if they can."""
+    """Return why tests marked gpu cannot run; None if they can."""
     if not _ops.built_with_cuda:
         return "this build of dltrain_ext is without CUDA"
     return None if torch.cuda.is_available() else "torch sees no CUDA device"

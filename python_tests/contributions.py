@@ -1,4 +1,4 @@
-"""What ranks give to an all-reduce in the tests, and what they make of it."""
+"""Inputs of the ranks for all-reduces in tests, and comparisons of their results."""
 
 import torch
 import torch.distributed as dist
@@ -9,17 +9,17 @@ LOSSY = [codec for codec in codecs.CODECS if codecs.error_bound(codec).max > 0]
 
 
 def fitting(codec: str) -> list[str]:
-    """The algorithms that take a codec: those that encode more than once take none that loses something."""
+    """Return the algorithms that accept a codec; those that encode more than once accept only lossless codecs."""
     return [name for name in comm.ALGORITHMS if codec not in LOSSY or not comm.plan(name, 0, 1).exact]
 
 
 def whole(rank: int, numel: int) -> torch.Tensor:
-    """Small integers: any order of summation is exact."""
+    """Return small integers, whose sums are exact in any order."""
     return _periodic((torch.arange(31) * 7 + rank * 13) % 31 - 15, numel)
 
 
 def whole_total(world_size: int, numel: int) -> torch.Tensor:
-    """The sum of those of all ranks."""
+    """Return the sum of the integers of all ranks."""
     return _periodic(sum((whole(rank, 31) for rank in range(world_size)), torch.zeros(31)), numel)
 
 
@@ -32,14 +32,14 @@ def normal(rank: int, numel: int, step: int = 0) -> torch.Tensor:
 
 
 def same_everywhere(tensor: torch.Tensor) -> bool:
-    """Whether all ranks hold rank 0's bits."""
+    """Return whether all ranks have the same bits as rank 0."""
     first = tensor.clone()
     dist.broadcast(first, 0)
     return torch.equal(first.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def assert_same(one, other):
-    """Of states: nested, and bit for bit."""
+    """Assert that two nested states are equal, bit by bit."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:

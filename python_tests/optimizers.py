@@ -1,4 +1,4 @@
-"""For the tests of optimizers: parameters and gradients of the same values on any device, comparisons with torch."""
+"""Tools for the tests of optimizers: equal parameters and gradients on any device, and comparisons with torch."""
 
 import inspect
 import io
@@ -9,11 +9,11 @@ from dltrain_ext import optim
 from dltrain_ext.amp import LossScaler
 from dltrain_ext.optim.rule import RULES
 
-RTOL, ATOL = 2e-5, 2e-6  # of torch's own fp32 variants among each other, over tens of steps
+RTOL, ATOL = 2e-5, 2e-6  # as between torch's own fp32 implementations, over tens of steps
 KINDS = [getattr(optim, name) for name in optim.__all__]
 PAIRS = [(kind, getattr(torch.optim, kind.__name__)) for kind in KINDS if hasattr(torch.optim, kind.__name__)]
 IDS = [kind.__name__ for kind, _ in PAIRS]
-# What is more telling than a default, by its name.
+# Options with values for which a test can detect more errors than with the defaults.
 TELLING = {"beta2": 0.99, "eps": 1e-3, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "lr_decay": 0.1}
 OPS = {
     f"{rule.name}_": {"lr": 0.1} | {name: TELLING.get(name, default) for name, default in rule.hyper.items()}
@@ -23,7 +23,7 @@ SHAPES = [(3, 5), (7,), (), (1, 1, 2), (0, 4), (64, 33)]
 
 
 def telling(kind, **options):
-    """Options of an optimizer that make a test say more, beside these and ``lr``."""
+    """Return options with which a test can detect more errors; these and ``lr`` are added."""
     taken = inspect.signature(kind).parameters
     usual = {"momentum": 0.9, "weight_decay": 0.1}
     return {name: value for name, value in usual.items() if name in taken} | options
@@ -45,13 +45,13 @@ def assert_untouched(grads, before):
 
 
 def assert_same(ours, theirs):
-    """Close in value; torch keeps the count of steps on the CPU even where the parameters are on CUDA."""
+    """Assert that values are close; torch keeps step counts on the CPU, even if parameters are on CUDA."""
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=RTOL, atol=ATOL, check_device=False)
 
 
 class Pair:
-    """Our AdamW and torch's, on parameters of their own with the same values and gradients."""
+    """Our AdamW and torch's, with parameters of their own that have the same values and gradients."""
 
     def __init__(self, device="cpu", shapes=SHAPES, groups=lambda params: params, **options):
         self.params = [make_params(shapes, device), make_params(shapes, device)]
@@ -82,13 +82,13 @@ class Pair:
 
 
 def everything(params, optimizer):
-    """Copies of the parameters and of all tensors that the optimizer keeps for them."""
+    """Return copies of the parameters and of all tensors of their state."""
     kept = [value for p in params for value in optimizer.state.get(p, {}).values()]
     return [tensor.detach().clone() for tensor in (*params, *kept)]
 
 
 def assert_same_bits_for_any_number_of_threads(run):
-    """Of the tensors that run() returns."""
+    """Assert that the tensors that run() returns do not depend on the number of threads."""
     results, threads = [], torch.get_num_threads()
     try:
         for number in (1, 2, 3, 4):
@@ -101,7 +101,7 @@ def assert_same_bits_for_any_number_of_threads(run):
 
 
 def scaled_steps(params, optimizer, give, max_norm):
-    """All that three loss-scaled steps make, the last norm included."""
+    """Return all results of three loss-scaled steps, including the last norm."""
     scaler = LossScaler("cpu", init_scale=8.0)
     for seed in range(3):
         scaler.scale(torch.ones(()))
@@ -119,21 +119,21 @@ def through_file(value):
 
 
 def give_own_grads(params, seed):
-    """Of each parameter's dtype and device."""
+    """Set gradients of each parameter's dtype and device."""
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p)
 
 
 def two_groups(kind, device="cpu", dtype=torch.float32, **options):
-    """Parameters and an optimizer of them."""
+    """Return parameters and an optimizer of them in two groups."""
     shapes = [(3, 5), (7,), (), (0, 4), (33, 9)]
     params = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(shapes, device)]
     return params, kind([{"params": params[:2], "lr": 0.05}, {"params": params[2:]}], lr=0.1, **options)
 
 
 def give_scaled(params, seed, scaler, bad=None):
-    """Gradients as a backward pass through a scaled loss would leave them; `bad` in one element of one of them."""
+    """Set gradients as a backward pass through a scaled loss does; `bad` is one element of one of them."""
     give_own_grads(params, seed)
     scale = scaler.scale(torch.ones((), device=params[0].device))
     for p in params:
@@ -143,7 +143,7 @@ def give_scaled(params, seed, scaler, bad=None):
 
 
 def by_hand(params, optimizer, scaler, max_norm):
-    """A clipped step as it is written with torch's GradScaler; returns the norm."""
+    """Do a clipped step with torch's GradScaler and clip_grad_norm_; return the norm."""
     norm = None
     if max_norm is not None:
         scaler.unscale_(optimizer)
@@ -153,7 +153,7 @@ def by_hand(params, optimizer, scaler, max_norm):
 
 
 def strided(values, layout):
-    """A tensor of these values that lies in memory in some way, and the memory, with sentinels where it does not."""
+    """Return a tensor of these values with some layout, and its memory, with sentinels outside of the elements."""
     shape, numel = values.shape, values.numel()
     if layout == "transposed":
         memory = values.new_full((numel,), 77.0)
@@ -173,7 +173,7 @@ def strided(values, layout):
 
 
 def iterate(scaler, params, optimizer, text):
-    """An iteration a letter, x one that overflows; returns the scale after each."""
+    """Do an iteration per letter, where x is one that overflows; return the scale after each."""
     scales = []
     for seed, letter in enumerate(text):
         give_scaled(params, seed, scaler, float("inf") if letter == "x" else None)
@@ -184,20 +184,20 @@ def iterate(scaler, params, optimizer, text):
 
 
 def run_steps(params, optimizer, seeds):
-    """With gradients of each parameter's dtype."""
+    """Do steps with gradients of each parameter's dtype."""
     for seed in seeds:
         give_own_grads(params, seed)
         optimizer.step()
 
 
 def names_of_lists(op):
-    """Of an optimizer's states, and of its counters."""
+    """Return the names of the lists of an optimizer's states, and of its counters."""
     rule = RULES[op.rstrip("_")]
     return [f"{state.key}s" for state in rule.states], [f"{counter.key}s" for counter in rule.counters]
 
 
 def op_lists(op, params, grads, states, masters):
-    """The first arguments of an optimizer's op, with as many of these lists of states as it has."""
+    """Return the first arguments of an optimizer's op, with as many lists of states as it takes."""
     own, counters = names_of_lists(op)
     counts = [[torch.full((), 3.0, dtype=p.dtype, device=p.device) for p in states[0]] for _ in counters]
     return params, grads, *states[: len(own)], *counts, masters
@@ -211,6 +211,6 @@ STATES = max(len(rule.states) for rule in RULES.values())
 
 
 def available_bytes():
-    """Of memory."""
+    """Return the available memory in bytes."""
     with open("/proc/meminfo") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,4 +1,4 @@
-"""hypothesis, for modules that have other tests too: where it is not installed, its tests alone are skipped."""
+"""hypothesis for modules that also have other tests: if it is not installed, only its tests are skipped."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError:
 
     class Absent:
-        """Answers whatever strategies and settings are asked for."""
+        """Replaces all strategies and settings."""
 
         def __getattr__(self, name: str) -> "Absent":
             return self
@@ -31,7 +31,7 @@ except ModuleNotFoundError:
 
 
 def property_test(max_examples: int, **strategies: Any) -> Any:
-    """Draws the named arguments; fixtures, like the device, are the same for all examples."""
+    """Make a property test that draws the named arguments; fixtures, like device, are the same for all examples."""
     health = [HealthCheck.function_scoped_fixture]
     return lambda test: settings(max_examples=max_examples, deadline=None, suppress_health_check=health)(
         given(**strategies)(test)

@@ -1,4 +1,4 @@
-"""Several ranks for a test: real processes in a real Gloo group."""
+"""Runs the body of a test on several ranks: processes in a Gloo group."""
 
 import contextlib
 import ctypes
@@ -17,18 +17,18 @@ from typing import Any
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # behind what is installed
+sys.path.append(str(ROOT))  # after the installed packages
 
 from benchmarks.machine import processes  # noqa: E402
 from dltrain_ext import _C  # noqa: E402
 
 processes.preload("pytest")
 
-# Timeouts of communicators in the tests of faults, for machines under load as well.
-DEADLINE = timedelta(seconds=6)  # where it has to pass; time enough to make a communicator
-FAR = timedelta(seconds=60)  # where it has not to pass
-SILENCE = timedelta(seconds=3)  # of a rank that lives
-SLACK = 20.0  # seconds that the load may add
+# Timeouts of communicators in the tests of faults, also for machines under load.
+DEADLINE = timedelta(seconds=6)  # for timeouts that have to pass; enough to make a communicator
+FAR = timedelta(seconds=60)  # for timeouts that must not pass
+SILENCE = timedelta(seconds=3)  # of a living rank
+SLACK = 20.0  # s that other load may add
 
 
 def _rank(body: Callable, rank: int, world_size: int, port: int, hosted: bool, args: tuple) -> Any:
@@ -40,13 +40,13 @@ def _rank(body: Callable, rank: int, world_size: int, port: int, hosted: bool, a
 
 @cache
 def _count_at_end() -> None:
-    """Has a forked process write what gcov has counted: it leaves by os._exit, where nothing else does."""
+    """Have a forked process write the coverage of gcov, which os._exit would not."""
     if hasattr(library := ctypes.CDLL(_C.__file__), "__gcov_dump"):
         Finalize(None, library.__gcov_dump, exitpriority=0)
 
 
 def join_group(store: dist.Store, rank: int, world_size: int) -> None:
-    """Makes the default group."""
+    """Make the default group."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
 
 
@@ -55,7 +55,7 @@ def _own_store() -> dist.TCPStore:
 
 
 def store_of_first(store: dist.Store, rank: int) -> dist.Store:
-    """One that rank 0 is the host of, and says so in the other."""
+    """Return a store that rank 0 hosts; its port is written to `store`."""
     name = "port of the store of rank 0"
     if rank > 0:
         return dist.TCPStore("127.0.0.1", int(store.get(name)), is_master=False)
@@ -65,7 +65,7 @@ def store_of_first(store: dist.Store, rank: int) -> dist.Store:
 
 
 def ready() -> None:
-    """Of a rank: that the test may do what it does ``when_ready``."""
+    """Report that this rank is ready, so that the test may call ``when_ready``."""
     processes.report(None)
 
 
@@ -79,13 +79,13 @@ def run_ranks(
     when_ready: Callable[[list[int]], None] | None = None,
     fresh: bool = False,
 ) -> list[Any]:
-    """Calls ``body(rank, world_size, *args)`` on every rank and returns what each returned (None for the ``dying``).
+    """Call ``body(rank, world_size, *args)`` on every rank and return the results (None for the ``dying``).
 
-    Fails when a rank raises, hangs or leaves with an exit status other than 0. Hosted: the store is on rank 0;
-    ``when_ready`` is called, with the ranks' process ids, when each has said that it is ready. For a body that leaves
-    traces in its process the ranks are to be fresh.
+    Fails if a rank raises, hangs, or exits with a status other than 0. ``hosted``: the store is on rank 0.
+    ``when_ready`` is called with the ranks' process ids when each has reported that it is ready. ``fresh``: the ranks
+    are new processes that end afterwards, for a body that changes the state of its process.
     """
-    # Not a file: a FileStore whose folder goes before it does waits for its timeout, and then ends the process.
+    # Not a file: a FileStore whose folder is removed first waits for its timeout, and then ends the process.
     store = _own_store()
     calls = [partial(_rank, body, rank, world_size, store.port, hosted, args) for rank in range(world_size)]
     return _call(calls, dying, timeout, when_ready, bool(fresh or dying or hosted or when_ready))
@@ -114,15 +114,14 @@ def _call(
             elif kind == "returned":
                 results[rank] = value
             else:
-                assert rank in dying or value == 0, f"rank {rank} left with {value}"
+                assert rank in dying or value == 0, f"rank {rank} exited with {value}"
     return [results[rank] for rank in range(len(calls))]
 
 
 def run_example(name: str, folder: Path, *arguments: object, ranks: int = 2, fresh: bool = False) -> str:
-    """What an example prints on so many ranks that find torchrun's variables, in a folder where it is to leave nothing.
+    """Return what an example prints on ranks with torchrun's variables, in a folder to which it must not write.
 
-    On none it is one process that does not find them. An example of a framework that keeps its own state in the process
-    asks for a fresh one.
+    With ``ranks`` 0 it is one process without these variables. ``fresh`` is for frameworks that keep global state.
     """
     call = partial(_example, name, folder, [*map(str, arguments)])
     printed = as_torchrun(ranks, call, fresh=fresh) if ranks else _call([call], (), 600, None, True)
@@ -143,7 +142,7 @@ def _example(name: str, folder: Path, arguments: list[str]) -> str:
 def as_torchrun(
     ranks: int, body: Callable, *args: Any, dying: tuple[int, ...] = (), timeout: float = 600, fresh: bool = False
 ) -> list[Any]:
-    """What ``body(*args)`` returns on each of so many ranks that find torchrun's variables, and no group yet."""
+    """Return what ``body(*args)`` returns on each of the ranks, which have torchrun's variables, and no group yet."""
     store = _own_store()
     calls = [partial(_as_torchrun, body, rank, ranks, store.port, args) for rank in range(ranks)]
     return _call(calls, dying, timeout, None, bool(fresh or dying))
@@ -156,7 +155,7 @@ def _as_torchrun(body: Callable, rank: int, world_size: int, port: int, args: tu
 
 
 def look_like_torchrun(rank: int, world_size: int, port: int = 0) -> None:
-    """Sets the variables by which a program knows who it is, and where the launcher has its store."""
+    """Set the variables that tell a program its rank, and the address of the launcher's store."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(number) for name, number in names.items()})
     os.environ.update(

@@ -1,4 +1,4 @@
-"""Codecs: the errors that the documentation allows, for numbers of any magnitude; what is not finite, or too large."""
+"""Codecs: the documented error bounds for numbers of any magnitude; numbers that are not finite, or too large."""
 
 import re
 
@@ -12,11 +12,11 @@ BLOCK = {codec.name: codec.block for codec in _ops.codecs()}
 SCALED = [codec.name for codec in _ops.codecs() if codec.scaled]
 ROUNDINGS = ["nearest", "stochastic"]
 TINY, LARGEST = 2.0**-117, torch.finfo(torch.float32).max
-SLACK = 1 + 1e-4  # fp32 rounding
+SLACK = 1 + 1e-4  # tolerance for the rounding of fp32
 
 
 def with_feedback(names):
-    """Pairs of a codec and a rounding that take a residual."""
+    """Parametrize with all pairs of a codec and a rounding that accept a residual."""
     pairs = [(codec, rounding) for codec in names for rounding in ROUNDINGS]
     return pytest.mark.parametrize(("codec", "rounding"), [pair for pair in pairs if pair != ("sign", "stochastic")])
 
@@ -26,7 +26,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def documented():
-    """Codec -> rounding -> largest and root mean square error, from the table in the documentation."""
+    """Return codec -> rounding -> (largest, rms error), from the table in the documentation."""
 
     def number(text):
         if "^" in text:
@@ -57,7 +57,7 @@ def test_all_codecs_are_documented():
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_what_the_functions_say_is_documented(codec):
+def test_the_functions_return_the_documented_values(codec):
     assert codecs.block_size(codec) == BLOCK[codec]
     for rounding in ROUNDINGS:
         assert codecs.error_bound(codec, rounding) == pytest.approx(BOUNDS[codec][rounding], rel=1e-12)
@@ -73,7 +73,7 @@ def counts(numel, codec):
 
 
 def check_bounds(x, codec, rounding, device, **options):
-    """Of finite fp32 numbers that the codec has room for."""
+    """Check the bounds for finite fp32 numbers within the range of the codec."""
     most, typical = BOUNDS[codec][rounding]
     given, decoded = x.to(device), torch.empty(x.shape, device=device)
     encoded = codecs.encode(given, codec, rounding=rounding, decoded=decoded, **options)
@@ -86,7 +86,7 @@ def check_bounds(x, codec, rounding, device, **options):
     of_sign = codec == "sign" and rounding == "nearest"
     size = counts(x.numel(), codec)
     statistic = exact.abs().sum(1) / size if of_sign else absmax
-    # The mean is taken in fp32: a block at the threshold may fall on either side.
+    # The mean is computed in fp32, so a block at the threshold may be on either side of it.
     zero, kept = statistic < TINY / SLACK, statistic >= TINY * (SLACK if of_sign else 1)
     if codec in SCALED:
         assert (decoded[zero] == 0).all()
@@ -103,7 +103,7 @@ def check_bounds(x, codec, rounding, device, **options):
 
 
 def spread_out(numel, tops, spread, seed):
-    """Chunks of 64 numbers of magnitudes down to 2^-spread of the chunk's own top."""
+    """Make chunks of 64 numbers with magnitudes from the chunk's largest down to 2^-spread of it."""
     generator = torch.Generator().manual_seed(seed)
     top = torch.tensor(tops).repeat_interleave(64).repeat(numel // (64 * len(tops)) + 1)[:numel]
     exponents = (top - torch.randint(0, spread + 1, (numel,), generator=generator)).double()
@@ -136,7 +136,7 @@ def test_errors_of_any_floats_are_within_bounds(codec, rounding, device, values)
     check_bounds(torch.tensor(values).clamp(-room, room), codec, rounding, device)
 
 
-# Blocks that hold what is rounded worst: halfway between neighbours that are as far apart as any.
+# Blocks with the largest rounding error: numbers halfway between neighbours at the largest distance.
 WORST = {
     "fp16": lambda n: torch.full((n,), 1 + 2.0**-11),
     "bf16": lambda n: torch.full((n,), 1 + 2.0**-8),
@@ -149,7 +149,7 @@ WORST = {
 
 @pytest.mark.parametrize("codec", WORST)
 def test_bounds_are_reached(codec, device):
-    """A documented bound that is half of the truth fails above, and here one that is twice as large."""
+    """The tests above fail if a documented bound is too small; this one fails if it is too large."""
     x = WORST[codec](BLOCK[codec])
     error = (codecs.decode(codecs.encode(x.to(device), codec)).cpu() - x).abs().max() / x.abs().max()
     assert BOUNDS[codec]["nearest"][0] == pytest.approx(error.item(), rel=0.01)
@@ -157,7 +157,7 @@ def test_bounds_are_reached(codec, device):
 
 @pytest.mark.parametrize("codec", WORST)
 def test_stochastic_errors_are_within_the_bound_on_average(codec, device):
-    """The mean of squares of some 500,000 errors, and five standard deviations; here too the bound is reached."""
+    """Compare the mean of about 500,000 squared errors with the bound, which has to be reached here, too."""
     x = WORST[codec](BLOCK[codec]).repeat(2**19 // BLOCK[codec])
     rounded = codecs.decode(codecs.encode(x.to(device), codec, rounding="stochastic", seed=1)).cpu()
     square = (in_blocks((rounded - x).double(), codec) / in_blocks(x.double(), codec).amax(1, keepdim=True)).square()
@@ -169,7 +169,7 @@ def test_stochastic_errors_are_within_the_bound_on_average(codec, device):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_tails_of_any_length(codec, rounding, device):
+def test_blocks_of_any_length(codec, rounding, device):
     generator = torch.Generator().manual_seed(0)
     for numel in range(2 * BLOCK[codec] + 40):
         check_bounds(torch.randn(numel, generator=generator), codec, rounding, device)
@@ -189,7 +189,7 @@ def test_the_largest_numbers(codec, rounding, device):
 
 @with_feedback(["raw", *SCALED])
 def test_feedback_of_the_largest_numbers_stays_finite(codec, rounding, device):
-    """One that is not would be in all later sums."""
+    """A residual that is not finite would be in all later sums."""
     residual = torch.zeros(4096, device=device)
     values = torch.linspace(-LARGEST, LARGEST, 4096, dtype=torch.float64).float().to(device)
     encoded = codecs.encode(values, codec, residual=residual, rounding=rounding)
@@ -199,7 +199,7 @@ def test_feedback_of_the_largest_numbers_stays_finite(codec, rounding, device):
 
 @with_feedback(codecs.CODECS)
 def test_the_smallest_numbers(codec, rounding, device):
-    """At the threshold a block is still what it was; below, zero. Codecs without a scale have no threshold."""
+    """A block at the threshold is encoded, and a smaller one becomes zero. Codecs without scales have no threshold."""
     below = torch.tensor(TINY).nextafter(torch.tensor(0.0)).item()
     for numel in (1, 2, 64, 128, 256):  # powers of two, whose mean is exact
         check_bounds(torch.full((numel,), TINY), codec, rounding, device)
@@ -210,18 +210,18 @@ def test_the_smallest_numbers(codec, rounding, device):
             codecs.encode(x, codec, rounding=rounding, residual=residual)
             if codec in SCALED:
                 assert not codecs.decode(encoded).any()
-                assert torch.equal(residual, x), "what is too small waits"
+                assert torch.equal(residual, x), "a block below the threshold stays in the residual"
             elif codec == "raw":
                 assert torch.equal(codecs.decode(encoded), x)
 
 
 def clean(codec):
-    """Three blocks and a short one."""
+    """Make three whole blocks and a short one."""
     return torch.randn(3 * BLOCK[codec] + BLOCK[codec] // 2 + 1, generator=torch.Generator().manual_seed(0))
 
 
 def places(codec):
-    """Elements of the middle block, at its ends and at those of units and vectors, and the last element of all."""
+    """Return elements of the middle block (its ends, and those of words and vectors), and the last element of all."""
     block = BLOCK[codec]
     inside = sorted({0, 1, 7, 31, 32, 63, 64, block // 2, block - 1} & set(range(block)))
     return [block + i for i in inside] + [clean(codec).numel() - 1]
@@ -230,7 +230,7 @@ def places(codec):
 @with_feedback(codecs.CODECS)
 @pytest.mark.parametrize("value", [NAN, -NAN, INF, -INF])
 def test_what_is_not_finite_makes_its_block_nan(codec, rounding, value, device):
-    """And its residual stays; neighbours are as without it."""
+    """The residual of the block is kept, and the neighbouring blocks do not change."""
     x = clean(codec)
     kept = torch.full_like(x, 0.125).to(device)
     plain, stats = codecs.decode(
@@ -257,7 +257,7 @@ def test_what_is_not_finite_makes_its_block_nan(codec, rounding, value, device):
 
 @with_feedback(codecs.CODECS)
 def test_nan_blocks_stay_nan_in_sums(codec, rounding, device):
-    """The second of three received messages has a bad block, the third another one, my own a third."""
+    """A block of the second received message, another one of the third, and a third one of own are not finite."""
     block = BLOCK[codec]
     terms = [clean(codec) for _ in range(4)]
     terms[1][0], terms[2][block], terms[3][-1] = NAN, INF, -INF
@@ -277,7 +277,7 @@ def test_nan_blocks_stay_nan_in_sums(codec, rounding, device):
 def test_sums_that_overflow(codec, device):
     own = clean(codec).to(device)
     own[BLOCK[codec]] = LARGEST
-    received = [codecs.encode(own, codec, rounding="stochastic")]  # which keeps the largest, of sign too
+    received = [codecs.encode(own, codec, rounding="stochastic")]  # it keeps the largest number
     values, stats = codecs.decode(codecs.reduce(own, received), return_stats=True)
     spoilt = torch.arange(own.numel()) // BLOCK[codec] == 1
     assert torch.equal(values.isnan().cpu(), spoilt)
@@ -286,8 +286,8 @@ def test_sums_that_overflow(codec, device):
 
 @pytest.mark.parametrize("loss_scale", [0.5, 1e-40, 0.0])
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_no_finite_block_spoils_a_residual(codec, loss_scale, device):
-    """What is lost may be too large for the residual, in its units: then it is not kept."""
+def test_finite_blocks_leave_a_finite_residual(codec, loss_scale, device):
+    """The loss may be too large for the residual, in its units, and is then not kept."""
     residual = torch.zeros(256, device=device)
     x = torch.full((256,), 1e30, device=device).index_fill(0, torch.tensor([0], device=device), 3e38)
     codecs.encode(x, codec, residual=residual, loss_scale=torch.tensor(loss_scale, device=device))
@@ -296,7 +296,7 @@ def test_no_finite_block_spoils_a_residual(codec, loss_scale, device):
 
 @pytest.mark.parametrize("what", ["residual", "scale", "loss_scale"])
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_what_becomes_infinite_on_the_way(codec, what, device):
+def test_values_that_become_infinite_before_encoding(codec, what, device):
     x = torch.ones(BLOCK[codec], device=device)
     residual = torch.full_like(x, INF if what == "residual" else 0.5)
     up = torch.tensor(INF if what == "loss_scale" else 1.0, device=device)
@@ -309,8 +309,8 @@ def test_what_becomes_infinite_on_the_way(codec, what, device):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(("codec", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_what_two_bytes_have_no_room_for(codec, dtype, rounding, device):
-    """Halfway to the power of two that is missing a number is rounded up to it: an overflow."""
+def test_overflow_in_two_byte_codecs(codec, dtype, rounding, device):
+    """A number at or above halfway to the missing power of two is rounded up to it, which is an overflow."""
     largest = torch.finfo(dtype).max
     missing = 2.0**16 if codec == "fp16" else 2.0**128
     halfway = torch.tensor((largest + missing) / 2)
@@ -329,8 +329,8 @@ def test_what_two_bytes_have_no_room_for(codec, dtype, rounding, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("codec", SCALED)
-def test_own_in_two_bytes(codec, dtype, device):
-    """Within the same bounds of what was given, and an infinity of that type is one."""
+def test_own_elements_in_half_types(codec, dtype, device):
+    """The same bounds apply, relative to the given elements, and an infinity of the half type is an infinity."""
     x = (torch.randn(700, generator=torch.Generator().manual_seed(0)) * 1000).to(dtype)
     want = codecs.encode(x.float().to(device), codec)
     assert torch.equal(codecs.encode(x.to(device), codec).wire, want.wire)

@@ -1,4 +1,4 @@
-"""Codecs: stochastic rounding and its random numbers, the same bits on any number of threads, error feedback."""
+"""Codecs: stochastic rounding and its random numbers, the same bits with any number of threads, and error feedback."""
 
 import itertools
 
@@ -14,15 +14,15 @@ ROUNDINGS = ["nearest", "stochastic"]
 
 
 def with_feedback(names):
-    """Pairs of a codec and a rounding that take a residual."""
+    """Parametrize with all pairs of a codec and a rounding that accept a residual."""
     pairs = [(codec, rounding) for codec in names for rounding in ROUNDINGS]
     return pytest.mark.parametrize(("codec", "rounding"), [pair for pair in pairs if pair != ("sign", "stochastic")])
 
 
-# That a normal number is 6 standard deviations off happens once in 500 million times; the seeds are fixed besides.
+# A normal number deviates by 6 standard deviations once in 500 million times; the seeds are fixed as well.
 DEVIATIONS = 6
 
-# Random123's known answers of Philox4x32-10: counter, key, words.
+# Known answers of Philox4x32-10 from Random123: counter, key, words.
 PI = "243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"
 KNOWN_ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -36,7 +36,7 @@ def numbers(text):
 
 
 def philox(counter, key):
-    """In whole numbers of any size: what both the reference and the compiled one are compared with."""
+    """Compute Philox with Python integers, to which both the reference and the compiled code are compared."""
     c0, c1, c2, c3 = counter
     for i in range(10):
         k0, k1 = (key[0] + i * 0x9E3779B9) % 2**32, (key[1] + i * 0xBB67AE85) % 2**32
@@ -50,7 +50,7 @@ def test_known_answers(counter, key, words):
     assert philox(numbers(counter), numbers(key)) == numbers(words)
 
 
-# Each with a part beyond 32 bits where it may have one, or all bits set.
+# Each has a value beyond 32 bits if possible, or all bits set.
 STREAMS = [
     {"seed": 0, "step": 0, "rank": 0, "first": 0},
     {"seed": 2**32 - 1, "step": 1, "rank": 2, "first": 4},
@@ -60,7 +60,7 @@ STREAMS = [
 
 
 def words_of(seed, step, rank, first):
-    """Of eight elements: counter (element / 4, rank, upper half of the seed), key (lower half, step)."""
+    """Return the words of eight elements: counter (element / 4, rank, upper half of seed), key (lower half, step)."""
     quads = [first // 4, first // 4 + 1]
     return [
         word for quad in quads for word in philox([quad % 2**32, quad >> 32, rank, seed >> 32], [seed % 2**32, step])
@@ -68,13 +68,13 @@ def words_of(seed, step, rank, first):
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=str)
-def test_the_references_words(stream):
+def test_the_words_of_the_reference(stream):
     for numel in range(9):
         assert reference.philox(**stream, numel=numel).tolist() == words_of(**stream)[:numel]
 
 
 def rounds_up(x, codec, stream):
-    """Which of eight elements are rounded away from zero, with the words of a stream."""
+    """Return which of eight elements are rounded away from zero with the words of a stream."""
     wire = torch.empty(codecs.nbytes(codec, x.numel()), dtype=torch.uint8, device=x.device)
     decoded = torch.empty_like(x)
     _ops.encode_sum_(x, [], codec, wire=wire, decoded=decoded, stochastic=True, **stream)
@@ -82,16 +82,16 @@ def rounds_up(x, codec, stream):
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=str)
-def test_the_compiled_words(stream, device):
-    """Found by bisection, through what is rounded up: int8 compares the upper 31 bits, bf16 adds the lower 16."""
+def test_the_words_of_the_compiled_code(stream, device):
+    """Find the words by bisection of the rounding: int8 compares the upper 31 bits, bf16 adds the lower 16 bits."""
     upper, lower = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
     for bit in reversed(range(24)):
-        # A fraction f rounds up where the word is below it. In a block with 127 the scale is 1.
+        # A fraction f is rounded up if the word is below f. In a block with 127 the scale is 1.
         fractions = (upper + 2**bit).double() * 2.0**-24
         x = torch.cat([fractions.float(), torch.full((1,), 127.0, device=device)])
         upper += torch.where(rounds_up(x, "int8", stream), 0, 2**bit)
     for bit in reversed(range(16)):
-        # The bits below bf16's last place and those of the word carry where their sum is 2^16.
+        # The bits below the last bit of bf16 and those of the word carry if their sum is at least 2^16.
         x = (0x3F800000 + 2**16 - (lower + 2**bit)).int().view(torch.float32)
         lower += torch.where(rounds_up(x, "bf16", stream), 2**bit, 0)
     want = words_of(**stream)
@@ -101,7 +101,7 @@ def test_the_compiled_words(stream, device):
 
 
 def block_of_values(codec, seed=0):
-    """Of many magnitudes; in blocks of one, also subnormal numbers of the type."""
+    """Make a block of many magnitudes; for codecs with blocks of one element, also subnormal numbers of the type."""
     generator = torch.Generator().manual_seed(seed)
     size = max(BLOCK[codec], 128)
     exponents = torch.linspace(-26 if codec == "fp16" else -12, 0, size).exp2()
@@ -110,24 +110,24 @@ def block_of_values(codec, seed=0):
 
 @pytest.mark.parametrize("codec", LOSSY)
 def test_stochastic_rounding_is_unbiased(codec, device):
-    """Each element, and all together, over thousands of blocks with the same values."""
+    """The mean error is tested for each element and for all together, over thousands of blocks with equal values."""
     x, times = block_of_values(codec), 2**13
     values = codecs.decode(codecs.encode(x.to(device).repeat(times), codec, rounding="stochastic", seed=11)).cpu()
     errors = values.double().reshape(times, -1) - x.double()
     span = errors.amax(0) - errors.amin(0)
     deviation = errors.std(0) / times**0.5
-    # One neighbour may be too rare to be seen: its share, and the mean with it, is then below some 20 / times.
+    # A neighbour may be too rare to occur: its probability, and thus the mean, is then below about 20 / times.
     rare = 20 / times * span.max() if codec in ("sign", "int8", "int4", "fp8") else 20 / times * 2.0**-7 * x.abs()
     assert (errors.mean(0).abs() <= DEVIATIONS * deviation + torch.where(span == 0, rare, 0) + 1e-7 * x.abs()).all()
     scaled = errors / deviation.clamp(min=1e-300) * (span > 0)
     together = scaled.mean(0).sum() / (span > 0).sum() ** 0.5
     assert abs(together) < DEVIATIONS
-    assert (span > 0).double().mean() > 0.9, "nearly all have errors that this speaks of"
+    assert (span > 0).double().mean() > 0.9, "nearly all elements have rounding errors"
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_a_share_goes_up(codec, device):
-    """As far as an element is on its way to its upper neighbour: one quarter, and a little."""
+def test_the_probability_of_rounding_up(codec, device):
+    """It is the distance from the lower neighbour, as a fraction: one quarter, and values near 0 and 1."""
     neighbours = {"fp16": (1, 1 + 2**-10), "bf16": (1, 1 + 2**-7), "fp8": (16, 18), "int8": (5, 6), "int4": (-2, -1)}
     low, high = neighbours.get(codec, (-1, 1))
     largest = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}.get(codec, float(high))
@@ -147,7 +147,7 @@ def errors_of(codec, x, **options):
 
 
 def correlation(a, b):
-    """In standard deviations of what independent errors of these sizes have."""
+    """Return the correlation in standard deviations of that of independent errors."""
     products = a * b
     return (products.sum() / products.square().sum().sqrt()).item()
 
@@ -188,7 +188,7 @@ def test_errors_of_neighbours_are_independent(codec, device):
 
 @pytest.mark.parametrize("codec", LOSSY)
 def test_errors_of_many_ranks_average_out(codec, device):
-    """Those of 64 ranks with the same values: an eighth of one's, where nearest would leave all of it."""
+    """The mean error of 64 ranks with equal values is an eighth of that of one rank; nearest would not reduce it."""
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(0)).to(device)
     errors = [errors_of(codec, x, rank=rank) for rank in range(64)]
     ratio = (torch.stack(errors).mean(0).square().mean() / torch.stack(errors).square().mean()).sqrt().item()
@@ -205,8 +205,8 @@ def test_raw_and_nearest_have_no_randomness(codec, device):
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=ROUNDINGS)
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_in_pieces_as_in_one(codec, stochastic, device):
-    """Cut at borders of blocks, each piece with its place in the whole."""
+def test_pieces_have_the_bits_of_the_whole(codec, stochastic, device):
+    """The tensor is divided at borders of blocks, and each piece is encoded with its position in the whole."""
     block = max(BLOCK[codec], 4)
     numel = 11 * block + 3
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
@@ -250,7 +250,7 @@ LOSS_SCALES = [1024.0, 1000.0, 3.0, 4096.0, 0.3]
 
 
 class Feedback:
-    """Gradients of many steps through a codec; in float64 what was given, what was sent and what rounding may add."""
+    """Encodes gradients of many steps; sums up in fp64 what was given, what was sent, and the allowed rounding."""
 
     def __init__(self, codec, rounding, feedback_dtype, device, numel):
         self.codec, self.rounding, self.device, self.step = codec, rounding, device, 0
@@ -280,7 +280,7 @@ class Feedback:
 
 
 def gradients(numel, seed=0):
-    """With a drift that is far below the codecs' steps in some elements."""
+    """Yield gradients with a drift that in some elements is far below the resolution of the codecs."""
     generator = torch.Generator().manual_seed(seed)
     drift = torch.randn(numel, generator=generator, dtype=torch.float64)
     while True:
@@ -290,23 +290,23 @@ def gradients(numel, seed=0):
 
 @pytest.mark.parametrize("feedback_dtype", ["fp32", "bf16"])
 @with_feedback(LOSSY)
-def test_what_is_lost_is_sent_later(codec, rounding, feedback_dtype, device):
-    """After 300 steps what was decoded and what is kept are what was given: no error has been forgotten."""
+def test_feedback_sends_later_what_encoding_has_lost(codec, rounding, feedback_dtype, device):
+    """After 300 steps the decoded sum plus the residual equals the given sum: no error is forgotten."""
     numel = 2 * 256 + 77
     feedback = Feedback(codec, rounding, feedback_dtype, device, numel)
     source = gradients(numel)
     for _ in range(300):
         feedback(next(source))
     feedback.check()
-    assert feedback.residual.any(), "something was lost at the last step"
+    assert feedback.residual.any(), "the last step has lost something"
     if feedback_dtype == "fp32":
-        # Far less than the errors of the steps would have added up to.
+        # Much less than the sum of the errors of the steps without feedback.
         assert feedback.allowed.max() < 1e-2 * feedback.given.abs().max()
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_what_is_below_a_step_arrives(codec, device):
-    """A gradient that each single message rounds to nothing, beside a large one; for sign, to far too much."""
+def test_feedback_sends_gradients_below_the_resolution(codec, device):
+    """A gradient that each message alone rounds to zero, next to a large one; sign rounds it to a much larger value."""
     small, large = 1e-4, 1.0
     g = torch.full((128,), small).index_fill(0, torch.tensor([0]), large).to(device)
     residual, sent, plain = torch.zeros_like(g), torch.zeros(128), torch.zeros(128)
@@ -318,12 +318,12 @@ def test_what_is_below_a_step_arrives(codec, device):
     left = residual[1:].abs().sum().item() / (127 * small * steps)
     assert relative <= left + 1e-3
     if codec in ("int8", "int4", "sign"):
-        assert (plain[1:].sum() / (127 * small * steps) - 1).abs() > 0.9, "which does not, without feedback"
+        assert (plain[1:].sum() / (127 * small * steps) - 1).abs() > 0.9, "without feedback it is not sent"
 
 
 @with_feedback(LOSSY)
-def test_feedback_passes_over_what_is_not_finite(codec, rounding, device):
-    """Every tenth step one block is not: its residual waits, and the others' stay within the codec's bound."""
+def test_feedback_skips_blocks_that_are_not_finite(codec, rounding, device):
+    """In every tenth step one block is not finite: its residual is kept, the others stay within the codec's bound."""
     block = max(BLOCK[codec], 1)
     numel = 256 * 2 + 77
     most = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 1 / 14, "int8": 1 / 127, "int4": 1 / 7, "sign": 2.0}[codec]
@@ -348,8 +348,8 @@ def test_feedback_passes_over_what_is_not_finite(codec, rounding, device):
     feedback.check()
 
 
-def test_feedback_goes_through_received_messages(device):
-    """At a hop what is lost is that of the whole sum."""
+def test_feedback_when_received_messages_are_added(device):
+    """The residual then contains the error of the encoded sum."""
     numel, received = 300, []
     for seed in range(3):
         x = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(device)

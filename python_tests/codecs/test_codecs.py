@@ -1,4 +1,4 @@
-"""Codecs: bytes by hand, against torch's own types and against the reference; what the API takes, gives and refuses."""
+"""Codecs: given bytes, comparisons with torch's dtypes and with the reference; arguments, results and errors."""
 
 import functools
 import hashlib
@@ -23,29 +23,29 @@ NAN, INF = float("nan"), float("inf")
 
 
 def at(numel, values):
-    """Zeros, but for values at their indices."""
+    """Return zeros, with the given values at their indices."""
     return [values.get(i, 0.0) for i in range(numel)]
 
 
 GOLDEN = [
     ("raw", [1.0, -2.0, -0.0, 2.0**-149, NAN, -INF], "0000803f 000000c0 00000080 01000000 0000c07f 0000c07f"),
-    # Ties go to the even neighbour.
+    # Ties are rounded to even.
     ("fp16", [1.0, -2.0, 1 + 2**-11, 1 + 3 * 2**-11, -0.0], "003c 00c0 003c 023c 0080"),
     ("fp16", [2**-24, 2**-25, 3 * 2**-25, -(2**-14)], "0100 0000 0200 0084"),
     ("fp16", [65504.0, 65519.0, 65520.0, -65520.0, NAN, INF], "ff7b ff7b 007e 007e 007e 007e"),
     ("bf16", [1.0, -2.0, 1 + 2**-8, 1 + 3 * 2**-8, 2.0**-133], "803f 00c0 803f 823f 0100"),
     ("bf16", [3.3895313892515355e38, -3.4e38, NAN, INF], "7f7f c07f c07f c07f"),
-    # The scale is 448 / 448; 1 is 2^0, with exponent 7. Then ties, of normal numbers and of the smallest ones.
+    # The scale is 448 / 448; 1 is 2^0, with exponent 7. Then ties of normal numbers and of the smallest ones.
     ("fp8", [448.0, -1.0, 0.5, 0.0], "0000803f 7e b8 30 00"),
     ("fp8", [448.0, 17.0, 19.0, 2**-9, 2**-10, 3 * 2**-10], "0000803f 7e 58 5a 01 00 02"),
     ("fp8", [-896.0, 2.0], "00000040 fe 38"),
-    # Two scales, the whole first block, and a second one that is short.
+    # Two scales, the whole first block, and a short second block.
     (
         "int8",
         [*at(256, {0: 127.0, 255: -127.0}), 31.75, -0.25, 0.125, 0.375],
         "0000803f 0000803e 7f" + "00" * 254 + "81 7f ff 00 02",
     ),
-    # Element j in the low half and element j + 64 in the high half of byte j, each 8 more than it is.
+    # Element j is the low half of byte j, and element j + 64 the high half; 8 is added to each.
     (
         "int4",
         at(128, {0: 7.0, 64: -7.0, 1: 1.0, 65: 2.0, 63: -3.0, 127: -1.0}),
@@ -88,7 +88,7 @@ def bits(tensor):
 
 
 def assert_same_bits(ours, want):
-    """But for what is inside a NaN."""
+    """Compare all bits, except those within a NaN."""
     ours = ours.detach().cpu()
     assert torch.equal(ours.isnan(), want.isnan())
     assert torch.equal(torch.where(ours.isnan(), 0, bits(ours)), torch.where(want.isnan(), 0, bits(want)))
@@ -100,14 +100,14 @@ def finite_patterns(dtype):
 
 
 def around_ties(grid):
-    """What lies halfway between neighbours of a grid, and the floats beside that."""
+    """Return the midpoints between neighbours of a grid, and the floats next to them."""
     grid = grid.double().unique()
     halfway = ((grid[1:] + grid[:-1]) / 2).float()
     return torch.cat([halfway, halfway.nextafter(torch.tensor(INF)), halfway.nextafter(torch.tensor(-INF))])
 
 
 @pytest.mark.parametrize(("codec", "dtype", "nan"), [("fp16", torch.float16, 0x7E00), ("bf16", torch.bfloat16, 0x7FC0)])
-def test_two_byte_floats_are_torchs(codec, dtype, nan, device):
+def test_two_byte_codecs_equal_torchs_dtypes(codec, dtype, nan, device):
     exact = finite_patterns(dtype)
     generator = torch.Generator().manual_seed(0)
     anything = torch.randint(-(2**31), 2**31, (300_000,), generator=generator).to(torch.int32).view(torch.float32)
@@ -117,11 +117,11 @@ def test_two_byte_floats_are_torchs(codec, dtype, nan, device):
         assert torch.equal(wire, torch.where(want.isfinite(), want.view(torch.int16), nan))
     for rounding in ROUNDINGS:
         encoded = codecs.encode(exact.to(device), codec, rounding=rounding)
-        assert torch.equal(encoded.wire.cpu().view(torch.int16), exact.view(torch.int16)), "what it has, it keeps"
+        assert torch.equal(encoded.wire.cpu().view(torch.int16), exact.view(torch.int16)), "these do not change"
         assert_same_bits(codecs.decode(encoded), exact)
 
 
-def test_fp8_is_torchs(device):
+def test_fp8_equals_torchs_dtype(device):
     """With 448 in each block the scale is 1."""
     codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
     exact = codes.float()[codes.float().isfinite()]
@@ -140,7 +140,7 @@ def test_fp8_is_torchs(device):
 
 
 def sample(numel, dtype, seed):
-    """Chunks of many magnitudes; of zeros, of tiny and of huge numbers; some elements that are not finite."""
+    """Make chunks of many magnitudes, of zeros, of tiny and of huge numbers, with some elements that are not finite."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(low, high, size):
@@ -169,7 +169,7 @@ def lengths(codec):
 
 
 class Case:
-    """The arguments of one call, alike on the CPU and on another device."""
+    """The arguments of one call, which are the same on the CPU and on another device."""
 
     def __init__(self, codec, stochastic, draw, encodes=True):
         self.numel, self.codec = draw.choice(lengths(codec)), codec
@@ -214,7 +214,7 @@ class Case:
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=ROUNDINGS)
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_like_the_reference(codec, stochastic, device):
+def test_encoding_equals_the_reference(codec, stochastic, device):
     draw = random.Random(f"{codec} {stochastic}")
     for _ in range(200):
         case = Case(codec, stochastic, draw)
@@ -235,7 +235,7 @@ def test_sums_that_are_not_encoded(codec, device):
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_decoding_is_like_the_reference(codec, device):
+def test_decoding_equals_the_reference(codec, device):
     for numel, dtype in itertools.product(lengths(codec), DTYPES):
         wire = message(codec, numel, 3)
         ours = {"out": torch.full((numel,), -7.0, dtype=dtype, device=device)}
@@ -252,8 +252,8 @@ def test_decoding_is_like_the_reference(codec, device):
         )
 
 
-def test_sums_of_squares_of_many(device):
-    """More tiles than one pass adds up."""
+def test_sums_of_squares_of_many_elements(device):
+    """There are more tiles than one pass adds up."""
     x = torch.randn(70_000, generator=torch.Generator().manual_seed(0)).to(device)
     for codec in codecs.CODECS:
         values, stats = codecs.decode(codecs.encode(x, codec), return_stats=True)
@@ -262,8 +262,8 @@ def test_sums_of_squares_of_many(device):
         assert (stats.sum_squares.dtype, stats.found_inf.dtype) == (torch.float64, torch.float32)
 
 
-def test_added_in_the_order_that_is_said(device):
-    """1 is lost where it is added to 1e8."""
+def test_sums_have_the_given_order(device):
+    """1 is lost if it is added to 1e8."""
     big, small = (codecs.encode(torch.tensor([value], device=device), "raw") for value in (1e8, -1e8))
     own = torch.ones(1, device=device)
     sums = [codecs.decode(codecs.reduce(own, [big, small], position=position)).item() for position in range(3)]
@@ -271,7 +271,7 @@ def test_added_in_the_order_that_is_said(device):
 
 
 def digest():
-    """Of what the codecs make, and by which instruction set."""
+    """Return the instruction set and a digest of what the codecs compute with it."""
     generator = torch.Generator().manual_seed(0)
     seen = hashlib.sha256()
     for numel in (1, 31, 256, 30001):
@@ -289,7 +289,7 @@ def digest():
                 tensor.nan_to_num_(7.0)
             for tensor in (encoded.wire, decoded.float(), kept, values, *stats):
                 seen.update(tensor.numpy().tobytes())
-    large = torch.randn(2**22 + 77, generator=generator)  # more than a cache holds: written around it
+    large = torch.randn(2**22 + 77, generator=generator)  # larger than a cache, so non-temporal stores are used
     for codec in codecs.CODECS:
         encoded = codecs.encode(large, codec)
         narrow = codecs.decode(encoded, torch.empty_like(large).half()).float()
@@ -299,7 +299,7 @@ def digest():
 
 
 def test_every_instruction_set_gives_the_same_bytes():
-    """Of those that are not this process's each takes one of its own, as they are chosen when the package is loaded."""
+    """Each other instruction set needs a process of its own, because it is selected when the package is loaded."""
     chosen, expected = digest()
     others = {*_ops.instruction_sets()} - {chosen}
     assert "portable" in others
@@ -310,8 +310,8 @@ def test_every_instruction_set_gives_the_same_bytes():
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_more_than_a_cache_holds(codec, device):
-    """Large tensors and messages take another way to memory, in whole lines; small ones and all ends the usual one."""
+def test_tensors_larger_than_a_cache(codec, device):
+    """These are written with non-temporal stores in whole lines, and small tensors and all ends with usual stores."""
     piece, numel = 2**20, 2**24 + 256 * 5 + 77
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
     whole = codecs.encode(x, codec)
@@ -330,7 +330,7 @@ def test_more_than_a_cache_holds(codec, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_a_hundred_million_elements_as_on_the_cpu(codec, rounding):
+def test_a_hundred_million_elements_have_the_bits_of_the_cpu(codec, rounding):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(10**8, generator=generator)
     x *= torch.randint(-30, 30, (10**8 // 1000, 1), generator=generator).float().exp2().expand(-1, 1000).reshape(-1)
@@ -343,11 +343,11 @@ def test_a_hundred_million_elements_as_on_the_cpu(codec, rounding):
 
 
 def payload(codec, numel):
-    """Bytes of a message without its scales."""
+    """Return the bytes of a message without its scales."""
     return codecs.nbytes(codec, numel) - (4 * -(-numel // BLOCK[codec]) if BLOCK[codec] > 1 else 0)
 
 
-# What the API takes and gives.
+# Arguments and results of the API.
 
 
 def values_of(numel, seed=0):
@@ -355,7 +355,7 @@ def values_of(numel, seed=0):
 
 
 class Foreign:
-    """An array of a library that torch has never heard of."""
+    """An array of a library that torch does not know."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -392,7 +392,7 @@ def cupy_array(tensor):
 
 @pytest.mark.parametrize("array_of", [numpy_array, Foreign, jax_array, pytest.param(cupy_array, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_arrays_are_answered_in_kind(array_of, dtype):
+def test_arrays_give_arrays_of_the_same_library(array_of, dtype):
     x = values_of(15).to(dtype).reshape(3, 5)
     array = array_of(x)
     for codec in codecs.CODECS:
@@ -408,7 +408,7 @@ def test_arrays_are_answered_in_kind(array_of, dtype):
 
 
 @pytest.mark.parametrize("array_of", [numpy_array, Foreign])
-def test_arrays_to_write_to(array_of):
+def test_arrays_as_outputs(array_of):
     x = values_of(300)
     room = codecs.Encoded(array_of(torch.zeros(codecs.nbytes("int4", 300), dtype=torch.uint8)), "int4", (300,), x.dtype)
     assert codecs.encode(array_of(x), "int4", out=room) is room
@@ -438,7 +438,7 @@ def test_arrays_of_numpy_that_are_not_dense():
 
 
 class Unheard:
-    """Of a library that takes no arrays of others."""
+    """An array of a library that does not accept arrays of other libraries."""
 
     def __dlpack__(self, **_):
         raise BufferError("no memory")
@@ -457,7 +457,7 @@ class Empty(Unheard):
         (r"tensor: expected an array that torch.from_dlpack accepts, got the error", Empty()),
     ],
 )
-def test_arrays_that_torch_cannot_take_are_named(match, array):
+def test_errors_for_arrays_that_torch_cannot_convert(match, array):
     with pytest.raises((TypeError, ValueError), match=match):
         codecs.encode(array, "int8")
 
@@ -472,11 +472,11 @@ def go_backwards(rank, world_size):
         return str(error).startswith("tensor: ")
 
 
-def test_arrays_that_run_backwards_end_no_process():
+def test_arrays_with_negative_strides_do_not_crash():
     assert run_ranks(1, go_backwards, fresh=True) == [True]
 
 
-def test_what_may_only_be_read_is_not_written():
+def test_read_only_arrays_are_not_written():
     array = values_of(5).numpy()
     array.setflags(write=False)
     before, encoded = array.copy(), codecs.encode(array, "int4")
@@ -528,7 +528,7 @@ def test_decoding_to_layouts(device):
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
 @pytest.mark.parametrize("numel", [0, 1, 700])
-def test_nothing_beyond_the_ends_is_written(codec, numel, device):
+def test_nothing_outside_of_the_tensors_is_written(codec, numel, device):
     size = codecs.nbytes(codec, numel)
     held = {
         "wire": torch.full((size + 64,), 0xAA, dtype=torch.uint8, device=device),
@@ -545,7 +545,7 @@ def test_nothing_beyond_the_ends_is_written(codec, numel, device):
         assert (tensor[:32] == edge).all() and (tensor[-32:] == edge).all()
 
 
-def test_messages_that_begin_anywhere_are_read(device):
+def test_messages_need_not_be_aligned(device):
     x = values_of(300).to(device)
     for codec in codecs.CODECS:
         encoded = codecs.encode(x, codec)
@@ -579,7 +579,7 @@ def test_out_and_decoded(dtype, device):
             assert torch.equal(target, exact.to(other))
 
 
-def test_statistics_are_of_what_is_written(device):
+def test_statistics_are_those_of_the_written_elements(device):
     encoded = codecs.encode(torch.tensor([1e5, 1.0], device=device), "raw")
     _, stats = codecs.decode(encoded, return_stats=True)
     assert (stats.sum_squares.item(), stats.found_inf.item()) == (1e10 + 1, 0)
@@ -591,7 +591,7 @@ def test_statistics_are_of_what_is_written(device):
     assert stats.sum_squares.item() == pytest.approx(9 * 9e76, 1e-6) and stats.found_inf.item() == 0
 
 
-def test_bytes_of_messages():
+def test_nbytes_of_messages():
     per_element = {"raw": 4, "fp16": 2, "bf16": 2, "fp8": 1 + 4 / 128, "int8": 1 + 4 / 256}
     per_element |= {"int4": 1 / 2 + 4 / 128, "sign": 1 / 8 + 4 / 256}
     assert list(codecs.CODECS) == list(per_element)
@@ -603,7 +603,7 @@ def test_bytes_of_messages():
             assert codecs.nbytes(codec, numel) <= codecs.nbytes(codec, numel + 1)
 
 
-def test_a_message_to_write_to(device):
+def test_empty_makes_a_message_to_write_to(device):
     for shape in ((), (0,), (3, 100)):
         x = torch.ones(shape, dtype=torch.bfloat16, device=device)
         for codec in codecs.CODECS:
@@ -625,7 +625,7 @@ def test_zero_residual(device):
 
 
 def test_scale_and_loss_scale(device):
-    """Half of own and 8 times the residual. What raw keeps is nothing; int8 keeps an eighth of what it lost."""
+    """The sum is half of own plus 8 times the residual. raw leaves no residual; int8 leaves an eighth of its loss."""
     own, residual = torch.tensor([2.0, 6.0], device=device), torch.tensor([1.0, -1.0], device=device)
     up = torch.tensor(8.0, device=device)
     encoded = codecs.encode(own, "raw", residual=residual, scale=0.5, loss_scale=up)
@@ -636,7 +636,7 @@ def test_scale_and_loss_scale(device):
     assert residual.tolist() == [0.0, 0.25 / 8]
 
 
-def test_what_is_written_counts_a_version(device):
+def test_writes_increment_the_version_of_a_tensor(device):
     x, residual, decoded = values_of(300).to(device), torch.zeros(300, device=device), torch.zeros(300, device=device)
     encoded = codecs.encode(x, "int8")
     held = {"residual": residual, "decoded": decoded, "out": encoded.wire}
@@ -659,8 +659,8 @@ def test_what_is_written_counts_a_version(device):
         product.backward()
 
 
-def test_what_is_written_is_not_shared(device):
-    """Memory that is to be copied when it is written."""
+def test_writes_do_not_change_lazy_clones(device):
+    """A lazy clone shares memory that has to be copied before it is written."""
     for write in (
         lambda tensor: codecs.encode(torch.ones(512, device=device), "raw", decoded=tensor),
         lambda tensor: codecs.decode(codecs.encode(torch.ones(512, device=device), "raw"), tensor),
@@ -671,7 +671,7 @@ def test_what_is_written_is_not_shared(device):
         assert clone.sum() == 512 and original.sum() == 0
 
 
-def test_a_message_may_take_the_place_of_a_received_one(device):
+def test_a_message_may_overwrite_a_received_one(device):
     x = values_of(5000).to(device)
     for codec in codecs.CODECS:
         received = codecs.encode(x.flip(0), codec)
@@ -707,7 +707,7 @@ def test_opcheck(codec, device):
     library.opcheck(torch.ops.dltrain_ext.decode_, (written["wire"], codec, own), stats)
 
 
-# What it refuses.
+# Arguments that are refused.
 
 X = values_of(100)
 
@@ -941,7 +941,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_named(case):
+def test_errors_name_the_wrong_argument(case):
     error, match, call = REFUSED[case]
     with pytest.raises(error, match=match):
         call()
@@ -959,7 +959,7 @@ UNTYPED = {
 
 
 @pytest.mark.parametrize("name", UNTYPED)
-def test_what_is_of_another_type_is_named(name):
+def test_errors_name_an_argument_of_the_wrong_type(name):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}.*: expected .*, got "):
         UNTYPED[name]()
 
@@ -974,20 +974,20 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_lies_elsewhere_is_named(name, device):
+def test_errors_name_a_tensor_on_another_device(name, device):
     x = X.to(device)
     for place in {"meta", "cpu"} - {device}:
         with pytest.raises(ValueError, match=rf"^{name}: expected a tensor on .*{device}.*, got one on {place}"):
             ELSEWHERE[name](x, place)
 
 
-def test_a_target_elsewhere_is_named(device):
+def test_errors_name_an_output_on_another_device(device):
     for place in {"meta", "cpu"} - {device}:
         with pytest.raises(ValueError, match="^(out|wire): expected a tensor on .*, got one on"):
             codecs.decode(codecs.encode(X.to(device), "int8"), torch.zeros(100, device=place))
 
 
-def test_a_refusal_leaves_everything_as_it_was():
+def test_a_refused_call_changes_nothing():
     residual, decoded, room = torch.full((100,), 3.0), torch.full((100,), 4.0), int8(wire=uint8(104))
     with pytest.raises(ValueError, match="step"):
         codecs.encode(X, "int8", residual=residual, decoded=decoded, out=room, step=-1)

@@ -1,4 +1,4 @@
-"""comm.all_reduce over real Gloo: exact sums, identical bits, order, errors."""
+"""comm.all_reduce over Gloo: exact sums, identical bits, order, errors."""
 
 import itertools
 import threading
@@ -90,7 +90,7 @@ def test_an_average_that_fits_does_not_overflow():
 def check_layouts(rank, world_size):
     dense = given(rank, 24).reshape(4, 6)
     expected = total(world_size, 24).reshape(4, 6)
-    # The layouts differ between the ranks, the elements they name do not.
+    # The ranks use different layouts for the same elements.
     transposed = dense.t().contiguous().t() if rank == 0 else dense.clone()
     comm.all_reduce(transposed)
     assert torch.equal(transposed, expected)
@@ -114,7 +114,7 @@ def test_any_layout():
 def check_async(rank, world_size):
     tensors = [given(rank, 1000 + i) for i in range(20)]
     works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors[:-1]]
-    comm.all_reduce(tensors[-1])  # waits its turn behind the others
+    comm.all_reduce(tensors[-1])  # waits for the earlier calls
     assert all(work.is_completed() for work in works)
     for work, tensor in zip(works, tensors, strict=False):
         assert work.wait() is True
@@ -148,7 +148,7 @@ def check_wait_with_a_timeout(rank, world_size):
             work.wait(wrong)
 
 
-def test_a_wait_that_times_out_leaves_the_work_going():
+def test_after_a_wait_that_times_out_the_work_continues():
     run_ranks(2, check_wait_with_a_timeout)
 
 
@@ -165,7 +165,7 @@ def check_groups_and_threads(rank, world_size):
         with pytest.raises(TypeError, match="group: expected .* that this rank belongs to"):
             comm.all_reduce(torch.zeros(1), group=rest)
 
-    # Two communicators of one group at once, each from a thread of its own.
+    # Two communicators of one group are used at once, each from a thread of its own.
     communicators = [comm.Communicator(), comm.Communicator(timeout=timedelta(seconds=30))]
     results = [given(rank, 50_000) for _ in communicators]
 
@@ -213,7 +213,7 @@ def check_errors(rank, world_size):
         with pytest.raises(ValueError, match=said):
             comm.Communicator(**{name: 5})
     tensor = given(rank, 8)
-    comm.all_reduce(tensor)  # none of this has put the ranks out of step
+    comm.all_reduce(tensor)  # the refused calls have not put the ranks out of step
     assert torch.equal(tensor, total(world_size, 8))
 
     communicator = comm.Communicator()
@@ -232,7 +232,7 @@ def check_callbacks(rank, world_size):
     def chained(call):  # on the worker, or, when the work is done already, on the calling thread
         return communicator.all_reduce(given(rank, 8), async_op=True).get_future().then(call)
 
-    # It would wait for the thread that it runs on.
+    # It would wait for the thread on which it runs.
     for caller, async_op in itertools.product(range(world_size), (False, True)):
         if rank == caller:
             first = communicator.all_reduce(given(rank, 8), async_op=True).get_future()
@@ -241,18 +241,18 @@ def check_callbacks(rank, world_size):
             with pytest.raises(RuntimeError, match="called by a callback of this communicator's own work"):
                 future.wait()
         else:
-            dist.barrier()  # were the work done before .then, the callback would run on the calling thread
+            dist.barrier()  # if the work were done before .then, the callback would run on the calling thread
             communicator.all_reduce(given(rank, 8))
-    # Another communicator is free.
+    # A callback may use another communicator.
     other = comm.Communicator()
     assert chained(lambda _: other.all_reduce(torch.ones(1))).wait() is None
 
     if rank == 0:
         work = communicator.all_reduce(given(rank, 8), async_op=True)
-        work.get_future().set_result(None)  # the user's business: the worker goes on
+        work.get_future().set_result(None)  # a user may do this; the worker has to continue
         dist.barrier()
     else:
-        dist.barrier()  # the work was not done before, and so its future neither
+        dist.barrier()  # the work was not done before, so its future was not, either
         communicator.all_reduce(given(rank, 8))
     tensor = given(rank, 8)
     communicator.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""comm.all_reduce with codecs over real Gloo: identical bits, what the plan means, error feedback, half dtypes."""
+"""comm.all_reduce with codecs over Gloo: identical bits, the messages of the plan, error feedback, half dtypes."""
 
 import time
 
@@ -51,11 +51,11 @@ def test_millions_of_elements():
 
 
 class Chunk:
-    """What one rank knows of one chunk, where the messages of a plan are made and read by codecs.* alone."""
+    """The state of one rank for one chunk, with messages that are made and read only by the functions of codecs."""
 
     def __init__(self, rank: int, values: torch.Tensor, codec: str):
         self.rank, self.values, self.codec = rank, values, codec
-        self.before, self.after = [], []  # what was folded in, around the own contribution
+        self.before, self.after = [], []  # contributions that are added before and after its own
         self.message = None
 
     def fold(self, arrived: dict[int, codecs.Encoded]) -> None:
@@ -77,7 +77,7 @@ class Chunk:
 
 
 def interpret(algorithm: str, inputs: list[torch.Tensor], codec: str) -> list[torch.Tensor]:
-    """What the ranks' plans make of the inputs, whose chunks are whole blocks."""
+    """Compute the results of all ranks from their plans, for inputs whose chunks are whole blocks."""
     plans = [comm.plan(algorithm, rank, len(inputs)) for rank in range(len(inputs))]
     ranks = [
         [Chunk(rank, part.clone(), codec) for part in values.chunk(plans[rank].chunks)]
@@ -120,8 +120,8 @@ def check_meaning(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 6])
-def test_the_plan_says_which_messages_are_made(world_size):
-    """The very bits that a reader of the plan gets who knows codecs.reduce and codecs.decode alone."""
+def test_the_result_has_the_bits_of_the_messages_in_the_plan(world_size):
+    """The expected bits are computed from the plan with codecs.reduce and codecs.decode only."""
     run_ranks(world_size, check_meaning)
 
 
@@ -143,7 +143,7 @@ def check_feedback(rank, world_size):
                 assert (received + left - exact).abs().max() < tolerance, (codec, algorithm, dtype)
 
 
-def test_results_and_residuals_make_up_what_was_given():
+def test_results_and_residuals_add_up_to_the_inputs():
     run_ranks(3, check_feedback)
 
 
@@ -173,7 +173,7 @@ def check_rounding(rank, world_size):
 
     communicator = comm.Communicator()
     first, second = result(communicator), result(communicator)
-    assert not torch.equal(first, second)  # the number of the call is the step
+    assert not torch.equal(first, second)  # the number of the call is used as the step
     assert torch.equal(first, result(communicator, step=1))
     assert torch.equal(first, result(comm.Communicator()))
     assert not torch.equal(first, result(communicator, step=1, seed=1))
@@ -190,7 +190,7 @@ def check_halves(rank, world_size):
             tensor = parts[rank].clone()
             comm.all_reduce(tensor, algorithm=algorithm)
             assert same_everywhere(tensor), (dtype, algorithm)
-            # Summed in fp32 and rounded once: the half next to the sum.
+            # Summed in fp32 and rounded once, to the nearest half.
             exact = sum(part.double() for part in parts)
             assert ((tensor.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 * 1.01).all()
     strided = torch.zeros(200, dtype=torch.float16)[::2]
@@ -209,7 +209,7 @@ def check_native(rank, world_size):
             tensor = torch.arange(10).to(dtype) + rank
             comm.all_reduce(tensor, algorithm=algorithm)
             assert torch.equal(tensor, (world_size * torch.arange(10) + sum(range(world_size))).to(dtype))
-    large = torch.tensor([2**53 + 1 + rank])  # fp32 has no such numbers
+    large = torch.tensor([2**53 + 1 + rank])  # fp32 cannot represent these numbers
     comm.all_reduce(large)
     assert large == world_size * (2**53 + 1) + sum(range(world_size))
     mean = torch.full((3,), float(rank), dtype=torch.float64)
@@ -250,10 +250,10 @@ def disagreements(rank, world_size):
     return list(check_disagreement(rank, world_size))
 
 
-def test_ranks_that_disagree_raise_and_name_both():
+def test_errors_of_ranks_that_disagree_name_both():
     for texts in zip(*run_ranks(3, disagreements), strict=True):
         assert all("it is in call 2: " in text or "its latest is call 2: " in text for text in texts), texts
-        assert sum("this rank is in call 2: " in text for text in texts) >= 2, texts  # both sides name both
+        assert sum("this rank is in call 2: " in text for text in texts) >= 2, texts  # both errors name both
 
 
 def check_errors(rank, world_size):
@@ -305,7 +305,7 @@ def check_errors(rank, world_size):
         for async_op in (False, True):
             with pytest.raises(error, match=match):
                 comm.all_reduce(**{"tensor": values, "async_op": async_op, **change})
-    comm.all_reduce(values)  # none of this has put the ranks out of step
+    comm.all_reduce(values)  # the refused calls have not put the ranks out of step
 
 
 def test_bad_input_names_the_argument():
@@ -338,10 +338,10 @@ def drop_after_native(rank, world_size):
     for _ in range(8):
         communicator = comm.Communicator()
         communicator.all_reduce(torch.ones(1000), algorithm="native")
-        del communicator  # the backend's threads let go of the tensor only with the GIL
+        del communicator  # the backend's threads release the tensor only with the GIL
 
 
-def test_a_communicator_is_dropped_after_a_native_call():
+def test_a_communicator_may_be_dropped_after_a_native_call():
     run_ranks(2, drop_after_native)
 
 
@@ -376,5 +376,5 @@ def check_odd_tensors(rank, world_size):
         comm.all_reduce(memory[::3], codec="int8", residual=memory[150:250])
 
 
-def test_odd_tensors_are_refused():
+def test_tensors_that_are_not_plain_are_refused():
     run_ranks(1, check_odd_tensors)

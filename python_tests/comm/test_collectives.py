@@ -1,4 +1,4 @@
-"""comm.all_gather, broadcast and reduce over real Gloo: bit by bit what their messages mean, and what they refuse."""
+"""comm.all_gather, broadcast and reduce over Gloo: the bits of their messages, and refused calls."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ ANY_DTYPE = (*DTYPES, torch.float64, torch.int64, torch.uint8, torch.bool, torch
 
 
 def decoded(tensor, codec, **options):
-    """As a message leaves it."""
+    """Return a tensor after encoding and decoding."""
     return codecs.decode(codecs.encode(tensor, codec, **options)).view(tensor.shape).to(tensor.dtype)
 
 
@@ -31,9 +31,9 @@ def check_gathers(rank, world_size):
                     output = torch.full((world_size, numel), 7.0, dtype=dtype)
                     comm.all_gather(output, inputs[rank], codec=codec, algorithm=algorithm)
                     assert torch.equal(output, torch.stack([decoded(given, codec) for given in inputs])), (codec, numel)
-                    assert torch.equal(inputs[rank], normal(rank, numel).to(dtype)), "the input stays"
+                    assert torch.equal(inputs[rank], normal(rank, numel).to(dtype)), "the input does not change"
         for dtype in ANY_DTYPE:
-            sizes = [5 * r + 3 for r in range(world_size)]  # of uint8 no whole words
+            sizes = [5 * r + 3 for r in range(world_size)]  # uint8 elements do not fill whole words
             outputs = [torch.zeros(size, dtype=dtype) for size in sizes]
             comm.all_gather(outputs, of_any_dtype(rank, sizes[rank], dtype), algorithm=algorithm)
             for r, output in enumerate(outputs):
@@ -63,7 +63,7 @@ def check_uneven_lists(rank, world_size):
             want += decoded(part, codec) if r != rank and part.numel() else part
         assert torch.equal(share, want)
     together = normal(rank, 3 * 8).view(3, 8)
-    comm.all_gather(together, together[rank])  # which is where it is to go
+    comm.all_gather(together, together[rank])  # the input is already in the output
     assert torch.equal(together, torch.stack([normal(r, 3 * 8).view(3, 8)[r] for r in range(3)]))
 
 
@@ -106,7 +106,7 @@ def check_reduces(rank, world_size):
                     if rank == dst:
                         assert torch.allclose(tensor.double(), want, atol=1e-5), (algorithm, numel, op)
             for codec in LOSSY:
-                tensor = torch.full((1000,), float(rank + 1))  # one value: codecs hold it, up to rounding
+                tensor = torch.full((1000,), float(rank + 1))  # one value, which codecs represent up to rounding
                 comm.reduce(tensor, dst, codec=codec, algorithm=algorithm)
                 if rank == dst:
                     total = world_size * (world_size + 1) / 2
@@ -119,7 +119,7 @@ def test_reduce_gives_one_rank_the_sum(world_size):
 
 
 def check_feedback(rank, world_size):
-    """Over the steps the results and what is left of them sum up to what was given."""
+    """Over several steps, the results and the remaining residuals add up to the inputs."""
     numel, src = 1001, 1
     lost, sent, got = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
     parts, gathered = torch.zeros(world_size, numel), torch.zeros(world_size, numel)
@@ -142,7 +142,7 @@ def check_feedback(rank, world_size):
     assert torch.allclose(gathered + rests, parts, atol=1e-4)
 
 
-def test_what_is_lost_comes_later():
+def test_feedback_sends_later_what_encoding_has_lost():
     run_ranks(3, check_feedback)
 
 
@@ -152,17 +152,17 @@ def check_group(rank, world_size):
         return
     tensor = torch.full((5,), float(rank))
     comm.broadcast(tensor, 2, group=group)
-    assert torch.equal(tensor, torch.full((5,), 2.0)), "src is a rank of the world"
+    assert torch.equal(tensor, torch.full((5,), 2.0)), "src is a rank of the default group"
     spoilt = torch.ones(300)
     if rank == 1:
         spoilt[5] = float("inf")
     comm.broadcast(spoilt, 1, group=group, codec="int8")
-    assert spoilt[:256].isnan().all() and torch.equal(spoilt[256:], torch.ones(44)), "an overflow is never lost"
+    assert spoilt[:256].isnan().all() and torch.equal(spoilt[256:], torch.ones(44)), "an overflow is not dropped"
     with pytest.raises(ValueError, match=r"src: expected a rank of the group, one of \[1, 2\], got 0"):
         comm.broadcast(tensor, 0, group=group)
 
 
-def test_ranks_of_a_group_are_those_of_the_world():
+def test_ranks_of_a_group_are_those_of_the_default_group():
     run_ranks(3, check_group)
 
 
@@ -225,10 +225,10 @@ def check_refusals(rank, world_size):
         with pytest.raises(error, match=text):
             function(*arguments, **options)
     comm.broadcast(tensor.add_(rank), 1)
-    assert torch.equal(tensor, torch.ones(4)), "the communicator is of use still"
+    assert torch.equal(tensor, torch.ones(4)), "the communicator can still be used"
 
 
-def test_bad_input_is_named():
+def test_errors_name_the_wrong_argument():
     run_ranks(2, check_refusals)
 
 
@@ -240,7 +240,7 @@ def check_two_levels(rank, world_size):
     assert stats.stats()["calls"] == 1
 
 
-def test_takes_one_level():
+def test_two_levels_are_refused():
     run_ranks(4, check_two_levels)
 
 
@@ -254,23 +254,23 @@ def check_disagreement(rank, world_size, sizes, dtypes):
     ("sizes", "dtypes"),
     [
         ((4, 5), (torch.float32, torch.float32)),
-        ((5, 6), (torch.bfloat16, torch.bfloat16)),  # as many words
+        ((5, 6), (torch.bfloat16, torch.bfloat16)),  # the same number of words
         ((2, 4), (torch.float64, torch.float32)),
         ((4, 4), (torch.int32, torch.float32)),
     ],
 )
-def test_ranks_that_disagree_all_raise(sizes, dtypes):
+def test_all_ranks_raise_if_they_disagree(sizes, dtypes):
     run_ranks(2, check_disagreement, sizes, dtypes)
 
 
 def check_one_element(rank, world_size):
-    """Of which torch says that it is contiguous, whatever its stride."""
+    """A tensor that torch calls contiguous, with any stride."""
     tensor = torch.full((1, 2), rank + 1.0, dtype=torch.bfloat16)[:, 0]
     comm.broadcast(tensor, 0)
     assert tensor.item() == 1.0
 
 
-def test_one_element_of_any_stride():
+def test_tensors_of_one_element_with_any_stride():
     run_ranks(2, check_one_element)
 
 
@@ -279,7 +279,7 @@ def check_lists_fail(rank, world_size):
     outputs = [torch.zeros(3), torch.zeros(3)]
     if rank == 0:
         work = communicator.all_gather(outputs, torch.ones(3), async_op=True)
-        assert outputs[0]._version == outputs[1]._version == 1, "at once"
+        assert outputs[0]._version == outputs[1]._version == 1, "the versions are incremented at once"
         with pytest.raises(dist.DistBackendError):
             work.wait()
     communicator.close()
@@ -287,5 +287,5 @@ def check_lists_fail(rank, world_size):
         communicator.broadcast(outputs[0], 0, op="avg")
 
 
-def test_lists_fail_as_tensors_do():
+def test_lists_raise_the_same_errors_as_tensors():
     run_ranks(2, check_lists_fail)

@@ -1,4 +1,4 @@
-"""What communicators take of a process and of the group's store, beside what Gloo takes for a group of its own."""
+"""The threads, descriptors and store keys that communicators use, in addition to those of a Gloo group."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from dltrain_ext import comm
 
 
 def taken(store):
-    """Descriptors, threads, and the keys of the store, when nobody clears that any more."""
+    """Return the numbers of descriptors and threads, and the keys in the store, after these have been cleaned up."""
     gc.collect()
     while any(thread.name == "dltrain_ext: at work" for thread in threading.enumerate()):
         time.sleep(0.01)
@@ -44,12 +44,12 @@ def take(rank, world_size, ranks_per_host):
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_communicators_share_what_they_can_and_leave_nothing(ranks_per_host):
+def test_communicators_share_resources_and_release_them(ranks_per_host):
     for before, of_gloo, counts, after in run_ranks(4, take, ranks_per_host, fresh=True):
         for many, (descriptors, threads, keys) in enumerate(counts, 1):
             assert descriptors - before[0] <= 1.5 * many * (of_gloo[0] - before[0])
             each = (6, 2) if ranks_per_host == 1 else (5, 3)
-            assert descriptors - before[0] <= 4 + each[0] * many  # as docs/all_reduce.md has it
+            assert descriptors - before[0] <= 4 + each[0] * many  # the number in docs/all_reduce.md
             assert threads - before[1] <= 2 + each[1] * many
             assert keys == of_gloo[2]
         assert after == (*before[:2], of_gloo[2])

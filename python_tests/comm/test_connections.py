@@ -1,4 +1,4 @@
-"""How ranks come to the same transport, and NCCL as it is found at run time."""
+"""How ranks agree on a transport, and how NCCL is found at run time."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ class Broken(RuntimeError):
 
 
 def made(monkey, rank, name, *, version=lambda rank: "2.28.9", connects=lambda rank: True, transport="auto"):
-    """Connections on which NCCL answers as told, and Gloo stands for both kinds of connections that need a GPU."""
+    """Connections in which NCCL gives the scripted results, and Gloo replaces both transports that need a GPU."""
 
     def nccl_version():
         if isinstance(answer := version(rank), Exception):
@@ -89,12 +89,12 @@ def check_agreement(rank, world_size, case):
 
 
 @pytest.mark.parametrize("case", ["all have it", "one has none", "one is too old", "one fails", "not wanted"])
-def test_ranks_come_to_the_same_transport(case):
+def test_ranks_agree_on_the_transport(case):
     run_ranks(4, check_agreement, case)
 
 
 def load(rank, world_size, library):
-    """What a fresh process says of the NCCL that it is pointed to."""
+    """Return what a fresh process prints about the NCCL library that it is given."""
     os.environ["DLTRAIN_NCCL"] = str(library)
     try:
         return f"{_ops.nccl_version()} {len(_ops.nccl_unique_id())}"
@@ -106,7 +106,7 @@ def loaded(library):
     return run_ranks(1, load, library, fresh=True)[0]
 
 
-def test_a_library_that_cannot_be_loaded_says_why(tmp_path):
+def test_the_error_says_why_a_library_cannot_be_loaded(tmp_path):
     said = loaded(tmp_path / "libnccl.so.2")
     assert f"NCCL cannot be loaded: {tmp_path}/libnccl.so.2: cannot open shared object file" in said
     (tmp_path / "empty.c").write_text("int nothing;")
@@ -116,7 +116,7 @@ def test_a_library_that_cannot_be_loaded_says_why(tmp_path):
 
 
 def nccl_folder() -> Path | None:
-    """Of the package that torch's builds for CUDA require."""
+    """Find the library in the package that torch's CUDA builds require."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder, "nccl") for folder in (spec.submodule_search_locations or [] if spec else [])]
     return next((folder for folder in folders if (folder / "include" / "nccl.h").is_file()), None)
@@ -175,7 +175,7 @@ static_assert(ours::sum == ncclSum && ours::avg == ncclAvg);
 constexpr ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
 static_assert(ours::Config{}.magic == theirs.magic);
 """
-# What the header takes of CUDA's.
+# The parts of CUDA that NCCL's header needs.
 CUDA_RUNTIME = """#pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -185,7 +185,7 @@ typedef struct CUevent_st* cudaEvent_t;
 
 
 @needs_nccl
-def test_the_declarations_are_those_of_nccls_header(tmp_path):
+def test_the_declarations_equal_those_of_nccls_header(tmp_path):
     (tmp_path / "check.cpp").write_text(CHECK)
     for name in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):
         (tmp_path / name).write_text(CUDA_RUNTIME)

@@ -1,4 +1,4 @@
-"""Mailboxes over Gloo: messages of any length from any rank, and sessions that end alone."""
+"""Mailboxes over Gloo: messages of any length from any rank, and sessions that end independently of each other."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from ranks import FAR, SLACK, ready, run_ranks
 
 from dltrain_ext import _C, comm
 
-FIRST_LENGTHS = [0, 1, 1000, 65_360, 65_361, 1 << 20, (3 << 20) + 5, 17]  # a frame has room for 65,360 bytes
+FIRST_LENGTHS = [0, 1, 1000, 65_360, 65_361, 1 << 20, (3 << 20) + 5, 17]  # a frame holds up to 65,360 bytes
 
 
 def open_mailbox(name="mailbox", **options):
-    """One over connections of its own, which nobody else holds."""
+    """Open a mailbox on a process group of its own."""
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
     timeout = timedelta(seconds=60)
     return _C.Mailbox(dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timeout), **options)
@@ -29,12 +29,12 @@ def pattern(length, seed):
 
 def receive(mailbox):
     received = mailbox.receive(SLACK + 60)
-    assert received is not None, "nothing came"
+    assert received is not None, "nothing was received"
     return received
 
 
 def receive_messages(mailbox, count):
-    """The next so many messages, by sender, and whose sessions have ended meanwhile."""
+    """Receive `count` messages; return them by sender, and the sessions that have ended meanwhile."""
     messages, ends = {}, {}
     while sum(map(len, messages.values())) < count:
         peer, what = receive(mailbox)
@@ -47,7 +47,7 @@ def receive_messages(mailbox, count):
 
 
 def receive_end(mailbox, peer):
-    """That of the session with the peer, behind whatever else it sent."""
+    """Return the end of the session with the peer, and discard the messages before it."""
     while True:
         sender, what = receive(mailbox)
         assert sender == peer
@@ -56,13 +56,13 @@ def receive_end(mailbox, peer):
 
 
 def send_all(mailbox, peer, tensors, **options):
-    """With waiting for the peer where it is behind."""
+    """Send the tensors; wait while the peer does not receive."""
     while not mailbox.send(peer, tensors, **options):
         time.sleep(0.01)
 
 
 def exchange(mailbox, peers, seed):
-    """One message to each of them, and one from each."""
+    """Exchange one message with each of the peers."""
     for peer in peers:
         send_all(mailbox, peer, [pattern(100_000, seed + mailbox.rank)])
     messages, ends = receive_messages(mailbox, len(peers))
@@ -101,16 +101,16 @@ def send_variable_lengths(rank, world_size, copy):
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_lengths_vary_from_several_senders_at_once(copy):
+def test_messages_of_any_length_from_several_senders_at_once(copy):
     run_ranks(4, send_variable_lengths, copy)
 
 
 def send_pieces(rank, world_size):
     mailbox = open_mailbox()
     cases = [
-        [pattern(100, 0), pattern(0, 1), pattern(200, 2)],  # in one frame
-        [pattern(100_000, 3), pattern(0, 4), pattern(1, 5), pattern(70_000, 6)],  # one message for each
-        [pattern(5_000, i) for i in range(40)],  # gathered
+        [pattern(100, 0), pattern(0, 1), pattern(200, 2)],  # these fit into one frame
+        [pattern(100_000, 3), pattern(0, 4), pattern(1, 5), pattern(70_000, 6)],  # each is a message of its own
+        [pattern(5_000, i) for i in range(40)],  # these are gathered
         [torch.full((50_000,), 1.5), torch.arange(3)],
     ]
     for case in cases:
@@ -123,7 +123,7 @@ def send_pieces(rank, world_size):
     if rank == 1:
         changed = torch.ones(100_000)
         send_all(mailbox, 0, [changed])
-        changed.zero_()  # has been copied
+        changed.zero_()  # it has been copied
         for wrong in (torch.ones(4, 4).t()[1:], torch.ones(4, device="meta")):
             with pytest.raises(ValueError, match="expected contiguous tensors on the CPU"):
                 mailbox.send(0, [wrong])
@@ -139,7 +139,7 @@ def test_pieces_are_one_message():
 
 
 def close_in_order(rank, world_size):
-    """Rank 1 closes behind a large message, and its process goes on; the others stay connected."""
+    """Rank 1 closes after a large message, and its process continues; the others stay connected."""
     mailbox = open_mailbox()
     others = [each for each in range(world_size) if each not in (1, rank)]
     if rank == 1:
@@ -156,7 +156,7 @@ def close_in_order(rank, world_size):
     dist.barrier()
     if rank != 1:
         exchange(mailbox, others, 5)
-        assert mailbox.receive(0.3) is None  # nothing more of rank 1
+        assert mailbox.receive(0.3) is None  # nothing else from rank 1
     dist.barrier()
     mailbox.close()
 
@@ -166,7 +166,7 @@ def test_a_mailbox_closes_in_good_order():
 
 
 def close_at_once(rank, world_size):
-    """All at the same time, each with messages on their way."""
+    """All ranks close at the same time, while messages are being sent."""
     for turn in range(5):
         mailbox = open_mailbox(f"mailbox {turn}")
         for peer in range(world_size):
@@ -196,7 +196,7 @@ def test_a_mailbox_that_is_dropped_looks_broken():
 
 
 def survive(rank, world_size, how):
-    """Rank 1 dies: idle, in a stream of messages, or of large ones, so that most probably one is half way."""
+    """Rank 1 dies while it is idle, or while it sends many small or large messages, very likely within a large one."""
     survivors = [0, 2, 3]
     communicator = comm.Communicator(dist.new_group(survivors)) if rank != 1 else None
     if rank == 1:
@@ -225,7 +225,7 @@ def survive(rank, world_size, how):
     assert torch.equal(result, torch.full((1000,), 5.0))
     for turn in range(20):
         exchange(mailbox, others, turn)
-        communicator.all_reduce(torch.ones(10))  # nobody is a turn ahead
+        communicator.all_reduce(torch.ones(10))  # keeps the ranks in the same turn
     assert mailbox.receive(0.3) is None
     communicator.all_reduce(torch.ones(10))
     mailbox.close()
@@ -234,7 +234,7 @@ def survive(rank, world_size, how):
 
 
 @pytest.mark.parametrize("how", ["idle", "small", "large"])
-def test_a_killed_peer_ends_its_session_alone(how):
+def test_a_killed_peer_ends_only_its_own_session(how):
     killed = []
 
     def kill(pids):
@@ -250,7 +250,7 @@ def test_a_killed_peer_ends_its_session_alone(how):
 
 
 def outlast_a_stopped_peer(rank, world_size):
-    """Rank 1 stops. Returns how many seconds a send took at most, and close."""
+    """Rank 1 stops. Return the longest time of a send, and the time of close, in seconds."""
     mailbox = open_mailbox(limit=4 << 20)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -279,12 +279,12 @@ def test_a_stopped_peer_blocks_neither_sends_nor_close():
 
 
 def fill(rank, world_size, length):
-    """Both send until they are refused, then both receive. Returns how many bytes were taken."""
+    """Both ranks send until sends are refused, then both receive. Return the accepted bytes, and the limit."""
     limit = 2 << 20
     mailbox = open_mailbox(limit=limit)
     peer, number = 1 - rank, 0
     refused = None
-    while refused is None or time.monotonic() - refused < 0.5:  # what was sent goes on to the peer for a while
+    while refused is None or time.monotonic() - refused < 0.5:  # the peer may still receive what was sent before
         if mailbox.send(peer, [torch.tensor([number]), pattern(length, number)]):
             number += 1
             refused = None
@@ -299,21 +299,21 @@ def fill(rank, world_size, length):
         assert message[:8].view(torch.int64).item() == expected and torch.equal(message[8:], pattern(length, expected))
     del messages, message
     dist.barrier()
-    exchange(mailbox, [peer], 1)  # there is room again
+    exchange(mailbox, [peer], 1)  # sends are accepted again
     dist.barrier()
     mailbox.close()
     return number * (length + 8 + 256), limit
 
 
 @pytest.mark.parametrize("length", [0, 1_000, 1 << 20])
-def test_what_a_peer_does_not_receive_is_bounded(length):
+def test_the_memory_for_messages_that_a_peer_does_not_receive_is_limited(length):
     for taken, limit in run_ranks(2, fill, length):
         print(f"{length} bytes: {taken / limit:.2f} limits")
         assert limit <= taken <= 2 * (limit + length) + (1 << 20)
 
 
 def close_in_the_middle(rank, world_size):
-    """Rank 1 is stopped while it sends; the others close in the middle of its messages, and then it goes on."""
+    """Rank 1 is stopped while it sends; the others close in the middle of its messages, and then it continues."""
     mailbox = open_mailbox()
     if rank == 1:
         message = torch.ones(64 << 20, dtype=torch.uint8)
@@ -332,10 +332,10 @@ def close_in_the_middle(rank, world_size):
         mailbox.close()
         return
     exchange(mailbox, [1], 1)
-    while mailbox.receive(1):  # until it is stopped
+    while mailbox.receive(1):  # until rank 1 is stopped
         pass
     mailbox.close(0.1)
-    memory = torch.zeros(64 << 20, dtype=torch.uint8)  # perhaps where the rest of the message would have gone
+    memory = torch.zeros(64 << 20, dtype=torch.uint8)  # may get the memory of the incomplete message
     ready()
     time.sleep(0.5)
     assert not memory.any()
@@ -363,7 +363,7 @@ def test_ctrl_c_ends_receive():
 
 
 def profile(rank, world_size):
-    """Until receives are posted for messages that come later."""
+    """Profile until receives are posted for messages that arrive later."""
     with torch.profiler.profile() as profiler:
         mailbox = open_mailbox()
         send_all(mailbox, 1 - rank, [pattern(200_000, 1)])

@@ -30,7 +30,7 @@ def normal(rank, numel):
 
 def enter(rank, world_size, body, *args):
     if torch.cuda.device_count() < world_size:
-        # NCCL refuses ranks of one host on one GPU: up to 2.30.2 unless they seem to be on hosts of their own.
+        # NCCL refuses two ranks of one host on one GPU (up to 2.30.2), unless they appear to be on different hosts.
         os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -48,7 +48,7 @@ def try_it(rank, world_size):
 
 @pytest.fixture(scope="module")
 def on_gpus():
-    """Runs a test's body on ranks; skips where NCCL connects no two of them."""
+    """Return a function that runs the body of a test on ranks; skip if NCCL cannot connect two of them."""
     try:
         run_ranks(2, enter, try_it, timeout=120)
     except Exception as error:
@@ -73,7 +73,7 @@ def check_sums(rank, world_size, transport):
 
 
 def check_bits(rank, world_size, transport):
-    """The bits of the CPU, over Gloo."""
+    """The bits equal those of the CPU over Gloo."""
     communicator = comm.Communicator(transport=transport)
     for codec in codecs.CODECS:
         for algorithm in fitting(codec):
@@ -98,7 +98,7 @@ def check_streams(rank, world_size, transport):
     for turn in range(10):
         with torch.cuda.stream(side):
             tensor = torch.zeros(numel, device="cuda")
-            torch.cuda._sleep(20_000_000)  # what comes too early sees zeros
+            torch.cuda._sleep(20_000_000)  # a read that does not wait sees zeros
             tensor.copy_(whole(rank, numel))
             if turn % 2:
                 communicator.all_reduce(tensor)
@@ -108,7 +108,7 @@ def check_streams(rank, world_size, transport):
             result = tensor * 1
         side.synchronize()
         assert torch.equal(result, total)
-    works = [communicator.all_reduce(whole(rank, 1000 + i), async_op=True) for i in range(50)]  # memory comes and goes
+    works = [communicator.all_reduce(whole(rank, 1000 + i), async_op=True) for i in range(50)]  # memory is reused
     for i, work in enumerate(works):
         assert torch.equal(work.get_future().wait()[0], sum(whole(r, 1000 + i) for r in range(world_size)))
     chained = (
@@ -142,7 +142,7 @@ class Net(nn.Module):
 
 def make_ddp():
     torch.manual_seed(0)
-    # 16 KiB buckets: one layer each.
+    # 16 KiB buckets contain one layer each.
     return DistributedDataParallel(Net().cuda(), bucket_cap_mb=16 / 1024, process_group=dist.new_group())
 
 
@@ -181,7 +181,7 @@ def check_feedback(rank, world_size, transport):
         scaler.step(optimizer, max_norm=1.0, grad_stats=state.grad_stats)
         scaler.update()
 
-    for batch in batches[:4]:  # in which buckets and the optimizer's state come to be
+    for batch in batches[:4]:  # in these DDP builds its buckets, and the optimizer its state
         step(batch)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -215,7 +215,7 @@ def check_graphs(rank, world_size, transport):
             given = normal(rank + 10 * seed, 70_001)
             eager = given.clone()
             communicator.all_reduce(eager, algorithm=algorithm, codec=codec, step=3)
-            communicator.all_reduce(torch.ones(200_000, device="cuda"), codec="int8")  # other memory in between
+            communicator.all_reduce(torch.ones(200_000, device="cuda"), codec="int8")  # allocates other memory
             tensor.copy_(given)
             graph.replay()
             torch.cuda.synchronize()
@@ -266,12 +266,12 @@ def check_lost(rank, world_size, transport):
         time.sleep(seconds + 3)
     dist.barrier()
     tensor = torch.ones(10, device="cuda")
-    dist.all_reduce(tensor, group=own)  # the user's group is as good as before
+    dist.all_reduce(tensor, group=own)  # the user's group still works
     assert torch.equal(tensor, torch.full_like(tensor, world_size))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_late_rank_spoils_the_result_and_is_named(on_gpus, transport):
+def test_a_late_rank_poisons_the_result_and_is_named(on_gpus, transport):
     on_gpus(3, check_lost, transport)
 
 
@@ -290,9 +290,9 @@ def check_absent(rank, world_size):
         comm.Communicator(transport="nccl").all_reduce(tensor)
 
 
-def test_without_nccl_on_one_rank_all_go_by_torch(on_gpus):
+def test_if_one_rank_has_no_nccl_all_use_torchs(on_gpus):
     on_gpus(2, check_absent)
 
 
-def test_on_one_rank_without_others():
+def test_one_rank_needs_no_transport():
     run_ranks(1, enter, check_sums, "nccl")

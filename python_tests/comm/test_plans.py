@@ -1,4 +1,4 @@
-"""Plans as data: verified for every world size, and the verifier against plans that are broken."""
+"""Plans as data: all are verified for every world size, and the verifier rejects broken ones."""
 
 import json
 
@@ -16,7 +16,7 @@ def test_every_world_size_verifies(algorithm):
 
 
 def edited(plan: Plan, edit) -> Plan:
-    """The plan with ``edit`` applied to its rounds, a list of lists of steps."""
+    """Return the plans with ``edit`` applied to the rounds of one, a list of lists of steps."""
     rounds = [list(steps) for steps in plan.rounds]
     edit(rounds)
     return Plan(plan.algorithm, plan.rank, plan.world_size, plan.chunks, rounds, plan.exact)
@@ -42,7 +42,7 @@ def with_peer(round_, index, peer):
 
 
 def receive_first(rounds):
-    """Every receive a round before its send: with all ranks so, each would wait for the others."""
+    """Move every receive one round before its send. If all ranks did so, each would wait for the others."""
     first = [[step for step in steps if step.op.startswith("recv")] for steps in rounds]
     then = [[step for step in steps if not step.op.startswith("recv")] for steps in rounds]
     rounds[:] = [steps for pair in zip(first, then, strict=True) for steps in pair]
@@ -73,7 +73,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_plans_are_rejected_by_their_rule(case):
+def test_the_verifier_rejects_broken_plans_by_the_right_rule(case):
     rule, broken = BROKEN[case]
     with pytest.raises(ValueError, match=f"^{rule}: "):
         comm.verify_plans(broken)
@@ -94,7 +94,7 @@ def test_a_doubled_contribution_is_rejected():
     with pytest.raises(ValueError, match="^R4: .* encodes chunk 0 a second time"):
         comm.verify_plans(twice)
 
-    # Rank 2 gets rank 0's part on its own and once more inside rank 1's.
+    # Rank 2 receives rank 0's part directly, and again within rank 1's part.
     chunk = (0, 1)
     doubled = [
         Plan(
@@ -128,7 +128,7 @@ def test_a_doubled_contribution_is_rejected():
 
 
 def test_only_exact_plans_may_encode_twice():
-    """Recursive doubling encodes each sum on several ranks, and each rank its chunk in every round."""
+    """In recursive doubling several ranks encode each sum, and each rank encodes its chunk in every round."""
     for world_size in (4, 6):
         lossy = [
             Plan(plan.algorithm, plan.rank, plan.world_size, plan.chunks, plan.rounds)
@@ -139,7 +139,7 @@ def test_only_exact_plans_may_encode_twice():
 
 
 def test_a_different_order_of_summing_is_rejected():
-    """Rank 0 adds all four parts at once, the others the sum of its and rank 1's to that of 2's and 3's."""
+    """Rank 0 adds all four parts in a sequence, and the others add the sums of ranks 0 and 1, and of 2 and 3."""
 
     def steps(send=(), fold=()):
         return [Step("send_partial", peer, (0, 1)) for peer in send] + [
@@ -156,7 +156,7 @@ def test_a_different_order_of_summing_is_rejected():
         comm.verify_plans([Plan("by hand", rank, 4, 1, mine, True) for rank, mine in enumerate(rounds)])
 
 
-def test_final_bytes_are_made_and_taken_once():
+def test_final_bytes_are_encoded_and_received_once():
     def again(rank):
         peers = [peer for peer in range(4) if peer != rank]
         steps = [Step("send_final", peer, (rank, rank + 1)) for peer in peers]
@@ -201,7 +201,7 @@ def test_a_part_that_is_overwritten_is_rejected():
         comm.verify_plans(lost)
 
 
-def test_plans_made_by_hand_are_checked_and_drawn():
+def test_plans_of_given_steps_are_checked_and_drawn():
     with pytest.raises(ValueError, match="chunks: expected at least 1, got 0"):
         Plan("empty", 0, 1, 0, [])
     with pytest.raises(ValueError, match="rank: expected 0 to 0, got 1"):
@@ -219,7 +219,7 @@ def test_plans_made_by_hand_are_checked_and_drawn():
     world_size=st.integers(2, 9),
     data=st.data(),
 )
-def test_any_dropped_step_is_noticed(algorithm, world_size, data):
+def test_any_dropped_step_is_detected(algorithm, world_size, data):
     rank = data.draw(st.integers(0, world_size - 1))
     plan = comm.plan(algorithm, rank, world_size)
     round_ = data.draw(st.sampled_from([index for index, steps in enumerate(plan.rounds) if steps]))
@@ -228,7 +228,7 @@ def test_any_dropped_step_is_noticed(algorithm, world_size, data):
         comm.verify_plans(plans(algorithm, world_size, {rank: drop(round_, index)}))
 
 
-def test_a_plan_is_printed_and_written():
+def test_a_plan_is_drawn_and_listed():
     plan = comm.plan("ring", 1, 4)
     drawn = str(plan)
     assert "ring, rank 1 of 4: 6 rounds over 4 chunks" in drawn
@@ -238,7 +238,7 @@ def test_a_plan_is_printed_and_written():
     written = json.loads(plan.to_json())
     steps = [[Step(s["op"], s["peer"], tuple(s["chunks"])) for s in steps] for steps in written["rounds"]]
     assert Plan(**{**written, "rounds": steps}) == plan
-    assert str(comm.plan("direct", 0, 100)).count("\n") == 3  # too wide for a picture: words alone
+    assert str(comm.plan("direct", 0, 100)).count("\n") == 3  # too wide to draw, so it is only described in words
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_plan_is_printed_and_written():
         (("ring", 0, 0), "world_size: expected at least 1, got 0"),
     ],
 )
-def test_bad_input_names_the_argument(arguments, match):
+def test_errors_name_the_wrong_argument(arguments, match):
     with pytest.raises(ValueError, match=match):
         comm.plan(*arguments)
 

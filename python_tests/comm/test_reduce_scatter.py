@@ -1,4 +1,4 @@
-"""comm.reduce_scatter over real Gloo: what its messages mean bit by bit, error feedback, and what it refuses."""
+"""comm.reduce_scatter over Gloo: the bits of its messages, error feedback, and refused calls."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def expected(inputs, rank, codec, average, rest=None):
-    """The sum in rank order of this rank's share of all inputs, each but its own as a message leaves it."""
+    """Sum this rank's shard of all inputs in rank order; all but its own are encoded and decoded."""
     scale = torch.tensor(1 / len(inputs) if average else 1.0)
     total = None
     for r, given in enumerate(inputs):
@@ -35,16 +35,16 @@ def check_sums(rank, world_size):
                     comm.reduce_scatter(output, given, op, codec=codec)
                     want = expected(inputs, rank, codec, op == "avg").to(dtype)
                     assert torch.equal(output, want), (codec, numel, dtype, op)
-                    assert torch.equal(given, inputs[rank]), "the input stays"
+                    assert torch.equal(given, inputs[rank]), "the input does not change"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_is_the_sum_of_the_messages(world_size):
+def test_the_result_is_the_sum_of_the_messages(world_size):
     run_ranks(world_size, check_sums)
 
 
 def check_segments(rank, world_size):
-    numel = 600_000  # of a share: by themselves messages of int8 go in three segments
+    numel = 600_000  # elements of a shard; by default int8 uses three segments
     inputs = [normal(r, world_size * numel).view(world_size, numel) for r in range(world_size)]
     want = expected(inputs, rank, "int8", True)
     for segments in (None, 1, 7):
@@ -68,15 +68,15 @@ def check_feedback(rank, world_size, codec):
         comm.reduce_scatter(output, inputs[rank], codec=codec, residual=own)
         assert torch.equal(output, expected(inputs, rank, codec, False, rest)), "bit by bit"
         sent, got = sent + sum(given[rank] for given in inputs), got + output
-    assert torch.equal(own[rank], torch.zeros(1001)), "what is mine is not encoded"
+    assert torch.equal(own[rank], torch.zeros(1001)), "the rank's own shard is not encoded"
     others = own.clone()
     dist.all_reduce(others)
-    assert torch.allclose(got + others[rank], sent, atol=1e-3), "nothing is lost for good"
+    assert torch.allclose(got + others[rank], sent, atol=1e-3), "the loss is in the residuals"
     assert not torch.equal(got, sent)
 
 
 @pytest.mark.parametrize("codec", [codec for codec in LOSSY if codec not in ("fp16", "bf16")])
-def test_what_is_lost_comes_later(codec):
+def test_feedback_sends_later_what_encoding_has_lost(codec):
     run_ranks(3, check_feedback, codec)
 
 
@@ -92,7 +92,7 @@ def check_noise(rank, world_size):
     assert not torch.equal(same, later) and not torch.equal(same, other)
 
 
-def test_stochastic_rounding_goes_by_seed_and_step():
+def test_stochastic_rounding_depends_on_seed_and_step():
     run_ranks(2, check_noise)
 
 
@@ -116,7 +116,7 @@ def check_shapes(rank, world_size):
         spoilt[1, 5] = float("inf")
     output = torch.empty(300)
     comm.reduce_scatter(output, spoilt, codec="int8")
-    assert output.isfinite().all() == (rank != 1), "an overflow is never lost"
+    assert output.isfinite().all() == (rank != 1), "an overflow is not dropped"
 
 
 def test_any_shape_and_overflows():
@@ -156,10 +156,10 @@ def check_refusals(rank, world_size):
         with pytest.raises(error, match=text):
             comm.reduce_scatter(*arguments, **options)
     comm.reduce_scatter(output, given + 1)
-    assert torch.equal(output, torch.full((4,), 2.0)), "the communicator is of use still"
+    assert torch.equal(output, torch.full((4,), 2.0)), "the communicator can still be used"
 
 
-def test_bad_input_is_named():
+def test_errors_name_the_wrong_argument():
     run_ranks(2, check_refusals)
 
 
@@ -168,7 +168,7 @@ def check_disagreement(rank, world_size):
         comm.reduce_scatter(torch.zeros(4 + rank), torch.zeros(2 * (4 + rank)))
 
 
-def test_ranks_that_disagree_all_raise():
+def test_all_ranks_raise_if_they_disagree():
     run_ranks(2, check_disagreement)
 
 
@@ -177,5 +177,5 @@ def check_two_levels(rank, world_size):
         comm.Communicator(ranks_per_host=2).reduce_scatter(torch.zeros(2), torch.zeros(8))
 
 
-def test_takes_one_level():
+def test_two_levels_are_refused():
     run_ranks(4, check_two_levels)

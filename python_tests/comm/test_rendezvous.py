@@ -1,4 +1,4 @@
-"""How ranks wait for each other at the store."""
+"""Rendezvous: how ranks wait for each other at the store."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ SHORT = timedelta(seconds=2)
 
 
 def together(*bodies, timeout=SHORT):
-    """What each body returns, or raises, given the rendezvous of its rank; the ranks are 5, 6, ..."""
+    """Call each body with the rendezvous of its rank; return their results or errors. The ranks are 5, 6, ..."""
     store, ranks = dist.HashStore(), [5 + member for member in range(len(bodies))]
 
     def call(member):
@@ -26,17 +26,17 @@ def together(*bodies, timeout=SHORT):
         return list(pool.map(call, range(len(bodies))))
 
 
-def test_texts_are_shared_in_the_order_of_the_ranks():
+def test_texts_are_exchanged_in_the_order_of_the_ranks():
     say = [lambda rendezvous, r=r: [rendezvous.exchange(f"{r} {turn}") for turn in range(3)] for r in range(4)]
     assert together(*say) == [[[f"{r} {turn}" for r in range(4)] for turn in range(3)]] * 4
 
 
-def test_who_does_not_come_is_named():
+def test_the_error_names_a_rank_that_does_not_arrive():
     said = together(lambda rendezvous: rendezvous.exchange(""), lambda rendezvous: None)[0]
     assert str(said) == "communicator of ranks [5, 6]: rank 6 did not come in 0:00:02"
 
 
-def test_who_is_at_work_is_waited_for():
+def test_a_rank_at_work_is_waited_for():
     def think(rendezvous):
         with rendezvous.at_work():
             time.sleep(1.5 * SHORT.total_seconds())
@@ -49,7 +49,7 @@ def test_who_is_at_work_is_waited_for():
     assert together(think, wait) == [["thought", "waited"]] * 2
 
 
-def test_who_is_gone_is_named_and_not_who_is_slow():
+def test_the_error_names_the_rank_that_is_gone_and_not_a_slow_one():
     def agree(rendezvous, seconds):
         with rendezvous.at_work() as work:
             time.sleep(seconds)
@@ -68,7 +68,7 @@ def test_who_is_gone_is_named_and_not_who_is_slow():
 @pytest.mark.parametrize(
     ("error", "said"), [(ValueError("no memory"), "no memory"), (KeyboardInterrupt(), "KeyboardInterrupt")]
 )
-def test_who_fails_at_work_is_heard_of_at_once(error, said):
+def test_a_rank_that_fails_at_work_is_reported_at_once(error, said):
     def fail(rendezvous):
         with pytest.raises(type(error)), rendezvous.at_work():
             raise error

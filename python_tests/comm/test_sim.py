@@ -1,4 +1,4 @@
-"""Simulated all-reduces and training steps: against formulas, and in their order."""
+"""Simulated all-reduces and training steps, compared with formulas."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from dltrain_ext import codecs, comm, sim
 MB = 10**6
 
 
-def test_a_ring_is_its_formula():
+def test_the_time_of_a_ring_is_that_of_its_formula():
     network = sim.Network(latency=1e-4, bandwidth=1e9, memory_bandwidth=12e9)
     for p in (2, 3, 8, 64):
         nbytes = 4 * 64 * 64 * 64 * 3
@@ -20,7 +20,7 @@ def test_a_ring_is_its_formula():
 
 
 @pytest.mark.parametrize("algorithm", comm.ALGORITHMS)
-def test_sends_what_the_formula_says(algorithm):
+def test_bytes_are_those_of_the_formula(algorithm):
     p, nbytes = 8, 4 * 1024 * 1024
     estimate = sim.simulate(algorithm, p, nbytes)
     sent = max(
@@ -41,38 +41,38 @@ def test_codecs_send_less():
     assert times["raw"] > 1.8 * times["fp16"] > 1.8 * 1.8 * times["int8"] > 1.8**3 * times["int4"]
 
 
-def test_speeds_that_were_measured_count():
+def test_measured_speeds_are_used():
     slow = sim.Network(speeds={"int8": sim.Speed(encode=1e6, decode=1e6)})
     assert sim.simulate("direct", 2, 4 * MB, codec="int8", network=slow).seconds > 1
     assert sim.Network.from_dict(slow.to_dict()) == slow
 
 
-def test_two_levels_spare_the_link():
+def test_two_levels_reduce_the_traffic_of_the_link():
     network = sim.Network(bandwidth=1e9, ranks_per_host=8, inside_bandwidth=100e9)
     one, two = (sim.simulate("ring", 32, 64 * MB, network=network, levels=levels) for levels in (1, 2))
     direct = sim.simulate("direct", 32, 64 * MB, network=network)
     assert two.seconds < direct.seconds / 4
-    assert two.seconds < 1.2 * one.seconds  # of a ring only one rank's messages leave the host
+    assert two.seconds < 1.2 * one.seconds  # in a ring, only the messages of one rank leave the host
     with pytest.raises(ValueError, match="levels: expected 1 where there are not several hosts"):
         sim.simulate("ring", 8, 64 * MB, network=network, levels=2)
 
 
 def test_two_levels_of_hosts_with_unequal_ranks():
-    """The smaller host has as many shares as ranks; the link still carries a tensor to each side."""
+    """The smaller host has as many shards as ranks, and its link still carries one tensor in each direction."""
     network = sim.Network(bandwidth=1e9, ranks_per_host=5, inside_bandwidth=100e9)
     flat, uneven, even = (
         sim.simulate("direct", ranks, 64 * MB, network=network, levels=levels)
         for ranks, levels in ((8, 1), (8, 2), (10, 2))
     )
-    assert uneven.wire_bytes == pytest.approx(64 * MB / 3, rel=1e-3)  # by each of three
+    assert uneven.wire_bytes == pytest.approx(64 * MB / 3, rel=1e-3)  # sent by each of three
     assert uneven.seconds < flat.seconds / 2.5  # 3.75 tensors
     assert even.seconds < uneven.seconds < 1.5 * even.seconds
 
 
-def test_two_levels_go_in_eight_pieces_at_most():
+def test_two_levels_use_at_most_eight_segments():
     slow = sim.Network(latency=1.0, ranks_per_host=2)
     one, many = (sim.simulate("direct", 4, n * 2**22, network=slow, segments=1, levels=2) for n in (1, 100))
-    assert 2 < one.seconds < 3  # two rounds across the hosts
+    assert 2 < one.seconds < 3  # two rounds between the hosts
     assert 2 * 8 < many.seconds < 2 * 9
 
 
@@ -82,19 +82,19 @@ def test_thousands_of_ranks():
         assert math.isfinite(estimate.seconds) and estimate.seconds > 0.1
 
 
-def test_who_is_late_is_waited_for():
+def test_a_late_rank_is_waited_for():
     late = [0.0] * 6
     late[2] = 0.25
     alone = sim.simulate("ring", 6, MB).seconds
     assert 0.25 < sim.simulate("ring", 6, MB, late=late).seconds <= 0.25 + alone + 1e-9
 
 
-def test_a_step_hides_what_backward_covers():
+def test_a_step_hides_communication_behind_backward():
     network = sim.Network(bandwidth=1e9)
     buckets = [25 * MB] * 4
     one = sim.best(8, buckets[0], network=network).seconds
     long = sim.training_step(8, buckets, backward=100.0, network=network)
-    assert long.exposed == pytest.approx(one)  # of the last bucket
+    assert long.exposed == pytest.approx(one)  # that of the last bucket
     short = sim.training_step(8, buckets, backward=0.0, other=1.0, network=network)
     assert short.exposed == pytest.approx(4 * one)
     assert short.efficiency == pytest.approx(1 / (1 + 4 * one))
@@ -145,6 +145,6 @@ def step(**options):
         ("codec: expected one of", lambda: sim.break_even("int3", 4, 1)),
     ],
 )
-def test_bad_input_is_named(match, call):
+def test_errors_name_the_wrong_argument(match, call):
     with pytest.raises((TypeError, ValueError), match=match):
         call()

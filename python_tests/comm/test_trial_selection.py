@@ -1,4 +1,4 @@
-"""Which codec and plan a second of measuring comes to, on networks whose clock stands still but for what they carry."""
+"""The codec and plan that are selected by trials, on networks whose clock only counts communication."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from dltrain_ext.comm.trial_selection import select_by_trials
 
 ROUNDS = {"ring": 6, "tree": 4, "double_tree": 4, "recursive_doubling": 2, "halving_doubling": 4, "direct": 2}
 ROUNDS |= {"oneshot": 1}
-TIMES = {"tree": 4.0, "recursive_doubling": 2.0, "oneshot": 3.0}  # a tensor's bytes that a rank sends; others 1.5
+TIMES = {"tree": 4.0, "recursive_doubling": 2.0, "oneshot": 3.0}  # time in tensors' bytes; other plans take 1.5
 BUCKET = 25 << 20
 
 
 class Network:
-    """Of four ranks that have the same: seconds for a round, for a byte, and for encoding an element."""
+    """A network of four ranks with equal values: seconds per round, per byte, and per encoded element."""
 
     def __init__(self, latency, gbits, encode=0.0, native=1.0, plans=()):
         self.latency, self.per_byte, self.encode, self.native = latency, 8e-9 / gbits, encode, native
@@ -42,35 +42,35 @@ class Network:
     [
         (Network(3e-5, 1.0), torch.float32, "int4"),
         (Network(3e-5, 10.0, encode=2e-9), torch.float32, "int4"),
-        (Network(3e-5, 10.0, encode=2e-9), torch.bfloat16, "native"),  # which sends half as much as raw
+        (Network(3e-5, 10.0, encode=2e-9), torch.bfloat16, "native"),  # it sends half the bytes of raw
         (Network(3e-5, 10.0, encode=1e-8), torch.float32, "raw"),
         (Network(3e-5, 1.0, encode=5e-9), torch.bfloat16, "int4"),
         (Network(3e-5, 100.0, encode=1e-9, native=0.5), torch.float32, "native"),
     ],
 )
-def test_the_codec_goes_by_the_network_and_the_gradients_own_type(monkeypatch, network, dtype, expected):
+def test_the_selected_codec_depends_on_the_network_and_the_dtype(monkeypatch, network, dtype, expected):
     codec, plan = network.select_by_trials(monkeypatch, dtype)
     assert codec == expected
     assert plan == ("native" if codec == "native" else "direct")
     assert network.now < 1.6
 
 
-def test_where_a_bucket_takes_too_long_the_rest_is_foreseen(monkeypatch):
-    """At 10 Mbit/s and 150 ms each way messages of 64 KiB cost a latency, and buckets of 25 MiB their bytes."""
+def test_trials_of_long_buckets_are_extrapolated(monkeypatch):
+    """At 10 Mbit/s and 150 ms, messages of 64 KiB take one latency, and the bytes dominate buckets of 25 MiB."""
     slow = Network(0.15, 0.01)
     assert slow.select_by_trials(monkeypatch) == ("int4", "direct")
-    assert slow.now < 15  # of which a bucket in fp32 would take 31
+    assert slow.now < 15  # a single bucket in fp32 would take 31 s
 
 
-def test_a_plan_that_is_clearly_faster_is_taken_and_no_other(monkeypatch):
+def test_only_a_clearly_faster_plan_is_selected(monkeypatch):
     for times, expected in ((1.2, "ring"), (1.45, "direct")):
         assert Network(1e-6, 1.0, plans={"ring": times}).select_by_trials(monkeypatch) == ("int4", expected)
 
 
-def test_few_rounds_suit_small_models_alone(monkeypatch):
+def test_plans_with_few_rounds_are_only_for_small_models(monkeypatch):
     assert Network(1e-3, 10.0).select_by_trials(monkeypatch, nbytes=4096) == ("raw", "oneshot")
     assert Network(1e-6, 1.0).select_by_trials(monkeypatch, nbytes=4 * 4**11)[1] == "direct"
 
 
-def test_a_plan_by_its_name_stays(monkeypatch):
+def test_a_named_plan_is_kept(monkeypatch):
     assert Network(3e-5, 1.0).select_by_trials(monkeypatch, algorithm="ring") == ("int4", "ring")

@@ -1,4 +1,4 @@
-"""Measuring a group, and choosing plan and codec by it."""
+"""Tuning: measuring a group, and the selection of plan and codec from the result."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ NETWORK = sim.Network(speeds={"raw": sim.Speed(float("inf"), 4e9)})
 
 
 def table(**seconds):
-    """A tuning for two ranks in which a codec takes so many seconds at 1 KiB, and a thousand times that at 1 MiB."""
+    """Make a tuning of two ranks in which a codec takes the given seconds at 1 KiB, and 1,000 times that at 1 MiB."""
     return Tuning(
         2,
         NETWORK,
@@ -32,7 +32,7 @@ def table(**seconds):
     )
 
 
-def test_the_fit_finds_what_the_model_was_given():
+def test_the_fit_finds_the_values_of_the_model():
     truth = replace(NETWORK, latency=7e-5, bandwidth=2e8, overhead=3e-5)
     trials = list(tuner._calibrating())
     model = tuner.Model(truth, 4, 1)
@@ -44,7 +44,7 @@ def test_the_fit_finds_what_the_model_was_given():
         assert tuner.Model(found, 4, 1).seconds(trial) == pytest.approx(model.seconds(trial), rel=0.1)
 
 
-def test_the_table_is_what_was_measured_and_a_line_between():
+def test_the_table_has_the_measured_times_and_interpolates_between_them():
     trials = {
         tuner.Trial("raw", 4**6, "ring", 1): 3.0,
         tuner.Trial("raw", 4**6, "tree", 2): 1.0,
@@ -77,18 +77,18 @@ def test_the_table_is_what_was_measured_and_a_line_between():
         (dict(raw=2.0, native=2.0, fp16=1.0, int8=0.5, int4=0.4, sign=0.1), "int4"),
     ],
 )
-def test_the_most_accurate_codec_that_is_fast(seconds, codec):
+def test_the_most_accurate_of_the_fast_codecs_is_selected(seconds, codec):
     assert table(**seconds).codec_for(1 << 10) == codec
 
 
-def test_sizes_go_to_the_next_one():
+def test_sizes_are_rounded_to_the_next_one():
     tuning = table(raw=1e-3)
     assert tuning.choose("raw", 0).algorithm == tuning.choose("raw", 20_000).algorithm == "direct"
     assert tuning.choose("raw", 40_000).algorithm == "ring"
     assert tuning.choose("raw", 4 << 20).seconds == pytest.approx(4.0)
 
 
-def test_a_tuning_is_saved_whole(tmp_path):
+def test_a_tuning_is_saved_completely(tmp_path):
     tuning = table(raw=1.0, int8=0.25, native=1.0)
     tuning.save(tmp_path / "tuning.json")
     assert Tuning.load(tmp_path / "tuning.json") == tuning
@@ -117,7 +117,7 @@ def one_choice(**change):
         one_choice(algorithm="rign"),
     ],
 )
-def test_what_is_no_tuning_is_refused(change):
+def test_other_json_is_refused(change):
     plain = json.loads(table(raw=1.0).to_json())
     Tuning.from_json(json.dumps(plain | one_choice()))
     with pytest.raises(ValueError, match=r"tuning: expected what Tuning.to_json\(\) wrote"):
@@ -144,7 +144,7 @@ def tune(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_tune_alike(world_size):
+def test_all_ranks_have_the_same_tuning(world_size):
     first, *others = run_ranks(world_size, tune)
     assert all(other == first for other in others)
 
@@ -164,19 +164,19 @@ def go_by_a_tuning(rank, world_size, path):
     return sent
 
 
-def test_auto_goes_by_a_saved_tuning(tmp_path):
+def test_auto_uses_a_saved_tuning(tmp_path):
     path = tmp_path / "tuning.json"
     table(raw=1.0, int8=0.25, native=1.0).save(path)
-    sizes = [codecs.encode(torch.ones(n), "int8").nbytes / n for n in (128, 1 << 18)]  # of direct's halves, of the ring
+    sizes = [codecs.encode(torch.ones(n), "int8").nbytes / n for n in (128, 1 << 18)]  # direct's halves, the ring
     assert run_ranks(2, go_by_a_tuning, path) == [pytest.approx(sizes, rel=0.05)] * 2
 
 
-def test_a_tuning_of_sign_alone_has_no_codec_for_auto():
+def test_a_tuning_with_sign_only_selects_no_codec():
     with pytest.raises(ValueError, match="codec: expected one by its name where the tuning holds sign alone"):
         table(sign=1.0).codec_for(1 << 20)
 
 
-def test_a_folder_is_no_tuning(tmp_path):
+def test_a_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"tuning: expected the path of a file, got the folder {tmp_path}"):
         comm.Tuning.load(tmp_path)
 
@@ -211,14 +211,14 @@ def obey_the_environment(rank, world_size, path):
             comm.Communicator()
 
 
-def test_the_environment_stands_above(tmp_path):
+def test_the_environment_takes_precedence(tmp_path):
     path = tmp_path / "tuning.json"
     replace(table(raw=1.0), world_size=3).save(path)
     run_ranks(3, obey_the_environment, path)
 
 
 def train(rank, world_size):
-    connections.tell_once.cache_clear()  # another test may have heard it in this process
+    connections.tell_once.cache_clear()  # another test may have printed it in this process
     outcomes = []
     for tuning in (table(raw=1.0, native=1.0, int8=0.3), table(raw=1.0, native=0.9, int8=0.95)):
         torch.manual_seed(0)
@@ -236,13 +236,13 @@ def train(rank, world_size):
     return outcomes
 
 
-def test_the_hook_takes_the_codec_or_none():
+def test_the_hook_uses_the_tuned_codec_or_reports_that_there_is_none():
     first, second = run_ranks(2, train)
     assert first == [("int8", "ring", "ring", True, 0), ("raw", "native", "ring", False, 1)]
-    assert second == [*first[:1], (*first[1][:-1], 0)]  # rank 0 says it, once
+    assert second == [*first[:1], (*first[1][:-1], 0)]  # rank 0 prints it once
 
 
-def test_bad_input_is_named():
+def test_errors_name_the_wrong_argument():
     run_ranks(1, refuse)
 
 

@@ -1,4 +1,4 @@
-"""All-reduces in two levels, inside and across the hosts: over real Gloo, and on emulated hosts behind a slow link."""
+"""All-reduces in two levels, within and between hosts: over Gloo, and on emulated hosts with slow links."""
 
 import json
 import os
@@ -25,16 +25,16 @@ from dltrain_ext.comm.connections import layout
     [
         ("aabb", 0, None, ([0, 1], [0, 2], 2, 2, 2)),
         ("aabb", 3, None, ([2, 3], [1, 3], 2, 2, 2)),
-        ("abab", 2, None, ([0, 2], [2, 3], 2, 2, 2)),  # ranks need not be neighbours
+        ("abab", 2, None, ([0, 2], [2, 3], 2, 2, 2)),  # ranks of a host need not be neighbours
         ("abcabc", 4, None, ([1, 4], [3, 4, 5], 3, 2, 2)),
         ("aaaabb", 1, None, ([0, 1, 2, 3], [1, 5], 2, 2, 4)),
-        ("aaaabb", 2, None, ([0, 1, 2, 3], [2], 2, 2, 4)),  # has no share
+        ("aaaabb", 2, None, ([0, 1, 2, 3], [2], 2, 2, 4)),  # this rank has no shard
         ("aab", 2, None, ([2], [0, 2], 2, 1, 2)),
         ("aaaa", 1, None, None),  # one host
-        ("abcd", 1, None, None),  # one rank on each
+        ("abcd", 1, None, None),  # one rank on each host
         ("aaaa", 1, 1, None),
         ("aaaa", 1, 4, None),
-        ("aaaa", 1, 2, ([0, 1], [1, 3], 2, 2, 2)),  # what one says counts
+        ("aaaa", 1, 2, ([0, 1], [1, 3], 2, 2, 2)),  # the argument overrides the detected hosts
         ("abcdef", 4, 3, ([3, 4, 5], [1, 4], 2, 3, 3)),
     ],
 )
@@ -43,7 +43,7 @@ def test_layouts(hosts, rank, per_host, expected):
 
 
 def on_hosts(sizes, **options):
-    """A communicator of ranks that stand on hosts with so many each."""
+    """Return a communicator of ranks that appear to be on hosts with the given numbers of ranks."""
     hosts = [host for host, size in enumerate(sizes) for _ in range(size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections, "host_id", lambda: str(hosts[dist.get_rank()]))
@@ -62,7 +62,7 @@ def check_sums(rank, world_size, sizes):
         tensor = whole(rank, 1001).to(dtype)
         communicator.all_reduce(tensor)
         assert torch.equal(tensor.float(), whole_total(world_size, 1001))
-    # In fp32: 256 + 1 + 1 is 258, which halves that are added one after another miss.
+    # In fp32 256 + 1 + 1 is 258; with bfloat16 sums it is 256.
     halves = torch.full((100,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     communicator.all_reduce(halves)
     assert torch.equal(halves, torch.full((100,), 255.0 + world_size).bfloat16())
@@ -116,7 +116,7 @@ def test_results(check, sizes):
 
 
 def check_feedback(rank, world_size, sizes):
-    """Over the steps, what came out and what is left on all ranks make up what was given."""
+    """Over several steps, the results and the remaining residuals of all ranks add up to the inputs."""
     communicator = on_hosts(sizes)
     numel, steps = 2_100_001, 6
     for codec, algorithm in (("int8", "direct"), ("int4", "ring"), ("sign", "tree")):
@@ -139,32 +139,32 @@ def test_feedback_loses_nothing(sizes):
 
 
 def check_bytes(rank, world_size, per_host):
-    """Of a plan that sends everything to its owner, what crosses between hosts falls by the ranks of a host."""
+    """With direct, the bytes between hosts are divided by the number of ranks of a host."""
     communicator, flat = comm.Communicator(ranks_per_host=per_host), comm.Communicator(ranks_per_host=1)
     numel = 16 * world_size * 1000
     for each in (communicator, flat):
         each.all_reduce(torch.ones(numel), algorithm="direct")
     hosts = world_size // per_host
     assert communicator.stats()["wire_bytes"] == 4 * 2 * (numel // per_host) * (hosts - 1) / hosts
-    across = (world_size - per_host) / (world_size - 1)  # the share of messages that leave the host
+    across = (world_size - per_host) / (world_size - 1)  # the fraction of messages that leave the host
     assert communicator.stats()["wire_bytes"] == pytest.approx(flat.stats()["wire_bytes"] * across / per_host)
 
 
 def check_bytes_of_hosts(rank, world_size, sizes):
-    """By each host, whatever its ranks, what one rank sends that has a host to itself: a tensor to each side."""
+    """Each host sends what a single rank on it would send: one tensor in each direction."""
     communicator, numel = on_hosts(sizes), 16 * 1000
     communicator.all_reduce(torch.ones(numel), algorithm="direct")
     return communicator.stats()["wire_bytes"] / (4 * numel)
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (5, 3), (8, 1)])
-def test_bytes_across_hosts_are_those_of_one_rank_each(sizes):
+def test_each_host_sends_the_bytes_of_one_rank(sizes):
     sent = run_ranks(sum(sizes), check_bytes_of_hosts, sizes)
     assert sum(sent[: sizes[0]]) == pytest.approx(1) and sum(sent[sizes[0] :]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("per_host", [2, 3])
-def test_bytes_across_hosts_fall_by_the_ranks_of_a_host(per_host):
+def test_bytes_between_hosts_are_divided_by_the_ranks_of_a_host(per_host):
     run_ranks(2 * per_host, check_bytes, per_host)
 
 
@@ -179,7 +179,7 @@ def check_ddp(rank, world_size):
     assert state.stats()["inside_bytes"] > 0
 
 
-def test_the_hook_goes_in_two_levels():
+def test_the_hook_works_in_two_levels():
     run_ranks(4, check_ddp)
 
 
@@ -187,10 +187,10 @@ SAID = {signal.SIGKILL: "it has left", signal.SIGSTOP: "it does not answer"}
 
 
 def lose(rank, world_size, sizes, how, when):
-    """Rank 2 dies: between two calls, or with its own messages under way."""
+    """Rank 2 dies between two calls, or while its own messages are being sent."""
     deadline = DEADLINE if how == signal.SIGSTOP else FAR
     communicator = on_hosts(sizes, timeout=deadline, answer_timeout=SILENCE)
-    tensor = torch.ones(3_000_000)  # goes in pieces
+    tensor = torch.ones(3_000_000)  # several segments
     communicator.all_reduce(tensor, "avg", codec="int8")
     if rank == 2:
         if when == "under way":
@@ -223,7 +223,7 @@ def check_disagreement(rank, world_size):
         communicator.all_reduce(torch.ones(1000 if rank else 999))
 
 
-def test_ranks_that_disagree_are_told():
+def test_ranks_that_disagree_raise():
     run_ranks(4, check_disagreement)
 
 
@@ -276,10 +276,10 @@ dist.barrier()
 
 @pytest.mark.xdist_group("machine")
 @pytest.mark.parametrize("per_host", [2, 3])
-def test_hosts_are_found_and_their_links_carry_less(per_host, capfd):
+def test_hosts_are_detected_and_their_links_carry_fewer_bytes(per_host, capfd):
     commands.skip_without_hosts()
     assert commands.on_hosts("--hosts", 2, "--per-host", per_host, "--rate", "none", script=SCRIPT) == 0
     sent = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert sent["one inside"] == 0 < sent["two inside"]
-    # Besides the messages there are envelopes, the barriers' own and TCP's headers.
+    # In addition to the messages there are frame headers, the barriers' messages and TCP headers.
     assert sent["one"] / sent["two"] == pytest.approx(per_host, rel=0.1)

@@ -1,4 +1,4 @@
-"""The hook, the loss scaler and the optimizers beside what people use: with equal bits."""
+"""The hook, the loss scaler and the optimizers together with other features of torch: results have equal bits."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ from dltrain_ext.amp import LossScaler
 
 
 class Net(nn.Module):
-    """Three buckets, where they hold 1 MiB."""
+    """A model with three buckets of 1 MiB."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x):
-        x = torch.tanh(self.layers[0](x))  # a segment that is entered anew needs an input that has a gradient
+        x = torch.tanh(self.layers[0](x))  # a checkpointed segment needs an input that requires a gradient
         for layer in self.layers[1:]:
             x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
             x = torch.tanh(x)
@@ -47,7 +47,7 @@ def batch(rank, step):
 
 
 def gradients(call, model, rank, steps=3):
-    """Of every step, where none changes the parameters, so that only what the hook feeds back makes them differ."""
+    """Return the gradients of every step. No step changes the parameters, so only error feedback makes them differ."""
     found = []
     for step in range(steps):
         model.zero_grad()
@@ -130,11 +130,11 @@ def check_compiled(rank, world_size):
         if order == "DDP compiled in place":
             model.compile(backend=backend)
         assert equal(gradients(call, model, rank), eager), order
-        assert len(graphs) == 3, order  # it is cut at the borders of the buckets
+        assert len(graphs) == 3, order  # the graph is split at the borders of the buckets
         assert len(state.stats()["per_bucket"]) >= 3
 
 
-def test_compiled_is_eager():
+def test_a_compiled_model_has_the_gradients_of_an_eager_one():
     run_ranks(2, check_compiled)
 
 
@@ -162,7 +162,7 @@ def check_autocast(rank, world_size):
             scales.append(scaler.get_scale())
             found.append(values(model))
         assert scales[0] == scales[1], dtype
-        assert 1 < scales[0] < 2.0**23 if scaled else scales[0] == 1, "none was skipped"
+        assert 1 < scales[0] < 2.0**23 if scaled else scales[0] == 1, "no step was skipped"
         moved, apart = (
             math.sqrt(sum((p - q).double().square().sum() for p, q in zip(found[0], others, strict=True)))
             for others in (values(Net()), found[1])
@@ -171,11 +171,11 @@ def check_autocast(rank, world_size):
             dtype,
             apart,
             moved,
-        )  # an element that differs by a bit may round otherwise in half
+        )  # a difference of one bit may change the rounding to a half type
         assert all(same_everywhere(p) for p in found[1])
 
 
-def test_autocast_and_clipping_are_as_with_plain_ddp():
+def test_autocast_and_clipping_give_the_results_of_plain_ddp():
     run_ranks(2, check_autocast)
 
 
@@ -196,7 +196,7 @@ def check_batch_norm(rank, world_size):
 
 
 def test_batch_norm():
-    """torch's SyncBatchNorm is for GPUs alone, which DDP says."""
+    """torch's SyncBatchNorm works only on GPUs, which DDP says."""
     run_ranks(2, check_batch_norm)
 
 
@@ -229,7 +229,7 @@ def check_zero(rank, world_size):
     assert 0 < len(optimizer.optim.state) < len(values(model))
 
 
-def test_ranks_with_a_part_of_the_optimizer_clip_and_skip_alike():
+def test_ranks_with_a_part_of_the_optimizer_clip_and_skip_consistently():
     run_ranks(2, check_zero)
 
 
@@ -264,7 +264,7 @@ def check_zero_state(rank, world_size):
                 assert equal([*state.values()], [*other.optim.state[twin].values()]), dtype
 
 
-def test_the_state_of_a_sharded_optimizer_goes_round():
+def test_the_state_of_a_sharded_optimizer_is_saved_and_loaded():
     run_ranks(2, check_zero_state)
 
 
@@ -308,7 +308,7 @@ def test_half_parameters_and_their_masters_through_distributed_checkpoint(tmp_pa
 
 
 def check_copies(rank, world_size):
-    """DDP's own copy, and the model's, without a hook: the way out that AllReduceState's error names."""
+    """Copy a DDP model, or the model without the hook, as the error of AllReduceState suggests."""
     model = wrap(Net())
     ddp.register(model, codec="raw")
     other = wrap(copy.deepcopy(model.module))
@@ -316,5 +316,5 @@ def check_copies(rank, world_size):
     assert equal(gradients(other, other, rank), gradients(model, model, rank))
 
 
-def test_a_copy_of_the_model_takes_a_hook_of_its_own():
+def test_a_copy_of_the_model_can_have_its_own_hook():
     run_ranks(2, check_copies)

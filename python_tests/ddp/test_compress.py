@@ -1,4 +1,4 @@
-"""What the rooms that send gradients have in common, without a process group."""
+"""The code that ddp and fsdp share, without a process group."""
 
 import math
 
@@ -24,7 +24,7 @@ def merge(states, rank=0, world_size=2, parameters=None):
 
 @pytest.mark.parametrize("world_size", range(1, 6))
 @pytest.mark.parametrize("saved_by", range(1, 6))
-def test_what_ranks_have_saved_is_taken_once(saved_by, world_size):
+def test_every_saved_state_is_loaded_by_one_rank(saved_by, world_size):
     states = [state_of(rank, saved_by, {"w": torch.full((2, 3), 10.0**rank)}) for rank in range(saved_by)]
     merged = [merge(states, rank, world_size) for rank in range(world_size)]
     assert {steps for steps, _ in merged} == {3}
@@ -32,7 +32,7 @@ def test_what_ranks_have_saved_is_taken_once(saved_by, world_size):
     assert taken.shape == (2, 3) and (taken == sum(10**rank for rank in range(saved_by))).all()
 
 
-def test_what_is_saved_is_merged_to_what_it_was():
+def test_merging_saved_states_restores_them():
     parameters = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
     feedback = Feedback(torch.float32, double_buffered=False)
     feedback.lay({parameters["w"]: (0, 6)}, torch.zeros(6))["residual"].copy_(torch.arange(6.0))
@@ -76,12 +76,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("state", "error", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_merged_is_refused(state, error, text):
+def test_states_that_cannot_be_merged_are_refused(state, error, text):
     with pytest.raises(error, match=text):
         merge([state])
 
 
-def test_states_that_do_not_belong_together_are_refused():
+def test_states_of_different_runs_are_refused():
     for changed, text in (
         ({"steps": 5}, r"expected states of one moment, got some of \[3, 5\] steps"),
         ({"world_size": 4}, r"expected states of one world size, got some of \[2, 4\]"),
@@ -92,20 +92,20 @@ def test_states_that_do_not_belong_together_are_refused():
         merge([])
 
 
-def test_places_are_for_a_world_size():
+def test_saved_by_has_to_be_a_world_size():
     for saved_by, text in ((0, "expected a world size of at least 1, or None, got 0"), (2**32, "expected at most")):
         with pytest.raises(ValueError, match=f"saved_by: {text}"):
             checkpoint.save(None, {}, 3, 0, 1, saved_by)
 
 
 def model_parameters():
-    """A large one, one of a dimension and one that is small, as regions of one buffer, in another order."""
+    """Return a large parameter, one of one dimension, and a small one, as regions of one buffer in another order."""
     a, b, c = torch.zeros(30, 7), torch.zeros(50), torch.zeros(2, 3)
     named = [(name, tensor.requires_grad_()) for name, tensor in (("a", a), ("b", b), ("c", c))]
     return named, {c: 10, a: 16, b: 300}
 
 
-def test_regions_go_by_the_tensors_alone():
+def test_regions_depend_only_on_the_tensors():
     named, firsts = model_parameters()
     regions = regions_of(Parameters(named), firsts, "int8", 7)
     assert [(r.first, r.numel, r.codec, r.number, r.is_lossy) for r in regions] == [
@@ -121,12 +121,12 @@ def test_regions_go_by_the_tensors_alone():
         regions_of(Parameters(named[:2]), firsts, "int8", 7)
 
 
-def test_parameters_without_names_are_numbered_as_they_come():
+def test_parameters_without_names_are_numbered_in_their_order():
     _, firsts = model_parameters()
     assert [region.number for region in regions_of(Parameters(None), firsts, "int8", 7)] == [0, 8, 220]
 
 
-def test_a_layout_is_of_its_regions():
+def test_a_layout_has_the_bounds_of_its_regions():
     named, firsts = model_parameters()
     buffer = torch.zeros(350)
     regions = regions_of(Parameters(named), firsts, "int8", 7)
@@ -138,7 +138,7 @@ def test_a_layout_is_of_its_regions():
 
 
 @pytest.mark.parametrize("double_buffered", [False, True])
-def test_what_is_lost_follows_its_tensor_to_other_layouts(double_buffered):
+def test_residuals_follow_their_tensors_to_other_layouts(double_buffered):
     named, firsts = model_parameters()
     parameters, feedback = Parameters(named), Feedback(torch.float32, double_buffered)
     feedback.initial = {tensor: torch.full((tensor.numel(),), 1.0 + i) for i, tensor in enumerate(firsts)}
@@ -150,28 +150,28 @@ def test_what_is_lost_follows_its_tensor_to_other_layouts(double_buffered):
 
 
 def step_of_kernels(laid, value):
-    """Reads what has been lost and writes what is then, as encoding does."""
+    """Read the residuals and write new ones, as encoding does."""
     laid["residual" if laid["swapped"].item() else "spare"].fill_(value)
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_only_a_step_that_is_taken_leaves_a_trace(is_taken):
+def test_a_step_that_is_not_taken_does_not_change_the_residuals(is_taken):
     feedback = Feedback(torch.float32, double_buffered=True)
     reached, unreached = (feedback.lay({part: (0, 4)}, torch.zeros(4)) for part in ("reached", "unreached"))
     step_of_kernels(unreached, 7.0)
     step_of_kernels(reached, 1.0)
     feedback.expect(StepOutcome.of_sum(lambda: torch.tensor(2.0)))
-    assert not feedback.of("reached").any(), "not before it is settled"
+    assert not feedback.of("reached").any(), "residuals change only when the outcome is known"
     feedback.settle()
     step_of_kernels(reached, 2.0)
     feedback.expect(StepOutcome.of_sum(lambda: torch.tensor(2.0 if is_taken else math.inf)))
-    for _ in range(2):  # the second time there is nothing to settle
+    for _ in range(2):  # the second time the outcome is already settled
         feedback.settle(unreached=["unreached"])
         assert feedback.of("reached").unique() == (2.0 if is_taken else 1.0)
         assert feedback.of("unreached").unique() == 7.0
 
 
-def test_nobody_is_asked_where_no_step_can_be_skipped():
+def test_the_outcome_is_not_queried_if_no_step_can_be_skipped():
     feedback = Feedback(torch.float32, double_buffered=False)
     feedback.lay({"part": (0, 4)}, torch.zeros(4))["residual"].fill_(1.0)
     feedback.expect(StepOutcome.of_sum(lambda: pytest.fail("asked")))
@@ -197,27 +197,27 @@ def scaled_step(scaler, weight, optimizer, factor=1.0, new_scale=None):
 
 @pytest.mark.parametrize("growth_interval", [1, 3])
 @pytest.mark.parametrize("kind", [*SCALERS])
-def test_a_scaler_says_which_steps_it_has_taken(kind, growth_interval):
+def test_a_scaler_reports_which_steps_it_has_taken(kind, growth_interval):
     scaler = SCALERS[kind]("cpu", init_scale=64.0, growth_interval=growth_interval)
     weight = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     factors = [1.0, math.inf, 1.0, 1.0, math.inf, math.nan, 1.0]
     taken = [scaled_step(scaler, weight, optimizer, factor) for factor in factors]
     assert taken == [math.isfinite(factor) for factor in factors]
-    assert growth_interval == 1 or scaled_step(scaler, weight, optimizer, new_scale=1.0), "lower, but by hand"
+    assert growth_interval == 1 or scaled_step(scaler, weight, optimizer, new_scale=1.0), "lower, as set by the user"
 
 
-def test_several_passes_before_a_step_have_each_a_sum_but_no_verdict_of_the_scaler():
+def test_passes_without_a_step_have_outcomes_by_sum_only():
     scaler, weight = amp.LossScaler("cpu"), torch.zeros(3, requires_grad=True)
     scaler.scale(weight.sum() * math.inf).backward()
     of_sum, of_scaler = StepOutcome.of_sum(weight.grad.double().square().sum), StepOutcome.of_scaler(scaler)
-    assert not of_sum.ask() and of_scaler.ask(), "when the next pass begins"
+    assert not of_sum.ask() and of_scaler.ask(), "at the start of the next pass"
     scaler.step(torch.optim.SGD([weight], lr=1.0))
     assert not of_scaler.ask()
 
 
 @pytest.mark.parametrize("kind", [*SCALERS])
-def test_the_loss_scale_is_that_of_the_gradients_at_hand(kind):
+def test_the_loss_scale_is_that_of_the_current_gradients(kind):
     scaler, cpu = SCALERS[kind]("cpu", init_scale=64.0), torch.device("cpu")
     for too_early in (lambda: loss_scale_of(scaler, cpu), lambda: StepOutcome.of_scaler(torch.amp.GradScaler("cpu"))):
         with pytest.raises(RuntimeError, match=r"scaler: expected one whose scale\(loss\) has been called before"):

@@ -1,4 +1,4 @@
-"""The DDP comm hook against plain DDP, over real Gloo."""
+"""The DDP comm hook compared with plain DDP, over Gloo."""
 
 import copy
 import time
@@ -19,7 +19,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         self.head = nn.Linear(64, 1)
-        self.spare = nn.Linear(64, 64)  # used by some batches only
+        self.spare = nn.Linear(64, 64)  # only some batches use it
 
     def forward(self, x, spare=False):
         for layer in self.layers:
@@ -29,12 +29,12 @@ class Net(nn.Module):
 
 def make(rank, **options):
     torch.manual_seed(0)
-    # 16 KiB buckets: one layer each.
+    # 16 KiB buckets contain one layer each.
     return DistributedDataParallel(Net(), bucket_cap_mb=16 / 1024, **options)
 
 
 def train(model, rank, steps=4, spare=lambda step: True, optimizer=optim.AdamW):
-    """Returns each step's averaged gradients, and the parameters at the end."""
+    """Return the averaged gradients of each step, and the final parameters."""
     torch.manual_seed(100 + rank)
     optimizer = optimizer(model.parameters(), lr=0.01)
     grads = []
@@ -59,12 +59,12 @@ def check_against_plain(rank, world_size, algorithm, options):
     ours = train(model, rank)
     assert_close(ours, plain)
     stats = state.stats()
-    assert stats["buckets"] > 4 * 4  # several a step
+    assert stats["buckets"] > 4 * 4  # several per step
     plan = comm.plan("direct" if algorithm == "auto" else algorithm, rank, world_size)
     chunks = sum(step.chunks[1] - step.chunks[0] for steps in plan.rounds for step in steps if "send" in step.op)
     expected = 4 * 4 * sum(p.numel() for p in model.parameters()) * chunks / plan.chunks
     sent = torch.tensor([stats["wire_bytes"], expected])
-    dist.all_reduce(sent)  # a rank may have more of the small parameters, which are not cut, and another one less
+    dist.all_reduce(sent)  # small parameters are not divided, so ranks may send different numbers of bytes
     assert sent[0].item() == pytest.approx(sent[1].item(), rel=0.02)
     return ours[1]
 
@@ -147,7 +147,7 @@ def test_a_group_of_some_ranks():
 
 
 class Pause(torch.autograd.Function):
-    """Stops backward for a second, and notes how many buckets are reduced by then."""
+    """Pauses backward for a second, and records how many buckets have been reduced after it."""
 
     @staticmethod
     def forward(ctx, x, state, notes):
@@ -164,14 +164,14 @@ class Pause(torch.autograd.Function):
 def reduced_in_the_middle_of_backward(rank, world_size):
     model = make(rank)
     state = ddp.register(model, codec="raw")
-    train(model, rank, steps=2)  # by now the buckets have their final form
+    train(model, rank, steps=2)  # now the buckets have their final form
     forward, notes, before = model.module.layers[3].forward, [], state.stats()["buckets"]
     model.module.layers[3].forward = lambda x: forward(Pause.apply(x, state, notes))
     model(torch.randn(5, 64), True).mean().backward()
     return notes[0] - before
 
 
-def test_buckets_are_reduced_while_backward_goes_on():
+def test_buckets_are_reduced_while_backward_runs():
     assert all(buckets >= 3 for buckets in run_ranks(2, reduced_in_the_middle_of_backward))
 
 
@@ -193,12 +193,12 @@ def averaged_with_codecs(rank, world_size):
     return [[grad for grad in grads if grad is not None] for grads in (*results, [half.module.weight.grad])]
 
 
-def test_gradients_travel_as_any_codec():
+def test_gradients_are_sent_in_any_codec():
     first, second = run_ranks(2, averaged_with_codecs)
     assert all(torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True))
 
 
-def test_a_process_of_several_is_told_to_begin_a_group(monkeypatch):
+def test_the_error_without_a_group_says_to_initialize_one(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     expected = "model: expected a DistributedDataParallel, got Linear; call torch.distributed.init_process_group and"
     with pytest.raises(TypeError, match=expected):
@@ -206,7 +206,7 @@ def test_a_process_of_several_is_told_to_begin_a_group(monkeypatch):
 
 
 @pytest.mark.parametrize("codec", ["int8", "auto"])
-def test_without_peers_there_are_grad_stats_alone(codec):
+def test_a_single_rank_has_grad_stats_only(codec):
     model, scaler = nn.Linear(3, 2), amp.LossScaler("cpu", init_scale=4.0)
     state = ddp.register(model, codec=codec, scaler=scaler)
     with pytest.raises(RuntimeError, match="grad_stats: expected a backward pass first"):
@@ -229,7 +229,7 @@ def go_on(rank, world_size, saved):
     return state.state_dict()
 
 
-def test_checkpoints_go_from_several_processes_to_one_and_back():
+def test_checkpoints_of_several_processes_are_loaded_by_one_and_back():
     residuals = {name: torch.ones_like(p) for name, p in Net().named_parameters()}
     several = [
         {"version": 1, "steps": 3, "world_size": 2, "feedback": {f"rank {rank} of 2": residuals}} for rank in range(2)
@@ -239,7 +239,7 @@ def test_checkpoints_go_from_several_processes_to_one_and_back():
     for rank, state in enumerate(run_ranks(2, go_on, alone.state_dict())):
         assert state["steps"] == 3
         for lost in state["feedback"][f"rank {rank} of 2"].values():
-            assert torch.equal(lost, torch.full_like(lost, 2.0 * (rank == 0)))  # what both had lost
+            assert torch.equal(lost, torch.full_like(lost, 2.0 * (rank == 0)))  # the sum of the residuals of both ranks
 
 
 def check_errors(rank, world_size):

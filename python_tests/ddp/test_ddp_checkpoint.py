@@ -1,4 +1,4 @@
-"""The hook's state in checkpoints: a run that goes on from one has the bits of a run that never stopped."""
+"""The hook's state in checkpoints: a run that continues from one has the bits of a run that never stopped."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 class Net(nn.Module):
-    """Its layers are used in another order than they are defined in, so DDP rebuilds its buckets after one step."""
+    """The layers are used in another order than they are defined, so DDP rebuilds its buckets after one step."""
 
     def __init__(self):
         super().__init__()
@@ -125,10 +125,10 @@ def test_through_distributed_checkpoint(tmp_path):
 
 
 def load_of_other_size(rank, world_size, states):
-    """By a list of what the ranks saved, from which each takes its own."""
+    """Load from a list of the states of all ranks, from which each rank takes its own."""
     run = Run(OPTIONS["int8"])
     run.hook.load_state_dict(states)
-    run.train(rank, range(1))  # which also uses what it has got
+    run.train(rank, range(1))  # this also uses the loaded state
     again = Run(OPTIONS["int8"])
     again.hook.load_state_dict(states)
     return again.hook.state_dict()
@@ -143,7 +143,7 @@ def load_distributed_of_other_size(rank, world_size, folder, saved_by):
 
 
 def total(states):
-    """The sum over the ranks of their residuals, by name."""
+    """Return the sum over the ranks of their residuals, by name."""
     sums = {}
     for state in states:
         for residuals in state["feedback"].values():
@@ -197,10 +197,10 @@ def check_refusals(rank, world_size):
             way(run.model)
         way(run.model.module)
     copy.deepcopy(run.model.module)
-    dist.barrier()  # who leaves early closes what the other may still be connecting
+    dist.barrier()  # no rank may close connections that the other is still making
 
 
-def test_what_cannot_be_loaded_is_refused_and_changes_nothing():
+def test_a_refused_state_changes_nothing():
     run_ranks(2, check_refusals)
 
 

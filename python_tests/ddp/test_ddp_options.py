@@ -1,4 +1,4 @@
-"""Whatever the options of DDP and of its hook: nothing is lost, and buckets do not matter."""
+"""The options of DDP and of its hook: with all of them nothing is lost, and the buckets do not matter."""
 
 import json
 import math
@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import codecs, comm, ddp
 
-SMALL = 1024  # elements; below, a parameter travels as fp32
+SMALL = 1024  # elements; smaller parameters are sent as fp32
 
 
 class Net(nn.Module):
-    """Its layers are not used in the order in which they are defined, so DDP's second buckets are not like the first.
+    """The layers are not used in the order of their definition, so DDP's second buckets differ from the first.
 
-    Weights of no round numbers of elements: one of them small, one in a single piece, the others cut.
+    The weights have odd numbers of elements: one is small, one is a single piece, the others are divided.
     """
 
     def __init__(self):
@@ -59,7 +59,7 @@ def loss(model, x, spares=(0, 1)):
 
 
 def own_gradients(model, x, spares=(0, 1)):
-    """What this rank gives, as no DDP has seen it."""
+    """Return the gradients of this rank, computed without DDP."""
     return torch.autograd.grad(loss(model.module, x, spares), [*model.parameters()], allow_unused=True)
 
 
@@ -84,7 +84,7 @@ def is_small(parameter):
 
 
 class Account:
-    """What this rank gave of each gradient, and what DDP delivered, over all steps."""
+    """The sums over all steps of the gradients of this rank, and of those that DDP delivered."""
 
     def __init__(self, model, state):
         self.model, self.state = model, state
@@ -103,7 +103,7 @@ class Account:
         self.note(self.delivered, gradients(self.model))
 
     def check(self, case, tolerance=1e-5, delivered=True):
-        """That what was delivered and what all ranks still owe is the exact average, `tolerance` of the largest off."""
+        """Check that delivered gradients plus all residuals equal the exact average, to `tolerance` of the largest."""
         owed = residuals(self.state)
         named = self.model.module.named_parameters()
         for (name, parameter), exact, got in zip(named, self.given, self.delivered, strict=True):
@@ -120,11 +120,11 @@ class Account:
             if is_small(parameter):
                 assert not owed[name].any(), (case, name)
             elif largest > 0:
-                assert float(residual.abs().max()) > 1e-4 * largest, (case, name)  # else nothing was at stake
+                assert float(residual.abs().max()) > 1e-4 * largest, (case, name)  # otherwise nothing was lost
 
 
 def used_by_some(rank, step):
-    """All, one rank or none use a spare layer, each in its turn."""
+    """Alternate between batches in which all ranks, one rank, or no rank uses a spare layer."""
     return {0: (0, 1), 1: (0, 1) if rank == 1 else (1,), 2: (1,), 3: (1,) if rank == 0 else ()}.get(step, ())
 
 
@@ -148,7 +148,7 @@ CASES = {
     "accumulation": {"local": 2},
     "warmup": {"hook": {"warmup_steps": 2}},
     "stochastic": {"hook": {"rounding": "stochastic"}},
-    # DDP delivers halves, off by less than int4 would be if what it loses were not fed back.
+    # DDP delivers half types, whose error is smaller than that of int4 without error feedback.
     "halves": {"options": {"dtypes": HALVES}, "hook": {"codec": "int4"}, "tolerance": 2**-8},
     "bf16 feedback": {"hook": {"codec": "int4", "feedback_dtype": "bf16"}, "tolerance": 1e-3},
 }
@@ -164,7 +164,7 @@ def check_case(
     local=0,
     tolerance=1e-5,
 ):
-    """Five steps, over DDP's first buckets and its second."""
+    """Run five steps, with DDP's first buckets and with its second."""
     options = options or {}
     model = make(**options)
     state = register(model, **(hook or {}))
@@ -188,7 +188,7 @@ def check_case(
         sizes.append([bucket["numel"] for bucket in state.stats()["per_bucket"]])
         step_sgd(model)
     assert len(sizes[-1]) >= 4, (case, sizes)
-    # DDP keeps its first buckets where it looks for unused parameters.
+    # With find_unused_parameters, DDP keeps its first buckets.
     assert (sizes[0] == sizes[-1]) == ("find_unused_parameters" in options), (case, sizes)
     account.check(case, tolerance)
 
@@ -219,7 +219,7 @@ def check_join(rank, world_size, batches):
         account.check(("join", codec), delivered=batches[rank] == max(batches))
 
 
-def test_ranks_that_have_joined_give_zeros():
+def test_ranks_that_have_joined_contribute_zeros():
     run_ranks(3, check_join, (5, 1, 0))
 
 
@@ -233,12 +233,12 @@ def check_join_of_those_left(rank, world_size):
         model(torch.ones(4, 3)).sum().backward()
 
 
-def test_averages_over_the_ranks_that_are_left_are_refused():
+def test_averages_over_the_remaining_ranks_are_refused():
     run_ranks(2, check_join_of_those_left)
 
 
 def outcome(model, rank, steps=3, **options):
-    """Each step's gradients, and what is owed in the end; and of how many buckets."""
+    """Return the gradients of each step, the final residuals, and the number of buckets."""
     state = register(model, **options)
     found = []
     for step in range(steps):
@@ -287,7 +287,7 @@ def test_buckets_do_not_matter(world_size):
 
 
 class Large(nn.Sequential):
-    """Enough for several segments, and for a parameter of several pieces."""
+    """A model for several segments, with a parameter of several pieces."""
 
     def __init__(self):
         super().__init__(nn.Linear(100, 1100), nn.Linear(1100, 1100), nn.Linear(1100, 250))
@@ -355,11 +355,11 @@ def check_small(rank, world_size):
             message += codecs.nbytes(travels_as, p.numel())
         stats = state.stats()
         assert stats["ratio"] == pytest.approx(4 * sum(p.numel() for p in model.parameters()) / message, rel=1e-9)
-        # Each of two ranks sends half of its own, and half of what comes of it.
+        # Each of two ranks sends half of its input, and half of the result.
         assert stats["wire_bytes"] == pytest.approx(message, rel=0.05)
 
 
-def test_small_parameters_travel_as_fp32():
+def test_small_parameters_are_sent_as_fp32():
     run_ranks(2, check_small)
 
 
@@ -396,7 +396,7 @@ def check_two_levels(rank, world_size):
             step_sgd(model)
         account.check(("two levels", codec))
         stats = state.stats()
-        assert stats["inside_bytes"] > 2 * stats["wire_bytes"] > 0  # fp32 inside a host
+        assert stats["inside_bytes"] > 2 * stats["wire_bytes"] > 0  # fp32 within a host
 
 
 def test_two_levels_lose_nothing():
@@ -413,11 +413,11 @@ def check_all_is_fed_back(rank, world_size):
         owed.append(torch.cat([residual.flatten() for residual in residuals(state).values()]))
     stuck = (owed[0] != 0) & (owed[0] == owed[1]) & (owed[1] == owed[2]) & (owed[2] == owed[3])
     assert (owed[3] != 0).sum() > 5000
-    assert stuck.sum() < 10, stuck.sum()  # which can only be by chance
+    assert stuck.sum() < 10, stuck.sum()  # a few may be equal by chance
 
 
-def test_all_that_is_lost_is_fed_back():
-    """Also what was lost of DDP's first buckets, in one level."""
+def test_all_residuals_are_fed_back():
+    """This includes the residuals of DDP's first buckets, in one level."""
     run_ranks(4, check_all_is_fed_back)
 
 
@@ -439,7 +439,7 @@ def check_stats(rank, world_size):
         loss(model, batch(rank, step)).backward()
         return state.stats()
 
-    first = after(0)  # one bucket, as long as DDP does not know the order
+    first = after(0)  # one bucket, until DDP knows the order
     (only,) = first["per_bucket"]
     assert only.keys() == {"numel", "wire_bytes", "ratio", "codec_error"} | TIMES
     assert only["wire_bytes"] == first["wire_bytes"]
@@ -486,7 +486,7 @@ def check_times(rank, world_size):
                 time.sleep(0.15)
             loss(model, batch(rank, step)).backward()
         elapsed, stats = time.monotonic() - start[1], state.stats()
-        assert 3 * sum(bucket["busy"] for bucket in stats["per_bucket"]) <= elapsed  # passes over these buckets
+        assert 3 * sum(bucket["busy"] for bucket in stats["per_bucket"]) <= elapsed  # three passes over these buckets
         if rank == 0:
             assert (
                 sum(bucket["waiting"] for bucket in stats["per_bucket"]) > 0.05
@@ -494,7 +494,7 @@ def check_times(rank, world_size):
             assert stats["hidden"] > 0.5 if pauses else stats["hidden"] < 0.5
 
 
-def test_stats_tell_who_waits_and_what_is_hidden():
+def test_stats_report_who_waits_and_what_is_hidden():
     run_ranks(2, check_times)
 
 
@@ -526,7 +526,7 @@ def collectives_in_profile(rank, world_size, where):
     return [call["args"] for call in calls], group.group_name
 
 
-def test_profiler_shows_collectives_as_torchs_own(tmp_path):
+def test_the_profiler_shows_the_collectives_like_torchs_own(tmp_path):
     for calls, group in run_ranks(2, collectives_in_profile, str(tmp_path)):
         found = [(call["Collective name"], call["In msg nelems"], call["Out msg nelems"]) for call in calls]
         assert found == [("allreduce", 300, 300), ("allreduce", 300, 300), ("reduce_scatter", 300, 150)]
@@ -581,7 +581,7 @@ def check_stochastic(rank, world_size):
         single.append((found - exact).square().mean())
         total += found
     off = (total / steps - exact).square().mean()
-    assert off < 1.5 * sum(single) / steps / steps  # as much as the mean of independent ones without bias
+    assert off < 1.5 * sum(single) / steps / steps  # as large as the error of a mean of independent, unbiased errors
 
 
 def test_stochastic_rounding():

@@ -1,4 +1,4 @@
-"""Where a backward pass begins and what belongs to it: DDP that skips buckets, and DDP whose group is exchanged."""
+"""The start and the end of a backward pass: DDP that skips buckets, and DDP whose process group is replaced."""
 
 import math
 
@@ -17,7 +17,7 @@ BRANCHES = 4
 
 
 class Branches(nn.Module):
-    """Each a bucket of its own."""
+    """Branches that are each a bucket."""
 
     def __init__(self):
         super().__init__()
@@ -42,8 +42,9 @@ def batch(rank, number):
 
 
 def used_alone(skips, rank, world_size, passes, bad=()):
-    """The weights and what has been lost, after training in which pass i uses the branches passes[i], where the
-    buckets of the others are skipped or not."""
+    """Return weights and residuals after a training in which pass i uses the branches passes[i]. `skips`: DDP skips the
+    buckets of the other branches.
+    """
     model, scaler = make(skips), LossScaler("cpu", init_scale=16.0)
     state = ddp.register(model, codec="int8", scaler=scaler, warmup_steps=1)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -82,20 +83,20 @@ def check_skipped_buckets(rank, world_size, passes):
 
 
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
-def test_skipped_buckets_are_as_if_they_were_zero(passes):
+def test_skipped_buckets_give_the_results_of_zero_gradients(passes):
     run_ranks(2, check_skipped_buckets, passes)
 
 
 def check_gradients_from_before(rank, world_size):
     model = make()
     state = ddp.register(model, codec="raw", scaler=LossScaler(enabled=False))
-    for number, used in enumerate([(0, 1), (1, 2)]):  # gradients add up
+    for number, used in enumerate([(0, 1), (1, 2)]):  # the gradients are accumulated
         model(batch(rank, number), used).square().sum().backward()
     exact = math.fsum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
     assert state.grad_stats.sum_squares.item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_gradients_from_before_count_in_skipped_buckets():
+def test_earlier_gradients_count_in_skipped_buckets():
     run_ranks(2, check_gradients_from_before)
 
 
@@ -116,5 +117,5 @@ def check_exchanged_group(rank, world_size):
     assert state.communicator.stats()["calls"] == 2
 
 
-def test_the_group_of_the_model_is_followed():
+def test_the_hook_uses_the_current_group_of_the_model():
     run_ranks(3, check_exchanged_group)

@@ -1,4 +1,4 @@
-"""What the hook does not compose with says what does."""
+"""Errors for unsupported combinations, which name the supported ones."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def check_refusals(rank, world_size):
     dist.barrier()
 
 
-def test_what_does_not_compose_says_what_does():
+def test_errors_for_unsupported_combinations_name_the_supported_ones():
     run_ranks(2, check_refusals)
 
 

@@ -1,4 +1,4 @@
-"""What "auto" stands for in the hook: decided once, told once, and kept by checkpoints."""
+"""The selection that "auto" makes in the hook: it is made once, reported once, and saved in checkpoints."""
 
 import logging
 
@@ -30,7 +30,7 @@ def train(model, rank, steps):
 
 
 def tuning_for(world_size, codec, algorithm):
-    """By which that codec is the fastest, and that plan."""
+    """Make a tuning in which the given codec and plan are the fastest."""
     seconds = {"raw": 1.0, "native": 1.0, codec: 0.1}
     table = {
         name: [Choice(1 << 20, "native" if name == "native" else algorithm, 1, seconds[name], True)] for name in seconds
@@ -49,12 +49,12 @@ def measured(rank, world_size):
     assert state.stats()["codec"] == state.codec == state.choice.codec
     choices = [None] * world_size
     dist.all_gather_object(choices, state.state_dict()["choice"])
-    assert state.communicator.stats()["calls"] == state.stats()["buckets"]  # not those of measuring
+    assert state.communicator.stats()["calls"] == state.stats()["buckets"]  # without the calls of measuring
     assert all(torch.isfinite(parameter).all() for parameter in before)
     return choices, told
 
 
-def test_ranks_measure_and_choose_alike_and_one_tells_it():
+def test_all_ranks_select_the_same_and_one_reports_it():
     (choices, told), *others = run_ranks(3, measured, fresh=True)
     assert all(choice == choices[0] for choice in choices) and choices[0]["codec"] in ("raw", "fp16", "int8", "int4")
     assert choices[0]["algorithm"] in (*comm.ALGORITHMS, "native")
@@ -63,7 +63,7 @@ def test_ranks_measure_and_choose_alike_and_one_tells_it():
 
 
 def go_on(rank, world_size):
-    """From a checkpoint, where measuring would come to something else now."""
+    """Load the state of a checkpoint, although measuring would now select something else."""
     int8, int4 = (tuning_for(world_size, *what) for what in (("int8", "tree"), ("int4", "ring")))
     whole, first, second = make(), make(), make()
     ddp.register(whole, codec="auto", tuning=int8, min_compress_numel=0)
@@ -79,7 +79,7 @@ def go_on(rank, world_size):
         assert torch.equal(found, wanted)
 
 
-def test_a_run_that_goes_on_keeps_the_choice_and_so_the_bits():
+def test_a_run_that_continues_keeps_the_selection_and_so_the_bits():
     run_ranks(3, go_on)
 
 
@@ -105,7 +105,7 @@ def load(rank, world_size):
     state = ddp.register(make(), codec="int4")
     before = state.choice
     old = state.state_dict()
-    del old["choice"]  # of an earlier version
+    del old["choice"]  # as in an earlier version
     state.load_state_dict(old)
     other_size = saved_as(state, **usual) | {"world_size": 1}
     other_size["feedback"] = {"rank 0 of 1": next(iter(other_size["feedback"].values()))}
@@ -128,7 +128,7 @@ def load(rank, world_size):
     assert state.choice == before and state.steps == 0
 
 
-def test_what_is_loaded_is_taken_where_it_was_asked_for():
+def test_a_loaded_selection_is_used_only_if_it_was_asked_for():
     run_ranks(2, load)
 
 
@@ -143,12 +143,12 @@ def where_ranks_are(rank, world_size):
         communicator.close()
 
 
-def test_a_plan_alone_goes_by_where_the_ranks_are():
+def test_the_usual_plan_depends_on_the_hosts_of_the_ranks():
     run_ranks(3, where_ranks_are)
 
 
 def sent_across(algorithm, hosts):
-    """By the busiest host to others, in tensors."""
+    """Return the tensors that the busiest host sends to other hosts."""
     sent = dict.fromkeys(hosts, 0.0)
     for rank, host in enumerate(hosts):
         plan = comm.plan(algorithm, rank, len(hosts))
@@ -163,18 +163,18 @@ def sent_across(algorithm, hosts):
     ("hosts", "ring", "direct"),
     [("aaaaabbb", 1.75, 3.75), ("aaaaaaaab", 16 / 9, 16 / 9), ("abcdefgh", 1.75, 1.75), ("aaaabbbb", 1.75, 4.0)],
 )
-def test_direct_where_links_are_not_shared(hosts, ring, direct):
-    """Where they are, two levels send what one rank of each host would: here a tensor."""
+def test_direct_is_used_if_links_are_not_shared(hosts, ring, direct):
+    """If links are shared, two levels send what one rank per host would send: here one tensor."""
     assert sent_across("ring", hosts) == pytest.approx(ring)
     assert sent_across("direct", hosts) == pytest.approx(direct)
     levels = connections.layout(list(hosts), 0, None)
     assert (levels is None) == (hosts == "abcdefgh")
     if levels is not None:
-        assert sent_across("direct", "ab"[: len(levels.counterparts)]) == 1.0  # of a share, by each that has one
+        assert sent_across("direct", "ab"[: len(levels.counterparts)]) == 1.0  # of a shard, by each rank that has one
 
 
 def connected(rank, world_size):
-    """On a device, by an all-reduce of the kind that buckets will be, which is not counted."""
+    """Connect on a device by an all-reduce like those of the buckets, which is not counted."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm.Communicator, "all_reduce", lambda self, tensor, **options: calls.append((tensor, options)))
@@ -200,7 +200,7 @@ def nobody_says(rank, world_size):
     assert selection.usual_codec(None, on_a_gpu) == "auto"
 
 
-def test_where_nobody_says_the_codec_goes_by_the_device():
+def test_the_default_codec_depends_on_the_device():
     run_ranks(2, nobody_says)
 
 
@@ -209,12 +209,12 @@ def deterministic(rank, world_size):
     try:
         with pytest.raises(dist.DistBackendError, match="call 2"):
             communicator = comm.Communicator()
-            communicator.all_reduce(torch.ones(4))  # one call, and none of measuring
+            communicator.all_reduce(torch.ones(4))  # one call, which is none of the measuring ones
             communicator.all_reduce(torch.ones(4 + rank))
     finally:
         torch.use_deterministic_algorithms(False)
     communicator = comm.Communicator()
-    work = communicator.all_reduce(torch.ones(4), async_op=True)  # measured by the worker: nobody waits here
+    work = communicator.all_reduce(torch.ones(4), async_op=True)  # measured by the worker, so this does not wait
     work.wait()
     assert communicator.stats()["calls"] == 1
 

@@ -1,4 +1,4 @@
-"""Steps that are skipped: a batch whose gradients overflow on one rank is as if it had not been."""
+"""Skipped steps: a batch whose gradients overflow on one rank leaves no trace."""
 
 import math
 
@@ -16,11 +16,11 @@ from dltrain_ext.amp import LossScaler
 NAN, INF = math.nan, math.inf
 
 
-SIZES = (50, 77, 65, 80, 20, 7)  # weights of no round numbers of elements, the last ones small
+SIZES = (50, 77, 65, 80, 20, 7)  # weights with odd numbers of elements, the last ones small
 
 
 class Net(nn.Module):
-    """Its layers are not used in the order in which they are defined, so DDP's second buckets differ from the first."""
+    """The layers are not used in the order of their definition, so DDP's second buckets differ from the first."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ def batch(rank, number):
 
 
 class Spoiler:
-    """Puts a number that is not finite into this rank's gradient of one parameter, when told to."""
+    """Puts a number that is not finite into this rank's gradient of one parameter, on request."""
 
     def __init__(self, parameter):
         self.number = None
@@ -100,7 +100,7 @@ def train(
     options=None,
     **hook,
 ):
-    """Parameters and residuals in the end; `bad` says which batches are to overflow on the last rank, and how."""
+    """Return the final parameters and residuals; `bad` says which batches overflow on the last rank, and how."""
     bad = bad or {}
     model = make(**(options or {}))
     scaler = scaler("cpu", init_scale=scale, growth_interval=growth_interval, enabled=enabled)
@@ -144,7 +144,7 @@ CASES = [
     ({0: INF, 1: NAN, 4: NAN}, {"codec": "int4"}),
     (TWO, {"codec": "int4", "feedback_dtype": "bf16"}),
     ({0: NAN, 3: INF}, {"feedback_dtype": "bf16", "algorithm": "ring"}),
-    ({1: INF}, {"spoilt": "0.bias", "options": {"gradient_as_bucket_view": True}}),  # travels as fp32
+    ({1: INF}, {"spoilt": "0.bias", "options": {"gradient_as_bucket_view": True}}),  # sent as fp32
     ({0: NAN, 5: NAN}, {"spoilt": "4.weight", "options": {"static_graph": True}}),
 ]
 
@@ -155,7 +155,7 @@ def test_a_skipped_batch_is_as_if_it_had_not_been(world_size):
 
 
 def test_two_levels():
-    run_ranks(4, check_skipped, [(TWO, {"ranks_per_host": 2})])  # not the first: there, buckets do matter
+    run_ranks(4, check_skipped, [(TWO, {"ranks_per_host": 2})])  # not the first case, as buckets matter with two levels
 
 
 GRAD_SCALER = {"scaler": torch.amp.GradScaler, "step": torch_step}
@@ -171,7 +171,7 @@ def test_with_optimizers_and_scalers_of_torch():
 
 
 def check_grad_stats(rank, world_size):
-    # Where DDP looks for unused parameters it keeps its first buckets.
+    # With find_unused_parameters, DDP keeps its first buckets.
     models, found = [make(), make(bucket_kib=1 << 20), make(find_unused_parameters=True)], []
     scaler = LossScaler("cpu", init_scale=8.0)
     states = [ddp.register(model, scaler=scaler) for model in models]
@@ -185,7 +185,7 @@ def check_grad_stats(rank, world_size):
             assert stats.sum_squares.dtype == torch.float64 and stats.found_inf is None
             assert stats.sum_squares.item() == pytest.approx(exact, rel=1e-12)
             found.append(stats.sum_squares.item())
-    assert found[0::3] == found[1::3] == found[2::3]  # whatever the buckets
+    assert found[0::3] == found[1::3] == found[2::3]  # the buckets do not matter
 
     runs = []
     for gives in (True, False):
@@ -242,7 +242,7 @@ def check_bound(rank, world_size):
             for most, lost in zip(largest, residuals(state), strict=True):
                 bound = most.clone()
                 dist.all_reduce(bound, dist.ReduceOp.MAX)
-                # Of the sum of all ranks' shares and of what was lost before.
+                # Relative to the sum of all ranks' shards and the previous residual.
                 assert lost.abs().max() <= 1.5 * codecs.error_bound(codec).max * bound, (codec, number)
             fused_step(scaler, optimizer, state)
             scaler.update()
@@ -275,7 +275,7 @@ def check_without_scaler(rank, world_size):
         assert sum(spoilt) == (number in (0, 2))
 
 
-def test_without_a_scaler_the_next_batch_is_none_the_worse():
+def test_without_a_scaler_an_overflow_does_not_affect_the_next_batch():
     run_ranks(2, check_without_scaler)
 
 
@@ -294,7 +294,7 @@ def check_join(rank, world_size, batches, bad):
             at_the_end = residuals(state)
     assert all(same_everywhere(p.detach()) for p in model.parameters())
     assert rank > 0 or scaler.skipped_steps == len(bad)
-    assert same(residuals(state), at_the_end), "a rank that has joined keeps what it has lost"
+    assert same(residuals(state), at_the_end), "a rank that has joined keeps its residuals"
     assert rank > 0 or any(lost.any() for lost in at_the_end)
 
 
@@ -303,5 +303,5 @@ CASES_OF_JOIN = {"before": ((6, 3), (1,)), "after": ((6, 3), (4,)), "never there
 
 @pytest.mark.parametrize(("batches", "bad"), CASES_OF_JOIN.values(), ids=CASES_OF_JOIN)
 def test_ranks_that_have_joined(batches, bad):
-    """A step is skipped before or after a rank has joined, whose own loss scale stays; or one never had a batch."""
+    """A step is skipped before or after a rank has joined, whose loss scale does not change; or a rank has no batch."""
     run_ranks(2, check_join, batches, bad)

@@ -1,4 +1,4 @@
-"""fully_shard with our optimizers, LossScaler and codecs: as torch has it where nothing is lost, and what it takes."""
+"""fully_shard with our optimizers, LossScaler and codecs: equal to torch's if nothing is lost, and errors."""
 
 import copy
 import io
@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dltrain_ext import amp, fsdp, optim
 
-# torch keeps meshes of equal shape for later ones, whose groups have other names.
+# torch caches meshes of equal shape, whose groups then have other names.
 run_ranks = partial(ranks.run_ranks, fresh=True)
 
-SIZES = (50, 71, 64, 3)  # not of round numbers: shards have different lengths, and the last layer is small
+SIZES = (50, 71, 64, 3)  # odd numbers, so shards have different lengths; the last layer is small
 
 
 def make(mesh=None, **options):
@@ -38,7 +38,7 @@ def meshes(rank, world_size):
 
 
 def train(model, optimizer, scaler, rank, steps, first=0, max_norm=None, spoilt=None):
-    """Returns this rank's losses."""
+    """Train, and return the losses of this rank."""
     losses = []
     for step in range(first, first + steps):
         x = torch.randn(8, SIZES[0], generator=torch.Generator().manual_seed(100 * step + rank))
@@ -66,7 +66,7 @@ def check_optimizer(rank, world_size, ours, theirs, options):
             model, scaler = make(), amp.LossScaler("cpu", init_scale=64.0)
             optimizer = build(model.parameters(), **options)
             train(model, optimizer, scaler, rank, 5, max_norm=max_norm, spoilt=(2, world_size - 1))
-            assert scaler.skipped_steps == 1 and scaler.get_scale() == 32, "on every rank, whoever has the overflow"
+            assert scaler.skipped_steps == 1 and scaler.get_scale() == 32, "all ranks skip, wherever the overflow is"
             found.append((bits(model), scaler.total_norm))
         (our_bits, our_norm), (their_bits, their_norm) = found
         assert same(our_bits, their_bits, rtol=1e-4, atol=1e-6)
@@ -77,7 +77,7 @@ def check_optimizer(rank, world_size, ours, theirs, options):
 @pytest.mark.parametrize(
     ("name", "options"), [("AdamW", {}), ("SGD", {"lr": 0.1, "momentum": 0.9}), ("SGD", {"lr": 0.1})]
 )
-def test_steps_shards_as_torch_does(name, options):
+def test_steps_on_shards_equal_torchs(name, options):
     run_ranks(3, check_optimizer, getattr(optim, name), getattr(torch.optim, name), options)
 
 
@@ -101,12 +101,12 @@ def check_state(rank, world_size):
         results.append(bits(other))
     train(model, optimizer, scaler, rank, 2, first=2)
     ours, theirs = results
-    assert all(torch.equal(a, b) for a, b in zip(ours, bits(model), strict=True)), "as if it had never stopped"
-    assert same(theirs, ours, rtol=1e-5, atol=1e-7), "and torch takes our state"
-    assert all(p.grad is not None and p.to_local().grad is None for p in model.parameters()), "nothing is left behind"
+    assert all(torch.equal(a, b) for a, b in zip(ours, bits(model), strict=True)), "as if the run had never stopped"
+    assert same(theirs, ours, rtol=1e-5, atol=1e-7), "torch can load the state"
+    assert all(p.grad is not None and p.to_local().grad is None for p in model.parameters()), "gradients are restored"
 
 
-def test_state_is_sharded_and_saved_as_torch_does():
+def test_state_is_sharded_and_saved_like_torchs():
     run_ranks(2, check_state)
 
 
@@ -132,12 +132,12 @@ def check_lars(rank, world_size):
         optim.LARS(make().parameters(), 1.0)
 
 
-def test_lars_wants_whole_tensors():
+def test_lars_needs_whole_tensors():
     run_ranks(2, check_lars)
 
 
 def check_raw(rank, world_size, scaled):
-    """Without a codec that loses anything, ours is FSDP's own to the last few bits."""
+    """With a lossless codec the results equal those of FSDP's own collectives, up to the last few bits."""
     replicas, shard, mesh = meshes(rank, world_size)
     found = []
     for kind in ("native", "replicas", "scatter"):
@@ -153,7 +153,7 @@ def check_raw(rank, world_size, scaled):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_raw_is_as_fsdp_does_it(scaled):
+def test_raw_gives_the_results_of_fsdp(scaled):
     run_ranks(4, check_raw, scaled)
 
 
@@ -171,7 +171,7 @@ def check_bytes(rank, world_size):
             for p in model.parameters():
                 first = p.to_local().clone()
                 dist.broadcast(first, dist.get_global_rank(replicas.get_group(), 0), group=replicas.get_group())
-                assert torch.equal(first, p.to_local()), "replicas stay the same"
+                assert torch.equal(first, p.to_local()), "the replicas stay equal"
     for kind in ("replicas", "scatter"):
         assert sent["int8", kind] < 0.27 * sent["raw", kind]
         assert sent["int4", kind] < 0.16 * sent["raw", kind]
@@ -182,7 +182,7 @@ def test_codecs_save_bytes():
 
 
 def check_feedback(rank, world_size, kind):
-    """Over the steps gradients add up to those of fp32, where what is lost is fed back, and not without."""
+    """Over several steps the gradients add up to those in fp32 with error feedback, and not without."""
     replicas, shard, _ = meshes(rank, world_size)
     given = {"replicas": replicas} if kind == "replicas" else {}
     x = torch.randn(8, SIZES[0], generator=torch.Generator().manual_seed(rank))
@@ -198,7 +198,7 @@ def check_feedback(rank, world_size, kind):
 
 
 @pytest.mark.parametrize("kind", ["replicas", "scatter"])
-def test_feedback_makes_up_for_what_is_lost(kind):
+def test_feedback_compensates_what_is_lost(kind):
     run_ranks(4, check_feedback, kind)
 
 
@@ -209,7 +209,7 @@ SCALERS = {
 
 
 def check_skipped(rank, world_size, kind):
-    """A step that is skipped leaves no trace in what is fed back."""
+    """A skipped step does not change the residuals."""
     replicas, shard, _ = meshes(rank, world_size)
     found = []
     for spoils in (False, True):
@@ -232,7 +232,7 @@ def check_skipped(rank, world_size, kind):
 
 
 @pytest.mark.parametrize("kind", [*SCALERS])
-def test_a_skipped_step_is_as_if_it_had_not_been(kind):
+def test_a_skipped_step_changes_nothing(kind):
     run_ranks(4, check_skipped, kind)
 
 
@@ -252,7 +252,7 @@ def check_resume(rank, world_size, kind):
     train(model, optimizer, off, rank, 3, first=3)
     resumed, its_state, its_optimizer = begin()
     shapes = {name: t.shape for name, t in next(iter(its_state.state_dict()["feedback"].values())).items()}
-    assert shapes == {name: t.shape for name, t in next(iter(saved["feedback"].values())).items()}, "read in place"
+    assert shapes == {name: t.shape for name, t in next(iter(saved["feedback"].values())).items()}, "loaded in place"
     with torch.no_grad():
         for p, local in zip(resumed.parameters(), weights, strict=True):
             p.to_local().copy_(local)
@@ -274,7 +274,7 @@ def check_resume(rank, world_size, kind):
 
 
 @pytest.mark.parametrize("kind", ["replicas", "scatter"])
-def test_goes_on_from_a_checkpoint_bit_by_bit(kind):
+def test_a_run_continues_from_a_checkpoint_bit_by_bit(kind):
     run_ranks(4, check_resume, kind)
 
 
@@ -339,7 +339,7 @@ def check_refusals(rank, world_size):
         model(torch.ones(2, 40), False).sum().backward()
 
 
-def test_bad_input_is_named():
+def test_errors_name_the_wrong_argument():
     run_ranks(4, check_refusals)
 
 
@@ -353,12 +353,12 @@ def check_unused(rank, world_size):
     assert stats["calls"] == 4 and stats["wire_bytes"] == state.stats()["wire_bytes"] > 0
 
 
-def test_parameters_may_go_unused_without_feedback():
+def test_parameters_may_be_unused_without_feedback():
     run_ranks(2, check_unused)
 
 
 def check_lists(rank, world_size):
-    """Modules that are sharded together are reduced together."""
+    """The gradients of modules that are sharded together are reduced together."""
     replicas, shard, _ = meshes(rank, world_size)
     for given in ({"replicas": replicas}, {"error_feedback": True}):
         torch.manual_seed(0)
@@ -376,7 +376,7 @@ def test_modules_may_be_sharded_together():
 
 
 def parallel(rank, mesh):
-    """FSDP over the first dimension of the mesh, tensor parallelism over the second."""
+    """FSDP is over the first dimension of the mesh, and tensor parallelism over the second."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -406,12 +406,12 @@ def check_tensor_parallel(rank, world_size):
         assert same(mine, theirs, rtol=1e-4, atol=1e-6) and my_norm == pytest.approx(norm, rel=1e-4)
 
 
-def test_beside_tensor_parallelism():
+def test_together_with_tensor_parallelism():
     run_ranks(4, check_tensor_parallel)
 
 
 def check_partial(rank, world_size):
-    """Gradients of replicated parameters that nobody has summed yet, as DTensors leave them."""
+    """DTensor leaves gradients of replicated parameters as partial sums."""
     mesh = init_device_mesh("cpu", (world_size,))
     found = []
     for build in (torch.optim.SGD, optim.SGD):
@@ -427,7 +427,7 @@ def check_partial(rank, world_size):
     assert same(ours, theirs, rtol=1e-5, atol=1e-7) and our_norm == pytest.approx(norm, rel=1e-5)
 
 
-def test_gradients_that_are_yet_to_be_summed():
+def test_gradients_that_are_partial_sums():
     run_ranks(2, check_partial)
 
 
@@ -443,5 +443,5 @@ def check_memory(rank, world_size):
     assert len(file.getvalue()) < moments[-1].nbytes + 4096
 
 
-def test_state_takes_no_more_memory_than_it_has():
+def test_state_has_no_unused_memory():
     run_ranks(2, check_memory)

@@ -1,6 +1,7 @@
-"""torch's own tests of DistributedDataParallel, of those that its package holds, with our hook in every model.
+"""Runs the tests of DistributedDataParallel that torch's package contains, with our hook in every model.
 
-Most need GPUs. Not collected by itself: pytest python_tests/ddp/torchs_own.py -k "ddp or DistributedDataParallel"
+Most need GPUs. pytest collects this file only by name:
+pytest python_tests/ddp/torchs_own.py -k "ddp or DistributedDataParallel"
 """
 
 import os
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("expecttest")
-if "TEMP_DIR" not in os.environ:  # which the processes of the ranks have
+if "TEMP_DIR" not in os.environ:  # the processes of the ranks have it
     folder = tempfile.mkdtemp()
     os.environ.update(BACKEND="gloo", WORLD_SIZE="3", TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/init")
 

@@ -1,6 +1,6 @@
-"""Ranks behind links that delay and lose packets: one that lives is never taken for dead.
+"""Ranks behind links that delay and lose packets: a living rank is never reported as dead.
 
-By hand, an hour: python -m benchmarks hosts --rate 10mbit --delay 150 --loss 0.5 -- python THIS_FILE 3600
+To run it manually for an hour: python -m benchmarks hosts --rate 10mbit --delay 150 --loss 0.5 -- python THIS_FILE 3600
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1]))  # for a rank, which runs this file
+sys.path.append(str(Path(__file__).parents[1]))  # for the ranks, which run this file
 
 import commands
 
@@ -24,7 +24,7 @@ MANNERS = ("it is alive, but has not made call", "it does not answer", "it has l
 
 
 def late_in_turn(rank, world_size, seconds, timeout):
-    """What was said of ranks, each of which has once been too late for the others. All of them live."""
+    """Count what the errors say about ranks that are too late in turn. All of them are alive."""
     said = Counter()
     end, go_on, late = time.monotonic() + seconds, torch.ones(1), 0
     while go_on:
@@ -43,7 +43,7 @@ def late_in_turn(rank, world_size, seconds, timeout):
 
 
 def main():
-    """On torchrun's ranks; rank 0 prints what all have said."""
+    """Run this on torchrun's ranks; rank 0 prints the counts of all ranks."""
     seconds, timeout = float(sys.argv[1]), timedelta(seconds=float(sys.argv[2]) if len(sys.argv) > 2 else 10)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -59,11 +59,11 @@ def main():
 @pytest.mark.parametrize(
     ("hosts", "delay", "arguments"),
     [
-        (3, 40, (1, 8)),  # in 8 s, for a machine under load
+        (3, 40, (1, 8)),  # 8 s are enough on a machine under load
         pytest.param(4, 150, (600,), marks=pytest.mark.exhaustive),
     ],
 )
-def test_who_is_far_is_not_taken_for_dead(capfd, hosts, delay, arguments):
+def test_a_distant_rank_is_not_reported_as_dead(capfd, hosts, delay, arguments):
     commands.skip_without_hosts()
     link = ("--hosts", hosts, "--rate", "10mbit", "--delay", delay, "--loss", 0.5)
     assert commands.hosts(*link, "--", sys.executable, __file__, *arguments) == 0

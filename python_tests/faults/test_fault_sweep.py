@@ -1,4 +1,4 @@
-"""Ranks killed or stopped at any moment: all others raise in time and name the culprit, and no result is wrong."""
+"""Ranks that are killed or stopped at any moment: all others raise in time and name the culprit; no result is wrong."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ from ranks import DEADLINE, FAR, ROOT, SILENCE, SLACK, join_group, ready, run_ra
 from benchmarks.machine import namespaces
 from dltrain_ext import comm
 
-AT_ONCE = 4  # groups
+AT_ONCE = 4  # groups at the same time
 CULPRIT = re.compile(
     r"the culprit is rank (\d+): (it has left|it does not answer) \(found by rank \d+ in round \d+ of call \d+\)"
 )
@@ -30,14 +30,14 @@ SAID = {signal.SIGKILL: "it has left", signal.SIGSTOP: "it does not answer"}
 
 
 def cases(algorithm):
-    """Codec, elements, segments, and how many are under way at once."""
+    """Codec, elements, segments, and the number of concurrent calls."""
     yield from (("raw", 10, 1, 1), ("raw", 40_000, 5, 1), ("raw", 3_000, 1, 3))
     if algorithm in fitting(LOSSY[0]):
         yield from (("int8", 2_000, 1, 1), ("int8", 40_000, 3, 2))
 
 
 def reduce(communicator, rank, world_size, algorithm, codec, numel, segments, at_once):
-    """Multiples of 127 are exact in int8."""
+    """Return multiples of 127, which are exact in int8."""
     tensors = [torch.full((numel,), 127.0 * (rank + i + 1)) for i in range(at_once)]
     works = [
         communicator.all_reduce(
@@ -54,7 +54,7 @@ def reduce(communicator, rank, world_size, algorithm, codec, numel, segments, at
 
 
 def endure(rank, world_size, algorithm, deadline, per_host):
-    """Reduces until it fails; returns why and when."""
+    """All-reduce until a call fails; return the error and its time."""
     communicator = comm.Communicator(timeout=deadline, ranks_per_host=per_host, answer_timeout=SILENCE)
     kinds = list(cases(algorithm))
     for kind in kinds:
@@ -66,13 +66,13 @@ def endure(rank, world_size, algorithm, deadline, per_host):
                 reduce(communicator, rank, world_size, algorithm, *kind)
     except dist.DistBackendError as error:
         failed = time.monotonic()
-        with pytest.raises(dist.DistBackendError, match="the culprit is rank"):  # at once, from now on
+        with pytest.raises(dist.DistBackendError, match="the culprit is rank"):  # further calls fail at once
             communicator.all_reduce(torch.ones(1))
         return str(error), failed
 
 
 def strike(world_size, algorithm, how, victim, after, *, hosted=False, per_host=1):
-    """Has the victim die that many seconds after all ranks have begun. Returns the seconds until the last one knew."""
+    """Have the victim die `after` seconds after all ranks have begun; return the seconds until the last has failed."""
     struck = []
 
     def hit(processes):
@@ -107,7 +107,7 @@ def print_summary(what, took, ways):
 @pytest.mark.parametrize("moments", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("algorithm", [*comm.ALGORITHMS, "native"])
 def test_the_culprit_is_named_on_all_ranks_in_time(algorithm, moments):
-    """At so many moments for each number of ranks and way to die."""
+    """Test this number of moments for each number of ranks and each way to die."""
     chance = random.Random(algorithm)
     faults = [
         (world_size, algorithm, how, chance.randrange(world_size), chance.uniform(0, 0.05))
@@ -128,7 +128,7 @@ def test_the_culprit_is_named_in_two_levels(how):
 
 
 def begin_again(rank, world_size, tunes, deadline):
-    """Makes a communicator, and closes it, until it fails; returns why and when."""
+    """Make and close communicators until this fails; return the error and its time."""
     for turn in itertools.count():
         try:
             communicator = comm.Communicator(timeout=deadline, answer_timeout=SILENCE)
@@ -162,7 +162,7 @@ def strike_at_the_beginning(how, tunes, victim, after):
 
 @pytest.mark.parametrize("moments", [1, pytest.param(16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("tunes", [False, True], ids=["making", "tuning"])
-def test_who_is_lost_in_making_tuning_or_closing_is_named(tunes, moments):
+def test_a_rank_lost_while_making_tuning_or_closing_is_named(tunes, moments):
     chance = random.Random(tunes)
     faults = [(how, tunes, v, chance.uniform(0, 1)) for how in SAID for v in range(3) for _ in range(moments)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -197,11 +197,11 @@ def go_on(rank, world_size, how, victim, where, hosted):
 @pytest.mark.parametrize("how", SAID)
 @pytest.mark.parametrize("hosted", [False, True], ids=["file", "hosted"])
 def test_survivors_make_a_new_group_in_the_same_processes(tmp_path, hosted, how):
-    """Although the dead rank had the old store."""
+    """This has to work although the dead rank was the host of the old store."""
     run_ranks(4, go_on, how, 0, str(tmp_path / "store"), hosted, dying=(0,), hosted=True)
 
 
-def test_the_example_goes_on():
+def test_the_example_continues():
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "survivors.py"], capture_output=True, text=True, timeout=300
     )
@@ -211,7 +211,7 @@ def test_the_example_goes_on():
 
 
 def endure_over_links(folder):
-    """Reduces until rank 0 sees the file that asks it to stop, or until it fails."""
+    """All-reduce until rank 0 finds the file that asks it to stop, or until a call fails."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     communicator = comm.Communicator(timeout=DEADLINE, ranks_per_host=1)
@@ -234,7 +234,7 @@ def endure_over_links(folder):
 @pytest.mark.xdist_group("machine")
 @pytest.mark.parametrize("seconds", [0.3, DEADLINE.total_seconds() + 2])
 def test_a_link_that_goes_down_and_up(tmp_path, seconds):
-    """Ranks recover or fail, whichever it is, and never hold a wrong sum."""
+    """The ranks either recover or fail, and no sum is wrong."""
     skip_without_hosts()
     code = f"import test_fault_sweep as test; test.endure_over_links({str(tmp_path)!r})"
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -246,7 +246,7 @@ def test_a_link_that_goes_down_and_up(tmp_path, seconds):
             ranks.append(subprocess.Popen(["ip", "netns", "exec", space, sys.executable, "-c", code], env=environment))
         until = time.monotonic() + 120
         while not all(Path(tmp_path, f"began {rank}").exists() for rank in range(3)):
-            assert time.monotonic() < until, "the ranks do not begin"
+            assert time.monotonic() < until, "the ranks do not start"
             time.sleep(0.05)
         namespaces.call("ip", "-n", switch, "link", "set", "host1", "down")
         time.sleep(seconds)
@@ -256,6 +256,6 @@ def test_a_link_that_goes_down_and_up(tmp_path, seconds):
     errors = [Path(tmp_path, f"error {rank}").read_text() for rank in range(3)]
     if seconds > DEADLINE.total_seconds():
         assert all("the culprit is rank 1: it does not answer" in errors[rank] for rank in (0, 2)), errors
-        assert re.search("the culprit is rank [02]: it does not answer", errors[1]), errors  # as it looks from there
+        assert re.search("the culprit is rank [02]: it does not answer", errors[1]), errors  # as seen by that rank
     else:
         assert all(not error or "the culprit is rank" in error for error in errors), errors

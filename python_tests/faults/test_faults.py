@@ -1,4 +1,4 @@
-"""A dead or stopped rank becomes an error on the others within the deadline, and they leave cleanly."""
+"""A dead or stopped rank becomes an error on the others within the deadline, and they can exit cleanly."""
 
 import contextlib
 import os
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import comm, ddp
 
-LIVING = {"answer_timeout": timedelta(seconds=30)}  # at last, whatever the load
-# Where the call had begun when the verdict came; who hears of it before is told at the next call.
+LIVING = {"answer_timeout": timedelta(seconds=30)}  # long enough under any load
+# The call had begun when the diagnosis arrived; if it arrives before the call, the call has a shorter error.
 IN_A_CALL = (
     r"all_reduce with {algorithm} on rank {rank} in a group of {world_size}: waiting for rank \d+ "
     r"in round \d+ of \d+ failed after \S+ s \(deadline {deadline} s\): .+; "
@@ -36,14 +36,14 @@ def deadline_for(how):
 
 
 def wait_for_the_others(*others):
-    """That they have done what they did: who dies with messages unread takes back what it has sent."""
+    """Wait until the others have finished: a process that dies with unread messages also discards what it has sent."""
     store, rank = dist.group.WORLD.get_group_store(), dist.get_rank()
     store.set(f"{rank} is done", "")
     store.wait([f"{other} is done" for other in others])
 
 
 def survive(rank, world_size, algorithm, how, async_op):
-    """Returns the error and the seconds it took; rank 1 dies after two all-reduces."""
+    """Return the error and the seconds it took; rank 1 dies after two all-reduces."""
     communicator = comm.Communicator(timeout=deadline_for(how), answer_timeout=SILENCE)
     tensor = torch.ones(300_000)
     for _ in range(2):
@@ -58,7 +58,7 @@ def survive(rank, world_size, algorithm, how, async_op):
         if async_op:
             work.wait()
     took = time.monotonic() - start
-    with pytest.raises(dist.DistBackendError):  # at once, from now on
+    with pytest.raises(dist.DistBackendError):  # further calls fail at once
         communicator.all_reduce(tensor)
     return str(error.value), took
 
@@ -78,7 +78,7 @@ def test_a_dead_rank_is_an_error_on_the_others(algorithm, how, async_op):
 
 
 def send_without_end(rank, world_size, algorithm):
-    """Rank 1 goes on until it is killed. Returns the error and the seconds it took from then on."""
+    """Rank 1 continues until it is killed. Return the error, and the seconds from then on."""
     communicator = comm.Communicator(timeout=FAR, answer_timeout=SILENCE)
     tensor = torch.zeros(16 << 20)
     communicator.all_reduce(tensor, algorithm=algorithm)
@@ -92,10 +92,10 @@ def send_without_end(rank, world_size, algorithm):
 
 @pytest.mark.parametrize("algorithm", [*comm.ALGORITHMS, "native"])
 def test_a_rank_that_dies_in_the_middle_of_a_message_is_named(algorithm):
-    """Gloo does not wake who waits for the rest of a message."""
+    """Gloo does not wake a thread that waits for the rest of a message."""
 
     def kill(pids):
-        time.sleep(0.2)  # somewhere in one of the calls, nearly all of whose time goes to messages
+        time.sleep(0.2)  # likely during a call, most of whose time is spent on messages
         os.kill(pids[1], signal.SIGKILL)
 
     results = run_ranks(3, send_without_end, algorithm, dying=(1,), when_ready=kill)
@@ -125,7 +125,7 @@ def test_a_late_rank_is_told_from_a_dead_one(algorithm):
 def see_one_close(rank, world_size):
     communicator = comm.Communicator(timeout=timedelta(seconds=20))
     communicator.all_reduce(torch.ones(100))
-    dist.barrier()  # a rank may be still in that call, and hear that the next one has failed
+    dist.barrier()  # a rank may still be in that call, and would be told that the next one has failed
     if rank == 1:
         communicator.close()
         return
@@ -133,8 +133,8 @@ def see_one_close(rank, world_size):
         communicator.all_reduce(torch.ones(100), algorithm="ring")
 
 
-def test_who_has_closed_its_communicator_has_left():
-    """Others close in turn, each as soon as it is told, and nobody takes them for the cause."""
+def test_a_rank_that_has_closed_its_communicator_is_the_culprit():
+    """The others then close their communicators, and are not taken for the culprit."""
     for _ in range(5):
         run_ranks(4, see_one_close)
 
@@ -153,7 +153,7 @@ def miss_the_beginning(rank, world_size):
 
 
 def test_a_rank_that_never_comes_is_named():
-    """The communicator's deadline is the group's own."""
+    """The deadline of the communicator is that of the group."""
     run_ranks(3, miss_the_beginning)
 
 
@@ -170,7 +170,7 @@ def lose_a_rank_of_a_subgroup(rank, world_size):
         communicator.all_reduce(torch.ones(1))
 
 
-def test_ranks_of_a_subgroup_are_named_as_the_world_knows_them():
+def test_ranks_of_a_subgroup_have_their_names_in_the_default_group():
     run_ranks(3, lose_a_rank_of_a_subgroup, dying=(2,))
 
 
@@ -219,8 +219,8 @@ def leave_in_flight(rank, world_size):
             time.sleep(0.05)
 
 
-def test_leaving_with_work_in_flight_does_not_wait_for_it():
-    """Rank 0 leaves while rank 1, alive, still owes it a message."""
+def test_exit_does_not_wait_for_pending_work():
+    """Rank 0 exits while rank 1, which is alive, has not sent it a message."""
     run_ranks(2, leave_in_flight, fresh=True)
 
 
@@ -233,12 +233,12 @@ def close_in_flight(rank, world_size):
         for work in works:
             with pytest.raises(dist.DistBackendError, match="the communicator was closed"):
                 work.wait()
-    # The user's group is as good as before.
+    # The user's group still works.
     dist.barrier()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert torch.equal(tensor, torch.full((3,), 2.0))
 
 
-def test_close_fails_what_is_under_way():
+def test_close_fails_pending_work():
     run_ranks(2, close_in_flight)

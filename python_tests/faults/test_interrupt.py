@@ -1,4 +1,4 @@
-"""Ctrl-C in Python's main thread while it waits for peers, which are there and do not come."""
+"""Ctrl-C in Python's main thread while it waits for living peers that do not make the call."""
 
 import os
 import signal
@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from dltrain_ext import comm, ddp
 
 FAR = timedelta(minutes=30)
-SOON = 0.3  # seconds, by which a wait has begun
+SOON = 0.3  # s; by then the wait has begun
 
 
 def press(signum=signal.SIGINT, after=SOON):
-    """Sends this process a signal while its main thread waits; returns what tells when."""
+    """Send a signal to this process while its main thread waits; return a function that returns the time."""
     pressed = []
 
     def send():
@@ -58,7 +58,7 @@ def tune(communicator):
 
 
 class Hooked:
-    """A model, which both ranks have to make."""
+    """Makes a model with the hook, which both ranks have to do."""
 
     def __init__(self):
         self.model = DistributedDataParallel(nn.Linear(10, 10))
@@ -84,7 +84,7 @@ def interrupt(rank, world_size, wait):
 
 
 @pytest.mark.parametrize("wait", [reduce, wait, reduce_behind_another, reduce_natively, make, tune, Hooked])
-def test_ctrl_c_is_heard(wait):
+def test_ctrl_c_interrupts_the_wait(wait):
     run_ranks(2, interrupt, wait, fresh=True)
 
 
@@ -103,5 +103,5 @@ def go_on(rank, world_size):
     assert torch.equal(tensor, torch.full((10,), 2.0))
 
 
-def test_a_handler_of_ones_own_runs_behind_the_call():
+def test_a_users_signal_handler_runs_after_the_call():
     run_ranks(2, go_on, fresh=True)

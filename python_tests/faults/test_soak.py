@@ -1,4 +1,4 @@
-"""Ranks that reduce and train for DLTRAIN_SOAK_SECONDS, by default a minute: nothing is wrong, and nothing grows."""
+"""Ranks that all-reduce and train for DLTRAIN_SOAK_SECONDS (default: one minute): results stay right, no leaks."""
 
 import os
 import time
@@ -19,13 +19,13 @@ MEBIBYTE = 2**20
 
 
 def held():
-    """Bytes of memory, threads, and open files of this process."""
+    """Return the bytes of memory, the threads and the open files of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
 def reduce_coded(communicator, rank, turn):
-    """In all codecs by all plans that take them, every other time asynchronously: all ranks get the same bits."""
+    """All-reduce with all codecs and plans, alternately asynchronously; all ranks have to get the same bits."""
     for number, (codec, algorithm) in enumerate((c, a) for c in codecs.CODECS for a in fitting(c)):
         tensor = normal(rank, 5_000, turn)
         is_async = bool((turn + number) % 2)
@@ -37,13 +37,13 @@ def reduce_coded(communicator, rank, turn):
 
 
 def last(rank, world_size, codec):
-    """Returns what the process has held after each turn, the first and the last loss, and the all-reduces made."""
+    """Return the resources after each turn, the first and the last loss, and the number of all-reduces."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8)))
     ddp.register(model, codec=codec)
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     inputs, targets = torch.randn(32, 64), torch.randn(32, 8)
-    communicators = [comm.Communicator(ranks_per_host=per_host) for per_host in (1, 2)]  # in one level, and in two
+    communicators = [comm.Communicator(ranks_per_host=per_host) for per_host in (1, 2)]  # with one level, and with two
     end, stop = time.monotonic() + SECONDS, torch.zeros(1)
     found, losses = [], []
     while not stop:
@@ -67,7 +67,7 @@ def last(rank, world_size, codec):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_nothing_is_wrong_and_nothing_grows(codec, capsys):
+def test_results_stay_right_and_resources_do_not_grow(codec, capsys):
     ranks = run_ranks(4, last, codec, fresh=True, timeout=SECONDS + 600)
     found, *_, calls = ranks[0]
     with capsys.disabled():
@@ -77,6 +77,6 @@ def test_nothing_is_wrong_and_nothing_grows(codec, capsys):
         memory, threads, files = zip(*found, strict=True)
         quarter = len(found) // 4
         assert max(memory[-quarter:]) < max(memory[quarter : 2 * quarter]) + 16 * MEBIBYTE, memory
-        # A pool starts a thread when it first needs it, which may be late; what leaks does so each turn.
+        # A thread pool may start a thread late, when it first needs it; a leak would grow in each turn.
         assert max(threads[-quarter:]) <= max(threads[:quarter]) + 2, threads
         assert max(files[-quarter:]) <= max(files[:quarter]), files

@@ -1,4 +1,4 @@
-"""What the ranks of test_lightning.py do. They alone import it: Lightning's import takes longer than most tests."""
+"""The runs of test_lightning.py. Only its ranks import this, as Lightning's import takes longer than most tests."""
 
 import os
 from functools import partial
@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from dltrain_ext import optim
 from dltrain_ext.lightning import DDPStrategy, MixedPrecision
 
-STEPS = 4  # an epoch, as test_lightning.py has it
+STEPS = 4  # an epoch, as in test_lightning.py
 ADAMW = partial(optim.AdamW, lr=0.01)
 
 
 class Module(pl.LightningModule):
-    """Records each batch's loss."""
+    """A module that records the loss of each batch."""
 
     def __init__(self, optimizer, overflow_at=None, manual_clip=None):
         super().__init__()
@@ -69,7 +69,7 @@ def fit(
     module=(),
     **options,
 ):
-    """Trains, and returns what there is to compare."""
+    """Train, and return the results to compare."""
     generator = torch.Generator().manual_seed(0)
     batches = STEPS * accumulate
     data = TensorDataset(
@@ -111,7 +111,7 @@ def theirs():
 def train(rank, world_size, folder):
     look_like_torchrun(rank, world_size)
     plain, raw = LightningDDPStrategy, partial(DDPStrategy, "raw")
-    # Not AdamW, to which the norm of the gradients hardly matters.
+    # The norm of the gradients hardly affects AdamW, so this uses SGD.
     sgd, torchs = ({"optimizer": partial(room.SGD, lr=0.5)} for room in (optim, torch.optim))
     norm = {"gradient_clip_val": 0.1, "accumulate": 2}
     value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}

@@ -1,6 +1,6 @@
-"""The hook and the scaler in Hugging Face Accelerate and in the Trainer of Transformers, as their examples have it.
+"""The hook and the scaler in Accelerate and in the Trainer of Transformers, as in the examples.
 
-The frameworks are imported by the ranks alone: that takes longer than what most other tests do.
+Only the ranks import the frameworks, which takes longer than most other tests.
 """
 
 import re
@@ -18,7 +18,7 @@ from dltrain_ext import amp, optim
 sys.path.insert(0, str(ROOT / "examples"))
 pytestmark = [
     pytest.mark.needs("accelerate", "matplotlib", "rich", "sklearn", "transformers"),
-    pytest.mark.xdist_group("accelerate"),  # they share runs
+    pytest.mark.xdist_group("accelerate"),  # the tests share runs
 ]
 
 STEPS = 4
@@ -29,7 +29,7 @@ def parameters_of(model):
 
 
 def accelerate(codec=None, *, clip="framework", steps=range(STEPS), overflow_at=None, load=None, save=None, **options):
-    """Trains, and returns what there is to compare. clip: by whom."""
+    """Train, and return the results to compare. `clip` says which library clips."""
     import with_accelerate
     from accelerate import Accelerator, GradScalerKwargs
 
@@ -40,7 +40,7 @@ def accelerate(codec=None, *, clip="framework", steps=range(STEPS), overflow_at=
     net = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
     scaler = amp.LossScaler("cpu", init_scale=2.0**10, enabled=clip != "framework")
     if clip == "nobody":
-        accelerator.scaler = scaler  # before prepare(): the optimizer that it returns steps by this one
+        accelerator.scaler = scaler  # before prepare(), as its optimizer steps with this scaler
     model, optimizer = accelerator.prepare(net, optim.SGD(net.parameters(), lr=0.5))
     accelerator.register_for_checkpointing(scaler)
     hook = with_accelerate.register(accelerator, model, codec=codec, scaler=scaler, **options) if codec else None
@@ -71,7 +71,7 @@ def accelerate(codec=None, *, clip="framework", steps=range(STEPS), overflow_at=
 
 
 def train(folder, codec=None, *, steps=STEPS, resume=None, **options):
-    """The same of the Trainer."""
+    """Do the same with the Trainer."""
     import with_trainer
 
     trainer = with_trainer.trainer_of(folder, steps, gradient_accumulation_steps=2, **options)
@@ -115,7 +115,7 @@ def run_all(rank, world_size, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each rank of two has found, run by run."""
+    """Return the results of each of two ranks, by run."""
     return run_ranks(2, run_all, str(tmp_path_factory.mktemp("checkpoints")), timeout=600, fresh=True)
 
 
@@ -124,14 +124,14 @@ def runs(ranks, request):
     return [found[request.param] for found in ranks]
 
 
-def test_raw_trains_as_without_the_hook(runs):
+def test_raw_gives_the_results_without_the_hook(runs):
     for run in runs:
         for name in ("losses", "parameters"):
             torch.testing.assert_close(run["raw"][name], run["plain"][name], rtol=1e-5, atol=1e-6)
         assert run["raw"]["stats"]["steps"] == STEPS, "accumulated batches are not reduced"
 
 
-def test_gradients_travel_as_int8(runs):
+def test_gradients_are_sent_as_int8(runs):
     for run in runs:
         assert 0 < run["int8"]["stats"]["wire_bytes"] < 0.3 * run["raw"]["stats"]["wire_bytes"]
     assert_same(runs[0]["int8"]["parameters"], runs[1]["int8"]["parameters"])
@@ -139,7 +139,7 @@ def test_gradients_travel_as_int8(runs):
         assert_same(runs[0]["int8"]["parameters"], runs[0]["raw"]["parameters"])
 
 
-def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(runs):
+def test_a_run_that_continues_has_the_bits_of_one_that_never_stopped(runs):
     for run in runs:
         assert_same(run["resumed"]["parameters"], run["whole"]["parameters"])
         assert_same(run["resumed"]["hook"], run["whole"]["hook"])
@@ -147,14 +147,14 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(runs):
         assert any(residual.any() for residual in feedback.values())
 
 
-def test_the_step_clips_as_accelerate_does(ranks):
+def test_the_step_clips_like_accelerate(ranks):
     for rank in ranks:
         run = rank["accelerate"]
         for name in ("losses", "parameters"):
             torch.testing.assert_close(run["fused"][name], run["raw"][name], rtol=1e-4, atol=1e-5)
 
 
-def test_accelerates_optimizer_steps_by_our_scaler(ranks):
+def test_accelerates_optimizer_steps_with_our_scaler(ranks):
     for rank in ranks:
         run = rank["accelerate"]["unclipped"]
         assert run["scaler"]["_growth_tracker"] == STEPS and run["scaler"]["skipped_steps"] == 0

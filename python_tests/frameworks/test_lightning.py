@@ -1,4 +1,4 @@
-"""The strategy and the precision plugin in Lightning's Trainer, next to Lightning's own."""
+"""The strategy and the precision plugin in Lightning's Trainer, compared with Lightning's own."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ import torch
 from contributions import assert_same
 from ranks import run_example, run_ranks
 
-pytestmark = [pytest.mark.needs("lightning"), pytest.mark.xdist_group("lightning")]  # they share runs
+pytestmark = [pytest.mark.needs("lightning"), pytest.mark.xdist_group("lightning")]  # the tests share runs
 
 STEPS = 4  # an epoch
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """What each rank of two has found, run by run."""
+    """Return the results of each of two ranks, by run."""
     return run_ranks(2, train, str(folder), timeout=600)
 
 
@@ -43,14 +43,14 @@ def assert_close(one, other, **tolerance):
         torch.testing.assert_close(one[name], other[name], **tolerance)
 
 
-def test_raw_trains_as_lightnings_own(runs):
+def test_raw_gives_the_results_of_lightnings_own_strategy(runs):
     for run in runs:
         assert_close(run["raw"], run["plain"], rtol=1e-6, atol=1e-7)
         assert run["raw"]["stats"]["steps"] == STEPS, "accumulated batches are not reduced"
         assert len(run["raw"]["losses"]) == 2 * STEPS
 
 
-def test_gradients_travel_as_int8(runs):
+def test_gradients_are_sent_as_int8(runs):
     for run in runs:
         assert 0 < run["int8"]["stats"]["wire_bytes"] < 0.3 * run["raw"]["stats"]["wire_bytes"]
         assert run["int8"]["seed"] == 7
@@ -70,7 +70,7 @@ def test_gradients_travel_as_int8(runs):
         ("manual", "automatic"),
     ],
 )
-def test_clips_as_lightnings_own(runs, fused, plain):
+def test_clipping_equals_lightnings_own(runs, fused, plain):
     for run in runs:
         assert_close(run[fused], run[plain], rtol=1e-4, atol=1e-5)
 
@@ -81,7 +81,7 @@ def test_clipping_makes_a_difference(runs):
     assert second != pytest.approx(runs[0]["automatic"]["losses"][1], rel=1e-2)
 
 
-def test_the_scale_is_that_of_lightnings_own(runs):
+def test_the_scale_equals_that_of_lightnings_own_plugin(runs):
     for run in runs:
         found = run["raw, fp16, norm"]["scaler"]
         assert found["scale"] == 2.0**11 == run["plain, fp16, norm"]["scaler"]["scale"]
@@ -99,7 +99,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(runs):
     assert_same(runs[0]["overflow"]["parameters"], runs[1]["overflow"]["parameters"])
 
 
-def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(runs):
+def test_a_run_that_continues_has_the_bits_of_one_that_never_stopped(runs):
     for run in runs:
         whole, resumed = run["whole"], run["resumed"]
         assert resumed["feedback at start"]["net.2.weight"].any()
@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(runs):
             assert_same(resumed[name], whole[name])
 
 
-def test_a_checkpoint_holds_what_was_lost_and_no_more(runs, folder):
+def test_a_checkpoint_contains_the_residuals_and_nothing_else_of_ours(runs, folder):
     of_int8, of_raw = (torch.load(folder / name)["dltrain_ext.hook"] for name in ("epoch=0.ckpt", "raw/epoch=0.ckpt"))
     assert of_int8["steps"] == of_raw["steps"] == STEPS
     assert of_int8["feedback"].keys() == {"rank 0 of 2", "rank 1 of 2"}
@@ -116,7 +116,7 @@ def test_a_checkpoint_holds_what_was_lost_and_no_more(runs, folder):
     assert of_raw["feedback"] == {"rank 0 of 2": {}, "rank 1 of 2": {}}
 
 
-def test_another_world_size_keeps_the_sum_of_what_was_lost(runs, folder):
+def test_another_world_size_keeps_the_sum_of_the_residuals(runs, folder):
     saved = torch.load(folder / "epoch=0.ckpt")["dltrain_ext.hook"]["feedback"].values()
     found = run_ranks(3, go_on, str(folder / "epoch=0.ckpt"), timeout=600)
     for name in ("net.0.weight", "net.2.weight", "net.4.weight"):
@@ -127,21 +127,21 @@ def test_another_world_size_keeps_the_sum_of_what_was_lost(runs, folder):
 
 
 @pytest.mark.parametrize("name", ["ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"])
-def test_a_hook_of_the_users_own_is_refused(name):
+def test_a_users_own_hook_is_refused(name):
     from dltrain_ext.lightning import DDPStrategy
 
     with pytest.raises(ValueError, match=f"{name}: expected None.*; lightning.pytorch.strategies.DDPStrategy takes"):
         DDPStrategy(**{name: object()})
 
 
-def test_what_has_no_use_is_refused():
+def test_options_without_effect_are_refused():
     from dltrain_ext.lightning import MixedPrecision
 
     with pytest.raises(ValueError, match="hysteresis: expected none with 'bf16-mixed', whose loss is not scaled"):
         MixedPrecision("bf16-mixed", "cpu", hysteresis=2)
 
 
-def test_without_lightning_it_says_what_to_install(monkeypatch):
+def test_the_error_without_lightning_says_what_to_install(monkeypatch):
     commands.hide(monkeypatch, "lightning")
     monkeypatch.delitem(sys.modules, "dltrain_ext.lightning", raising=False)
     with pytest.raises(ModuleNotFoundError) as error:

@@ -1,6 +1,6 @@
-"""What the fuzz tests share: values that fit nowhere, and what a call may do with them.
+"""Tools of the fuzz tests: values that no argument accepts, and the checks of a call that gets them.
 
-DLTRAIN_FUZZ_EXAMPLES=10000 makes the run long, and random; without it it is short, and the same each time.
+With DLTRAIN_FUZZ_EXAMPLES=10000 the tests are long and random; without it they are short and always the same.
 """
 
 import decimal
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 EXAMPLES = int(os.environ.get("DLTRAIN_FUZZ_EXAMPLES", "0"))
-PATIENCE = 300  # seconds until a call hangs
+PATIENCE = 300  # s; a longer call hangs
 REFUSALS = (TypeError, ValueError, RuntimeError, OSError, MemoryError)
-# Of what is not ours: the argument's own words, and those of who is asked for more memory than there is.
+# Errors of other code: of the argument itself, and of a failed allocation.
 HELPFUL = (
     "an unhelpful object was asked|Wrapped: there is no|Boolean value of Tensor|truth value|0-d array|"
     "can't allocate memory"
@@ -32,7 +32,7 @@ covered: set[str] = set()
 
 
 def fuzz(*names: str, examples: int = 25) -> Callable[[Any], Any]:
-    """Marks a property test of these public names."""
+    """Mark a property test as a test of these public names."""
     covered.update(names)
     return settings(
         max_examples=EXAMPLES or examples,
@@ -45,7 +45,7 @@ def fuzz(*names: str, examples: int = 25) -> Callable[[Any], Any]:
 
 
 class Unhelpful:
-    """Answers nothing that it is asked."""
+    """An object whose methods all raise."""
 
     def _refuse(self, *_: object) -> Any:
         raise ValueError("an unhelpful object was asked")
@@ -59,7 +59,7 @@ class Unhelpful:
 
 
 class Wrapped(Tensor):
-    """Stands for a tensor, and has no memory of its own."""
+    """A tensor subclass without memory of its own."""
 
     @staticmethod
     def __new__(cls) -> "Wrapped":
@@ -83,7 +83,7 @@ PLAIN: list[Any] = [
     *(torch.device("cuda"), torch.Size([4]), decimal.Decimal("NaN"), numpy.float32(1), numpy.int64(3), int, print),
     numpy.str_("int8"),
 ]
-# What could be changed is made anew.
+# Mutable objects, which are made for each example.
 MADE: list[Callable[[], Any]] = [
     list,
     dict,
@@ -109,7 +109,7 @@ MADE: list[Callable[[], Any]] = [
 
 
 class Broken(Tensor):
-    """Lacks memory, and would end the process when printed."""
+    """A tensor without memory; printing it would crash the process."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -140,7 +140,7 @@ def _inference(shape: Sequence[int]) -> Tensor:
         return torch.ones(shape)
 
 
-# Of a shape, as far as they can have it. What is huge has no memory to speak of.
+# Tensors of a given shape, as far as possible. The huge ones need little memory.
 TENSORS: dict[str, Callable[[Sequence[int]], Tensor]] = {
     **{
         str(dtype): (lambda shape, dtype=dtype: torch.zeros(shape, dtype=dtype))
@@ -209,7 +209,7 @@ def anything(shape: Sequence[int] = (4,)) -> st.SearchStrategy[Any]:
 
 
 def tensors(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> st.SearchStrategy[Tensor]:
-    """Of ordinary numbers."""
+    """Draw tensors of ordinary numbers."""
 
     def make(seed: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -221,7 +221,7 @@ def tensors(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> st.Sear
 def spoiled(
     draw: st.DrawFn, given: Mapping[str, st.SearchStrategy[Any]], shape: Sequence[int] = (4,), most: int = 2
 ) -> dict[str, Any]:
-    """Arguments that fit, but for some."""
+    """Draw arguments that are valid except for some."""
     values = {name: draw(strategy) for name, strategy in given.items()}
     for name in draw(st.lists(st.sampled_from(sorted(values)), max_size=most, unique=True)):
         others = [value for value in values.values() if isinstance(value, Tensor)]
@@ -233,7 +233,7 @@ def spoiled(
 
 
 def bits(*kept: Any) -> list[Any]:
-    """All that these hold, also between the elements of their tensors."""
+    """Return all bytes of these objects, including those between the elements of strided tensors."""
     found: list[Any] = []
     for value in kept:
         if isinstance(value, Tensor):
@@ -272,8 +272,9 @@ def attempt(
     keeps: Callable[[], Any] | None = None,
     also: str = r"(?!)",
 ) -> tuple[Any, BaseException | None]:
-    """What a call returns, or how it refuses: in a sentence that names an argument, or matches ``also``, and with all
-    arguments, or what ``keeps`` returns, as they were."""
+    """Return the result of a call, or its error. An error has to be a sentence that names an argument or matches
+    ``also``, and the arguments, or the result of ``keeps``, must not have changed.
+    """
     keeps = arguments.values if keeps is None else keeps
     names = inspect.signature(function).parameters if names is None else names
     before = bits(*keeps())

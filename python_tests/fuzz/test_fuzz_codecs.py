@@ -1,4 +1,4 @@
-"""Bad input to the codecs: an error that names the argument, and nothing written."""
+"""Fuzz tests of the codecs: wrong arguments raise an error that names the argument, and nothing is written."""
 
 import inspect
 import math
@@ -18,7 +18,7 @@ roundings = st.sampled_from(["nearest", "stochastic"])
 
 @st.composite
 def messages(draw, codec=None, shape=None):
-    """Of any bytes; or one field is spoiled."""
+    """Draw a message of arbitrary bytes, or one with a wrong field."""
     codec = draw(codec_names) if codec is None else codec
     shape = draw(shapes) if shape is None else shape
     size = codecs.nbytes(codec, math.prod(shape))
@@ -36,7 +36,7 @@ def as_wire(content):
 
 
 def names_of(function):
-    """The fields of a message name it, too."""
+    """Return the accepted names; the fields of a message count, too."""
     return [*inspect.signature(function).parameters, "wire", "codec", "shape", "dtype"]
 
 
@@ -58,7 +58,7 @@ def test_facts(data):
 
 @fuzz("codecs.empty", "codecs.zero_residual")
 @given(spoiled({"tensor": tensors((3, 2)), "codec": codec_names}), st.one_of(st.sampled_from(["fp32", "bf16"]), plain))
-def test_places(arguments, feedback_dtype):
+def test_empty_and_zero_residual(arguments, feedback_dtype):
     attempt(codecs.empty, arguments)
     residual, _ = attempt(
         codecs.zero_residual, {"tensor": arguments["tensor"], "feedback_dtype": feedback_dtype}, keeps=lambda: arguments
@@ -122,7 +122,7 @@ def test_decode(data, shape, codec, return_stats):
 @fuzz("codecs.decode", "codecs.Encoded.numel", "codecs.Encoded.nbytes", "ops.decode_")
 @given(codec_names, st.integers(0, 600), st.data())
 def test_any_bytes_decode(codec, numel, data):
-    """To what the reference decodes them to, but for scales below zero."""
+    """Arbitrary bytes give the result of the reference, except for scales below zero."""
     size = codecs.nbytes(codec, numel)
     wire = as_wire(data.draw(st.binary(min_size=size, max_size=size)))
     if codec == "sign":
@@ -135,7 +135,7 @@ def test_any_bytes_decode(codec, numel, data):
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# What torch's dispatcher says before it calls an op.
+# Errors of torch's dispatcher before it calls an op.
 DISPATCHER = "Could not run|Cannot access storage|no tensor arguments|Overflow when|NestedTensor"
 
 
@@ -173,8 +173,8 @@ def test_ops(data, shape, codec):
     attempt(op, data.draw(spoiled(fits, shape)), names=fits, also=DISPATCHER)
 
 
-def test_what_stands_for_other_values_is_not_written():
-    """Torch's own way with these reads beyond its stack where an op returns nothing."""
+def test_lazy_views_are_not_written():
+    """With ops that return nothing, torch's own handling of such tensors reads beyond its stack."""
     message = codecs.encode(torch.ones(4), "raw")
     for out in (torch._neg_view(torch.zeros(4)), torch._efficientzerotensor(4)):
         with pytest.raises(TypeError, match=r"out: expected a plain dense tensor"):
@@ -183,7 +183,7 @@ def test_what_stands_for_other_values_is_not_written():
     assert torch.equal(codecs.decode(negated), -torch.ones(4))
 
 
-def test_what_has_no_places_of_its_own_is_not_written():
+def test_expanded_tensors_are_not_written():
     out = torch.zeros(1).expand(4)
     with pytest.raises(ValueError, match=r"out: expected elements that each have a place of their own"):
         codecs.decode(codecs.encode(torch.ones(4), "raw"), out)
@@ -191,7 +191,7 @@ def test_what_has_no_places_of_its_own_is_not_written():
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
-def test_what_a_storage_no_longer_holds_is_refused(codec):
+def test_a_tensor_beyond_its_storage_is_refused(codec):
     for numel in (4, 300):
         values = torch.ones(numel)
         values.untyped_storage().resize_(values.untyped_storage().nbytes() - 1)

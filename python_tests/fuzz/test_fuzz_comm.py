@@ -1,4 +1,4 @@
-"""Bad input to plans, the model, tunings, collectives and the DDP state: an error that names the argument."""
+"""Fuzz tests of plans, the cost model, tunings, collectives and the DDP state: an error names the argument."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_plans_by_hand(data):
     ops = st.sampled_from(["send_partial", "recv_reduce", "finalize", "send_final", "recv_final"])
     small = st.one_of(st.integers(-1, 3), st.sampled_from([-(2**31), 2**31 - 1]))
     step = {"op": ops, "peer": small, "chunks": st.tuples(small, small)}
-    signature = r"\(self: dltrain_ext|op: expected|can't decode byte|len\(\) of unsized"  # pybind11's
+    signature = r"\(self: dltrain_ext|op: expected|can't decode byte|len\(\) of unsized"  # of pybind11
     made = []
     for rank in range(data.draw(st.integers(1, 3))):
         steps = [attempt(comm.Step, data.draw(spoiled(step, most=1)), names=step, also=signature)[0] for _ in range(3)]
@@ -266,7 +266,7 @@ def test_collectives(communicator, data, shape):
     assert communicator.stats()["wire_bytes"] == 0
 
 
-def test_a_seed_is_a_number(communicator):
+def test_a_seed_has_to_be_an_int(communicator):
     with pytest.raises(TypeError, match="seed: expected an int, got None"):
         communicator.reduce_scatter(torch.ones(2), torch.ones(2), seed=None)
 
@@ -370,10 +370,10 @@ def test_shard_checkpoints(sharded, data):
     assert sharded.stats()["per_module"] == {}
 
 
-def test_a_destroyed_group_is_told():
+def test_a_destroyed_group_is_reported():
     own = dist.new_group([0])
     communicator = comm.Communicator(own)
     dist.destroy_process_group(own)
     tensor = torch.ones(3)
-    communicator.all_reduce(tensor)  # on connections of its own
+    communicator.all_reduce(tensor)  # it has its own connections
     assert torch.equal(tensor, torch.ones(3)) and os.getpid() == communicator._process

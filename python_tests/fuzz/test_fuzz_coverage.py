@@ -1,4 +1,4 @@
-"""Every public name has its fuzz test."""
+"""Checks that every public name has a fuzz test."""
 
 import importlib
 import inspect
@@ -9,14 +9,14 @@ import torch
 
 from dltrain_ext import amp, codecs, comm, ddp, fsdp, optim, sim
 
-# What holds or returns what others are tested with; and what takes nothing.
+# Names that hold or return what other tests pass in, and names without arguments.
 DATA = {
     *("codecs.CODECS", "codecs.ErrorBound", "codecs.DecodeStats", "sim.Estimate", "sim.StepEstimate"),
     *("sim.StepEstimate.efficiency", "sim.Speed.from_list", "sim.Speed.to_list", "comm.Plan.to_json"),
     *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.reduce_bucket"),
     *("comm.Communicator.connect", "comm.CallOptions", "comm.Work.then"),
 }
-# Called by FSDP, with what it has: python_tests/ddp/test_fsdp.py holds what these refuse.
+# FSDP calls these with its own arguments; python_tests/ddp/test_fsdp.py tests their errors.
 ELSEWHERE = {"fsdp.ShardedState.all_reduce", "fsdp.ShardedState.reduce_scatter"}
 
 

@@ -1,4 +1,4 @@
-"""A child of fork() uses what its parent made: an error that says so, and neither of them hangs or crashes."""
+"""Children of fork() that use objects of their parent: an error says so, and neither of them hangs or crashes."""
 
 import contextlib
 import tempfile
@@ -41,7 +41,7 @@ communicator.all_reduce(ones, async_op=True).wait()  # the worker has begun
 
 
 def run(body):
-    """In a process that is forked from a server, and leaves as that has it: by os._exit."""
+    """Run the body in a process that is forked from a server, and exits by os._exit."""
     with tempfile.TemporaryDirectory() as folder:
         as_torchrun(1, execute, BEGIN + textwrap.dedent(body), Path(folder, "said"), fresh=True)
         return Path(folder, "said").read_text().splitlines()
@@ -54,7 +54,7 @@ def execute(script, file):
 
 
 def run_as_script(body):
-    """In a process that leaves as Python does."""
+    """Run the body in a process that exits like any Python program."""
     done = commands.python("-c", BEGIN + textwrap.dedent(body), PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
@@ -103,8 +103,8 @@ print("parent", communicator.stats()["calls"], bool((ones == 1).all()))
 @pytest.mark.parametrize(
     ("run", "leave"), [(run, "lambda: os._exit(0)"), (run_as_script, "None")], ids=["_exit", "exit"]
 )
-def test_what_a_child_drops_is_its_parents_still(run, leave):
-    """With torch's group gone: for that a child waits for ever as it exits, without us as well."""
+def test_dropping_objects_in_a_child_does_not_affect_the_parent(run, leave):
+    """torch's group has been destroyed: otherwise a child waits forever at its exit, also without dltrain_ext."""
     lines = run(
         f"""
 import gc
@@ -127,7 +127,7 @@ print("parent")
 
 
 def test_a_child_does_not_wait_for_the_thread_of_gloo():
-    """Nor where no connection is left that has it."""
+    """Nor does it if no connection is left that uses the thread."""
     lines = run_as_script(
         """
 from dltrain_ext.comm import transports
@@ -145,7 +145,7 @@ print("parent")
 
 
 def test_a_child_encodes_and_steps():
-    """By itself: torch's own threads would wait there for ever."""
+    """It uses its own thread only, because torch's threads would wait forever."""
     lines = run(
         """
 values = torch.randn(1_000_000)

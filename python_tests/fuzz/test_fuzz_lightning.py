@@ -1,4 +1,4 @@
-"""Bad input to what stands in for Lightning's classes."""
+"""Fuzz tests of the classes that replace Lightning's."""
 
 import pytest
 from fuzzing import attempt, fuzz, spoiled

@@ -1,4 +1,4 @@
-"""Bad input to the optimizers and the loss scaler: an error that names the argument, and nothing changed."""
+"""Fuzz tests of the optimizers and the loss scaler: an error names the argument, and nothing is changed."""
 
 import copy
 import inspect
@@ -15,14 +15,14 @@ from dltrain_ext import amp, optim
 
 SHAPES = [(4,), (2, 3)]
 kinds = st.sampled_from(KINDS)
-# Torch's own words for the arguments of its optimizers; and of what lies in a state, or beside a parameter.
+# Errors of torch for arguments of its optimizers; names of entries of a state, or of attributes of a parameter.
 TORCHS = (
     "unsupported tensor layout|Invalid |optimizer got|optimizer can only|foreach|fused|params argument|parameter|"
     "can't optimize|Tensor lr"
 )
 STATE = "exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|master|step|param|grad|lr|momentum|dampening|betas|eps"
 
-# By the names of arguments.
+# Values by the names of the arguments.
 VALUES = {
     "lr": st.floats(0, 1),
     "betas": st.just((0.9, 0.99)),
@@ -64,7 +64,7 @@ def test_constructors(kind, data):
     give_grads(params, 0)
     arguments = data.draw(spoiled({"params": st.just(params), **OPTIONS[kind], **COMMON}))
     if isinstance(arguments["params"], torch.Tensor | dict | set):
-        return  # torch says what it thinks of these
+        return  # torch refuses these itself
     optimizer, _ = attempt(kind, arguments, also=TORCHS)
     if optimizer is not None:
         attempt(optimizer.step, {}, keeps=lambda: params, also=STATE)
@@ -91,7 +91,7 @@ def test_add_param_group(kind, data):
 @fuzz(*(f"optim.{name}.step" for name in optim.__all__), examples=80)
 @given(kinds, st.data())
 def test_step(kind, data):
-    """With parameters, gradients and state of any kind, and hyper-parameters that somebody wrote into the groups."""
+    """Parameters, gradients and state are of any kind, and a group may contain wrong hyper-parameters."""
     params, optimizer = with_params(kind, steps=data.draw(st.integers(0, 1)))
     give_grads(params, 7)
     for _ in range(data.draw(st.integers(0, 2))):
@@ -101,7 +101,7 @@ def test_step(kind, data):
         try:
             if place == "param":
                 optimizer.param_groups[0]["params"][index] = odd
-            elif place == "data" and type(odd) is torch.Tensor:  # a subclass's loses what it answers with
+            elif place == "data" and type(odd) is torch.Tensor:  # a subclass would lose its attributes
                 params[index].data = odd
             elif place == "grad":
                 params[index].grad = odd
@@ -114,7 +114,7 @@ def test_step(kind, data):
             elif place == "group":
                 optimizer.param_groups[0][data.draw(st.sampled_from(sorted(OPTIONS[kind])))] = odd
         except (TypeError, RuntimeError, NotImplementedError):
-            pass  # torch does not let it in
+            pass  # torch refuses it
     closure = data.draw(st.one_of(st.none(), st.none(), plain.filter(lambda value: not callable(value))))
     attempt(
         optimizer.step,
@@ -130,7 +130,7 @@ ENTRIES = ["step", "exp_avg", "exp_avg_sq", "momentum_buffer", "master_param"]
 
 @st.composite
 def corrupted(draw, saved):
-    """A checkpoint in which something is missing, of another kind or in another place."""
+    """Draw a checkpoint in which an entry is missing, has another type, or is in another place."""
     saved = copy.deepcopy(saved)
     for _ in range(draw(st.integers(0, 2))):
         places = [saved]
@@ -176,7 +176,7 @@ def test_load_state_dict(kind, half, data):
         attempt(optimizer.step, {}, keeps=lambda: everything(optimizer), also=f"{STATE}|amsgrad|weight_decay")
 
 
-# What torch's dispatcher says before it calls an op.
+# Errors of torch's dispatcher before it calls an op.
 DISPATCHER = "Could not run|no tensor arguments|Overflow when|NestedTensor|one of them undefined|Cannot access storage"
 
 
@@ -253,8 +253,8 @@ def test_a_step_without_memory_is_refused(which):
 
 
 @pytest.mark.parametrize("kind", ["freed", "nested", "jagged", "quantized", "meta", "torch.bool", "zero", "one more"])
-def test_a_foreign_step_count_that_is_no_number_is_refused(kind):
-    """Where more is missing the step is brought where it belongs by torch, which reads what is not there."""
+def test_a_step_count_of_another_kind_is_refused(kind):
+    """torch moves a step count to the device of the parameter, and for some kinds reads memory that does not exist."""
     params, optimizer = with_params(optim.AdamW)
     del optimizer.state[params[0]]["exp_avg"]
     optimizer.state[params[0]]["step"] = {**TENSORS, **BROKEN}[kind](())
@@ -263,13 +263,13 @@ def test_a_foreign_step_count_that_is_no_number_is_refused(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_no_number(kind):
+def test_bytes_are_refused_as_a_number(kind):
     for text in ("1", b"1", bytearray(b"1"), memoryview(b"1")):
         with pytest.raises(TypeError, match=r"lr: expected a number, got"):
             kind(make_params(SHAPES), lr=text)
 
 
-def test_a_state_that_cannot_be_completed_stays_as_it_was():
+def test_a_state_that_cannot_be_completed_does_not_change():
     params, optimizer = with_params(optim.AdamW, steps=0)
     give_grads(params, 0)
     optimizer.state[params[1]]["exp_avg"] = torch.zeros(7)
@@ -297,7 +297,7 @@ def test_a_state_that_cannot_be_completed_stays_as_it_was():
 def test_loss_scaler(arguments):
     try:
         attempt(amp.LossScaler, arguments)
-    except AssertionError as error:  # torch's own
+    except AssertionError as error:  # an error of torch
         assert "factor must be" in str(error), error
 
 
@@ -348,7 +348,7 @@ def test_update(data):
             keeps=lambda: scaler_keeps(optimizer, scaler),
             also="without overflow|quantized|tensor layout",
         )
-    except AssertionError as error:  # torch's own
+    except AssertionError as error:  # an error of torch
         assert "new_scale should be" in str(error), error
     assert scaler.skipped_steps.numel() == scaler.total_norm.numel() == 1
     assert scaler.state_dict()["skipped_steps"] == 0

@@ -1,4 +1,4 @@
-"""Bad input on one of two ranks, and two communicators at once: nobody hangs, and nothing is mixed up."""
+"""Wrong arguments on one of two ranks, and two communicators at once: no rank hangs, and messages are not mixed up."""
 
 import gc
 import threading
@@ -13,7 +13,7 @@ from dltrain_ext import comm
 
 
 def refuse_on_one(rank, world_size):
-    """A call that is refused has not been made: the other rank is told, and not left alone."""
+    """A refused call does not count as a call: the other rank gets an error, and does not wait forever."""
     communicator = comm.Communicator(timeout=DEADLINE)
     communicator.all_reduce(torch.ones(100))
     if rank == 0:
@@ -32,7 +32,7 @@ def refuse_on_one(rank, world_size):
         communicator.close()
 
 
-def test_one_rank_is_refused():
+def test_a_refused_call_on_one_rank():
     run_ranks(2, refuse_on_one)
 
 
@@ -51,7 +51,7 @@ def disagree(rank, world_size):
             comm.Communicator(timeout=DEADLINE).all_reduce(**mine)
 
 
-def test_ranks_that_disagree_are_told():
+def test_ranks_that_disagree_raise():
     run_ranks(2, disagree)
 
 
@@ -118,7 +118,7 @@ def drop_while_pending(rank, world_size):
     dist.barrier()
 
 
-def test_a_communicator_dropped_with_work_pending():
+def test_a_communicator_dropped_with_pending_work():
     run_ranks(2, drop_while_pending)
 
 
@@ -127,7 +127,7 @@ def outlive_the_group(rank, world_size):
     communicator = comm.Communicator(group, timeout=DEADLINE)
     dist.destroy_process_group(group)
     tensor = torch.ones(5)
-    communicator.all_reduce(tensor)  # over connections of its own
+    communicator.all_reduce(tensor)  # it has its own connections
     assert torch.equal(tensor, torch.full((5,), 2.0))
     communicator.close()
     communicator.close()

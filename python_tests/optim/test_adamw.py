@@ -1,4 +1,4 @@
-"""optim.AdamW: the arithmetic against fp64 and against torch.optim.AdamW, options, layouts, streams, the op."""
+"""optim.AdamW: its arithmetic compared with fp64 and with torch.optim.AdamW; options, layouts, streams, the op."""
 
 import copy
 
@@ -108,7 +108,7 @@ def test_groups_have_their_own_options(device):
     pair.check()
 
 
-def test_parameters_without_gradient_are_passed_over(device):
+def test_parameters_without_gradient_are_skipped(device):
     pair = Pair(device)
 
     def sometimes(params, optimizer):
@@ -187,7 +187,7 @@ def test_the_same_bits_for_any_number_of_threads():
 
 
 @pytest.mark.gpu
-def test_many_elements_on_cuda_as_on_the_cpu():
+def test_many_elements_on_cuda_give_the_results_of_the_cpu():
     results = []
     for device in ("cpu", "cuda"):
         params = make_params([(10**8,)], device)
@@ -201,7 +201,7 @@ def test_many_elements_on_cuda_as_on_the_cpu():
 
 @pytest.mark.gpu
 def test_a_captured_step():
-    """A graph reads gradients and learning rate anew at each replay, and counts its steps."""
+    """A graph reads gradients and learning rate at each replay, and counts its steps."""
     results = []
     for captured in (False, True):
         params = make_params(SHAPES, "cuda")
@@ -211,7 +211,7 @@ def test_a_captured_step():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            optimizer.step()  # makes the state, which a capture cannot
+            optimizer.step()  # makes the state, which a capture cannot do
         torch.cuda.current_stream().wait_stream(side)
         step = optimizer.step
         if captured:
@@ -221,7 +221,7 @@ def test_a_captured_step():
             step = graph.replay
         for seed in range(1, 4):
             for p, new in zip(params, make_params(SHAPES, "cuda", seed), strict=True):
-                p.grad.copy_(new.detach())  # in place: a graph knows addresses
+                p.grad.copy_(new.detach())  # in place, because a graph contains addresses
             lr.fill_(0.1 / seed)
             step()
         results.append([*params, *(value for p in params for value in optimizer.state[p].values())])
@@ -229,8 +229,8 @@ def test_a_captured_step():
 
 
 @pytest.mark.gpu
-def test_a_step_goes_in_the_order_of_its_stream():
-    """The gradients are written late on a side stream: a step on any other stream would not see them."""
+def test_a_step_is_ordered_by_its_stream():
+    """A side stream writes the gradients late, so a step on any other stream would not see them."""
     params, twins = make_params(SHAPES, "cuda"), make_params(SHAPES, "cuda")
     ours, plain = optim.AdamW(params), optim.AdamW(twins)
     for held, optimizer in ((params, ours), (twins, plain)):
@@ -241,7 +241,7 @@ def test_a_step_goes_in_the_order_of_its_stream():
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        torch.cuda._sleep(200_000_000)  # cycles, about a tenth of a second
         for p, twin in zip(params, twins, strict=True):
             p.grad.copy_(twin.grad)
         ours.step()
@@ -261,7 +261,7 @@ def op_arguments(device="cpu", amsgrad=False):
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
-def test_the_op_is_the_reference(amsgrad, device):
+def test_the_op_equals_the_reference(amsgrad, device):
     ours, hyper = op_arguments(device, amsgrad)
     theirs = copy.deepcopy(ours)
     scale = torch.tensor(4.0, device=device)
@@ -277,7 +277,7 @@ def test_opcheck(amsgrad, device):
     library.opcheck(torch.ops.dltrain_ext.adamw_, tuple(lists), hyper)
 
 
-def test_the_op_names_what_does_not_fit():
+def test_errors_of_the_op_name_the_argument():
     lists, hyper = op_arguments()
     lists[2] = lists[2][:2]
     with pytest.raises(ValueError, match="exp_avgs: expected 3 tensors, one for each of params, got 2"):

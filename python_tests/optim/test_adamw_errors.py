@@ -1,4 +1,4 @@
-"""optim.AdamW: what is refused, by which name, and corners of values and types."""
+"""optim.AdamW: errors that name the argument, and special values and types."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from dltrain_ext import amp, optim
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_gradients_go_where_torch_lets_them(value, device):
+def test_non_finite_gradients_give_the_results_of_torch(value, device):
     pair = Pair(device, shapes=[(4,), (5,)], amsgrad=True)
 
     def spoil(params, optimizer):
@@ -54,7 +54,7 @@ BAD_STATE = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq":
         (TypeError, r"steps\[1\]: expected one float32 number", lambda: (torch.zeros(2), {"step": torch.zeros(2)})),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_changes(error, match, bad):
+def test_errors_name_the_argument_and_nothing_changes(error, match, bad):
     values, state = bad()
     params = [*make_params([(4,)]), torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(values)]
     optimizer = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(error, match, bad):
     assert_same(params[:2], [*make_params([(4,)]), torch.ones(2)])
 
 
-def test_autograd_notices_a_step_between_forward_and_backward(device):
+def test_autograd_detects_a_step_between_forward_and_backward(device):
     (p,) = make_params([(3,)], device)
     optimizer = optim.AdamW([p])
     p.grad = torch.ones(3, device=device)
@@ -110,7 +110,7 @@ def test_magnitudes_near_the_ends(device):
     for betas, grads in (((0.0, 0.9), (1e4, 1e-4)), ((0.9, 0.999), (1e20, 1.0))):
         params, twins = make_params([(2,)], device), make_params([(2,)])
         ours, theirs = optim.AdamW(params, betas=betas), torch.optim.AdamW(twins, betas=betas)
-        # Torch's on the CPU for both: on CUDA it squares the gradient first, which overflows.
+        # Both use torch on the CPU: on CUDA it squares the gradient first, which overflows.
         for value in grads:
             for (p,), optimizer in ((params, ours), (twins, theirs)):
                 p.grad = torch.full_like(p, value)
@@ -122,7 +122,7 @@ def test_magnitudes_near_the_ends(device):
         assert state["exp_avg_sq"].isfinite().all() and state["exp_avg"].count_nonzero() == 2
 
 
-def test_an_error_in_a_later_group_leaves_the_first_as_it_was(device):
+def test_an_error_in_a_later_group_does_not_change_the_first(device):
     params = make_params([(3,), (3,)], device)
     optimizer = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
     give_grads(params, 0)
@@ -132,7 +132,7 @@ def test_an_error_in_a_later_group_leaves_the_first_as_it_was(device):
     assert_same(params, make_params([(3,), (3,)], device))
 
 
-def test_what_is_no_tensor_is_named(device):
+def test_errors_name_what_is_not_a_tensor(device):
     (p,) = make_params([(3,)], device)
     optimizer = optim.AdamW([p])
     give_grads([p], 0)
@@ -194,7 +194,7 @@ def nest(entry, layout):
         ("betas: expected two numbers >= 0 and < 1", lambda _, group: group.update(betas=(1.0, 0.9))),
     ],
 )
-def test_what_no_step_has_made_is_not_loaded(match, spoil, device):
+def test_states_that_no_step_can_make_are_refused(match, spoil, device):
     params = make_params([(3,)], device)
     optimizer = optim.AdamW(params, amsgrad=True)
     give_grads(params, 0)
@@ -221,7 +221,7 @@ def test_a_nested_state_is_refused(layout):
     assert torch.equal(params[0], before)
 
 
-def test_a_grad_scale_that_is_no_tensor_is_refused():
+def test_a_grad_scale_that_is_not_a_tensor_is_refused():
     params = make_params([(3,)])
     optimizer = optim.AdamW(params)
     give_grads(params, 0)

@@ -1,4 +1,4 @@
-"""optim.AdamW: its state over steps, checkpoints and copies, as torch.optim.AdamW has it."""
+"""optim.AdamW: its state over steps, checkpoints and copies, compared with torch.optim.AdamW."""
 
 import copy
 import io
@@ -10,7 +10,7 @@ from optimizers import SHAPES, Pair, assert_same, assert_untouched, give_grads, 
 from dltrain_ext import optim
 
 
-def test_parameters_come_and_are_replaced(device):
+def test_parameters_are_added_and_replaced(device):
     pair = Pair(device)
     pair.step()
     for params, optimizer in zip(pair.params, pair.optimizers, strict=True):
@@ -21,7 +21,7 @@ def test_parameters_come_and_are_replaced(device):
         (new,) = make_params([(11,)], device, seed=6)
         optimizer.state.pop(params[1])
         params[1] = optimizer.param_groups[0]["params"][1] = new
-        params[0].data = torch.ones(6, 6, device=device)[:3, :5]  # new memory, holes in it
+        params[0].data = torch.ones(6, 6, device=device)[:3, :5]  # new memory with gaps
     for _ in range(3):
         pair.step()
     pair.check()
@@ -33,7 +33,7 @@ def test_state_edited_by_hand(device):
 
     def edit(params, optimizer):
         optimizer.state[params[0]]["exp_avg"] = torch.full((3, 5), 0.5, device=device)  # replaced
-        optimizer.state[params[5]]["exp_avg_sq"].fill_(2.0)  # written into
+        optimizer.state[params[5]]["exp_avg_sq"].fill_(2.0)  # written in place
         optimizer.state[params[1]] = {
             "step": torch.tensor(9.0),
             "exp_avg": torch.ones(7, device=device),
@@ -46,7 +46,7 @@ def test_state_edited_by_hand(device):
     pair.check()
 
 
-def test_amsgrad_switched_on_later(device):
+def test_amsgrad_may_be_enabled_later(device):
     pair = Pair(device)
     pair.step()
     pair.optimizers[0].param_groups[0]["amsgrad"] = True
@@ -59,7 +59,7 @@ def test_amsgrad_switched_on_later(device):
     "schedule",
     [
         lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=12),  # turns the betas too
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=12),  # this also changes the betas
     ],
 )
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)])
@@ -113,7 +113,7 @@ def test_state_survives_save_and_load_bit_for_bit(device):
     assert all(torch.equal(p, twin) for p, twin in zip(params, twins, strict=True))
 
 
-def test_a_double_step_count_is_taken(device):
+def test_a_step_count_in_fp64_is_accepted(device):
     default = torch.get_default_dtype()
     params, twins = make_params([(3,)], device), make_params([(3,)], device)
     theirs = torch.optim.AdamW(twins)
@@ -134,7 +134,7 @@ def test_a_double_step_count_is_taken(device):
     assert_same(params, twins)
 
 
-def test_deepcopy_goes_on_by_itself(device):
+def test_a_deepcopy_is_independent(device):
     params = make_params(SHAPES, device)
     optimizer = optim.AdamW(params)
     give_grads(params, 0)
@@ -167,13 +167,13 @@ def test_grad_scaler(unscale_first, fused, device):
             if kind is optim.AdamW:
                 assert_untouched([p.grad for p in params], before)
             scaler.update()
-        assert optimizer.state[params[0]]["step"] == 5  # one of six was skipped
+        assert optimizer.state[params[0]]["step"] == 5  # one of six steps is skipped
         results.append((params, scaler.get_scale()))
     assert_same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
 
 
-def test_any_found_inf_but_zero_skips(device):
+def test_any_nonzero_found_inf_skips_the_step(device):
     params = make_params([(3,)], device)
     optimizer = optim.AdamW(params)
     give_grads(params, 0)
@@ -185,7 +185,7 @@ def test_any_found_inf_but_zero_skips(device):
 
 @pytest.mark.gpu
 def test_grad_scaler_like_torch_fused():
-    """The verdict stays on the device; overflows at the first step, before there is any state, and later."""
+    """found_inf stays on the device; gradients overflow in the first step, before there is a state, and later."""
     results = []
     for kind in (optim.AdamW, torch.optim.AdamW):
         params = make_params(SHAPES, "cuda")

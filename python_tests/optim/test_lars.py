@@ -1,4 +1,4 @@
-"""optim.LARS: each preset against a formula of its own in fp64, under a learning rate that changes; manners; the op."""
+"""optim.LARS: each preset compared with a formula in fp64, with changing learning rates; options; the op."""
 
 import copy
 
@@ -19,7 +19,7 @@ LRS = [0.5, 0.1, 2.0, 0.0, 1.0, 0.3, 30.0, 0.02]
 
 
 def textbook(preset, w, b, g, adapts, lr, momentum=0.9, decay=0.0, nesterov=False, coefficient=None, eps=None):
-    """What a parameter and its buffer become."""
+    """Return the new parameter and momentum buffer by the formula of a preset."""
     coefficient = (0.02 if preset == "larc" else 0.001) if coefficient is None else coefficient
     eps = (1e-8 if preset == "larc" else 0.0) if eps is None else eps
     ratio, w_norm, g_norm = 1.0, float(w.norm()), float(g.norm())
@@ -36,13 +36,13 @@ def textbook(preset, w, b, g, adapts, lr, momentum=0.9, decay=0.0, nesterov=Fals
 
 
 def assert_near(ours, exact):
-    """Where the learning rate is large, elements cancel: errors are measured by the largest."""
+    """With a large learning rate elements cancel, so errors are relative to the largest element."""
     largest = exact.abs().max().item() if exact.numel() else 0.0
     torch.testing.assert_close(ours.detach().double(), exact, rtol=1e-5, atol=3e-6 * largest)
 
 
 class Run:
-    """An optimizer beside the textbook: the same gradients, the same learning rates."""
+    """An optimizer and the formula with the same gradients and learning rates."""
 
     def __init__(self, device, preset, adapts=lambda w: w.dim() > 1, options=None, seed=0, **hyper):
         self.preset, self.adapts, self.hyper = preset, adapts, hyper
@@ -92,7 +92,7 @@ def test_presets(preset, adapt, momentum, nesterov, decay, device):
 
 
 def test_the_presets_differ(device):
-    """Or else the test above would not tell them apart."""
+    """Otherwise the test above could not distinguish them."""
     runs = [Run(device, preset, decay=0.3) for preset in PRESETS]
     for run in runs:
         for seed, lr in enumerate(LRS):
@@ -104,7 +104,7 @@ def test_the_presets_differ(device):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_constants_of_ones_own(preset, device):
+def test_constants_given_by_the_user(preset, device):
     run = Run(device, preset, decay=0.1, coefficient=0.5, eps=3.0)
     for seed, lr in enumerate(LRS):
         run.step(seed, lr)
@@ -124,7 +124,7 @@ def test_norms_whose_squares_leave_fp32(preset, size, device):
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"momentum": 0.0}, {"maximize": True}], ids=str)
 def test_without_trust_ratios_it_is_sgd(preset, decay, options, device):
-    """Under a changing learning rate, that is one outside of the momentum; tensorflow's excludes decay, too."""
+    """Presets with the learning rate outside the momentum need changing rates; tensorflow excludes decay, too."""
     options = {"momentum": 0.9, **options}
     results = []
     for sgd in (False, True):
@@ -164,7 +164,7 @@ def test_groups_have_their_own_preset_and_adapt(device):
         ("larc", lambda w: w.dim() > 1, {"preset": "larc"}),
         ("tensorflow", lambda w: True, {"preset": "tensorflow", "adapt": True}),
         ("paper", lambda w: True, {"adapt": True, "momentum": 0.5}),
-        ("larc", lambda w: False, {"adapt": False}),  # with adapt=False, paper and larc are one
+        ("larc", lambda w: False, {"adapt": False}),  # with adapt=False, paper and larc are equal
     ]
     groups = [{"params": held, **options} for held, (_, _, options) in zip(params, kinds, strict=True)]
     optimizer = optim.LARS(groups, 1.0, weight_decay=0.1)
@@ -184,7 +184,7 @@ def test_groups_have_their_own_preset_and_adapt(device):
             assert_near(p, w)
 
 
-def test_a_learning_rate_that_is_a_tensor(device):
+def test_a_learning_rate_may_be_a_tensor(device):
     results = []
     for lr in (0.5, torch.tensor(0.5), torch.tensor([0.5], device=device)):
         params = make_params(SHAPES, device)
@@ -203,7 +203,7 @@ def test_a_learning_rate_that_is_a_tensor(device):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_norms_are_those_of_unscaled_and_clipped_gradients(preset, device):
-    """eps would show it otherwise."""
+    """Otherwise eps would have another effect."""
     results = []
     for scaled in (False, True):
         params = make_params(SHAPES, device)
@@ -226,7 +226,7 @@ def test_norms_are_those_of_unscaled_and_clipped_gradients(preset, device):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_norms_are_those_of_the_masters(preset, device):
-    """Of which the bfloat16 parameter knows 8 bits; the exact run starts from the same rounded values."""
+    """A bfloat16 parameter has only 8 bits; the exact run starts from the same rounded values."""
     params = [torch.nn.Parameter(p.detach().bfloat16()) for p in make_params(SHAPES, device)]
     optimizer = optim.LARS(params, 1.0, weight_decay=0.1, preset=preset)
     exact = [(p.detach().double(), torch.zeros_like(p, dtype=torch.float64)) for p in params]
@@ -260,7 +260,7 @@ def test_a_skipped_step_leaves_no_trace(verdict, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_going_on_from_a_file_gives_the_same_bits(dtype, device):
+def test_continuing_from_a_file_gives_the_same_bits(dtype, device):
     params = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(SHAPES, device)]
     twins = copy.deepcopy(params)
     optimizer, twin = (
@@ -292,7 +292,7 @@ def test_going_on_from_a_file_gives_the_same_bits(dtype, device):
     ),
     tensors=st.sets(st.sampled_from(["tensor_lr", "grad_scale", "found_inf"])),
 )
-def test_the_op_is_the_reference(sizes, momentum, zero, flags, hyper, tensors, device):
+def test_the_op_equals_the_reference(sizes, momentum, zero, flags, hyper, tensors, device):
     params, grads, buffers = (
         [p.detach() for p in make_params([(n,) for n in sizes], device, seed)] for seed in range(3)
     )
@@ -334,7 +334,7 @@ def test_opcheck(momentum, half, device):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_named(options):
+def test_errors_name_the_wrong_argument(options):
     params = make_params([(3,)])
     with pytest.raises(ValueError, match=next(iter(options))):
         optim.LARS(params, **{"lr": 0.1, **options})

@@ -1,4 +1,4 @@
-"""LossScaler: scales, skipped steps, clipping and statistics, beside torch's GradScaler written out by hand."""
+"""LossScaler: scales, skipped steps, clipping and statistics, compared with torch's GradScaler and clip_grad_norm_."""
 
 import copy
 import math
@@ -67,7 +67,7 @@ def test_200_overflows_in_a_row(device):
     assert scales[-3:] == [1.0, 2.0, 4.0]
 
 
-def test_a_scale_set_by_hand(device):
+def test_a_scale_set_by_the_user(device):
     scaler = LossScaler(device, init_scale=8.0, max_scale=16.0)
     scaler.scale(torch.ones((), device=device))
     scaler.update(0.125)
@@ -83,7 +83,7 @@ def test_a_scale_set_by_hand(device):
 @pytest.mark.parametrize(("kind", "torchs"), PAIRS, ids=IDS)
 @pytest.mark.parametrize("max_norm", CLIPS)
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_like_torch_by_hand(kind, torchs, max_norm, unscale_first, device):
+def test_the_results_equal_those_of_torchs_calls(kind, torchs, max_norm, unscale_first, device):
     options = telling(kind)
     (params, optimizer), (twins, twin) = two_groups(kind, device, **options), two_groups(torchs, device, **options)
     scaler, other = (one(device, init_scale=64.0, growth_interval=3) for one in (LossScaler, GradScaler))
@@ -114,7 +114,7 @@ def test_like_torch_by_hand(kind, torchs, max_norm, unscale_first, device):
 @pytest.mark.parametrize("max_norm", CLIPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_torchs_optimizers(kind, options, max_norm, dtype, device):
-    """The same bits, as it is the same work."""
+    """The bits are equal, because the operations are the same."""
     results = []
     for scaler in (LossScaler(device, init_scale=64.0), GradScaler(device, init_scale=64.0)):
         params, optimizer = two_groups(kind, device, dtype, **options)
@@ -134,7 +134,7 @@ def test_with_torchs_optimizers(kind, options, max_norm, dtype, device):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_several_optimizers_in_one_iteration(kind, max_norm, device):
-    """Each has its own verdict and norm; the scale falls if one overflows."""
+    """Each has its own norm and is skipped by itself; the scale falls if the gradients of one overflow."""
     pairs = [two_groups(kind, device), two_groups(torch.optim.SGD, device), two_groups(kind, device)]
     alone = [two_groups(one, device) for one in (kind, torch.optim.SGD, kind)]
     scaler, others = LossScaler(device, init_scale=8.0), [GradScaler(device, init_scale=8.0) for _ in alone]
@@ -199,7 +199,7 @@ def test_disabled_with_torchs_optimizer(max_norm, device):
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("with_flag", [True, False])
-def test_statistics_given_are_not_taken_again(kind, max_norm, enabled, with_flag, device, monkeypatch):
+def test_given_statistics_are_not_computed_again(kind, max_norm, enabled, with_flag, device, monkeypatch):
     (params, optimizer), (twins, twin) = two_groups(kind, device), two_groups(kind, device)
     scaler, other = (LossScaler(device, init_scale=8.0, growth_interval=2, enabled=enabled) for _ in range(2))
     for seed in range(6):
@@ -220,7 +220,7 @@ def test_statistics_given_are_not_taken_again(kind, max_norm, enabled, with_flag
     assert scaler.state_dict() == other.state_dict()
 
 
-def test_a_flag_given_skips_although_the_sum_is_finite(device):
+def test_a_given_flag_skips_the_step_although_the_sum_is_finite(device):
     params, optimizer = two_groups(optim.AdamW, device)
     scaler = LossScaler(device)
     give_scaled(params, 0, scaler)
@@ -233,7 +233,7 @@ def test_a_flag_given_skips_although_the_sum_is_finite(device):
 
 @pytest.mark.parametrize("kinds", [(LossScaler, GradScaler), (GradScaler, LossScaler), (LossScaler, LossScaler)])
 @pytest.mark.parametrize("started", [True, False])
-def test_states_go_both_ways(kinds, started, device):
+def test_states_can_be_exchanged_with_torchs(kinds, started, device):
     scaler, other = (kind(device, init_scale=8.0, growth_interval=3) for kind in kinds)
     held, others = two_groups(torch.optim.SGD, device), two_groups(torch.optim.SGD, device)
 
@@ -251,7 +251,7 @@ def test_states_go_both_ways(kinds, started, device):
     assert scaler.get_scale() == 8 / 2 * 2 / 4
 
 
-def test_what_a_state_of_torchs_lacks_stays(device):
+def test_values_that_torchs_state_lacks_do_not_change(device):
     scaler = LossScaler(device, init_scale=8.0, min_scale=2.0, hysteresis=3)
     iterate(scaler, *two_groups(optim.SGD, device), "xx")
     before = scaler.state_dict()
@@ -261,7 +261,7 @@ def test_what_a_state_of_torchs_lacks_stays(device):
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 3.402823466385289e38])
-def test_a_scale_that_no_step_has_made_is_not_loaded(scale, device):
+def test_a_scale_that_no_step_can_make_is_refused(scale, device):
     scaler = LossScaler(device, init_scale=8.0)
     before = scaler.state_dict()
     for state in ({**before, "scale": scale}, {**before, "growth_factor": 0.5}, {**before, "backoff_factor": 1.0}):
@@ -272,8 +272,8 @@ def test_a_scale_that_no_step_has_made_is_not_loaded(scale, device):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), "state_dict"])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_copies_go_on_alike(copied, enabled, device):
-    """Between two overflows of the three in a row that it takes."""
+def test_copies_continue_in_the_same_way(copied, enabled, device):
+    """The copy is made between two of the three successive overflows after which the scale falls."""
     scaler = LossScaler(device, init_scale=8.0, min_scale=0.5, max_scale=16.0, hysteresis=3, enabled=enabled)
     held = two_groups(optim.SGD, device)
     iterate(scaler, *held, "xx")
@@ -291,8 +291,8 @@ def test_copies_go_on_alike(copied, enabled, device):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, torch.optim.SGD])
-def test_one_step_an_iteration(kind, device):
-    """A second one changes nothing, neither parameters nor gradients nor counts."""
+def test_only_one_step_per_iteration(kind, device):
+    """A second step raises, and changes neither parameters nor gradients nor counts."""
     params, optimizer = two_groups(kind, device)
     scaler = LossScaler(device)
     give_scaled(params, 0, scaler)
@@ -309,8 +309,8 @@ def test_one_step_an_iteration(kind, device):
 
 
 @pytest.mark.parametrize(("size", "max_norm"), [(1e-7, 1e-7), (0.0, 0.0), (1e30, 0.01), (1e36, 0.01), (1e37, 0.01)])
-def test_clips_the_smallest_and_the_largest(size, max_norm, device):
-    """The latter's norm has no square in fp32: torch's own clipping makes them zeros."""
+def test_clipping_of_tiny_and_huge_gradients(size, max_norm, device):
+    """The square of a huge norm overflows fp32: torch's own clipping makes such gradients zero."""
     p = torch.nn.Parameter(torch.zeros(4, device=device))
     optimizer, scaler = optim.SGD([p], lr=1.0), LossScaler(device, init_scale=1.0)
     scaler.scale(torch.ones((), device=device))
@@ -321,7 +321,7 @@ def test_clips_the_smallest_and_the_largest(size, max_norm, device):
     torch.testing.assert_close(-p.detach(), torch.full_like(p, wanted), rtol=1e-5, atol=0)
 
 
-def test_an_error_leaves_no_judge_behind(device):
+def test_an_error_leaves_no_unscaler_in_the_optimizer(device):
     params, optimizer = two_groups(optim.SGD, device, momentum=0.9)
     scaler = LossScaler(device, init_scale=4.0)
     give_scaled(params, 0, scaler)
@@ -337,7 +337,7 @@ def test_an_error_leaves_no_judge_behind(device):
     [("init_scale", 0.5), ("init_scale", 2.0**25), ("min_scale", 0.0), ("min_scale", 2.0**25), ("max_scale", INF)]
     + [("hysteresis", value) for value in (0, 1.0, True)],
 )
-def test_what_does_not_fit_is_named(name, value):
+def test_errors_name_the_wrong_argument(name, value):
     with pytest.raises(ValueError, match=name):
         LossScaler("cpu", **{name: value})
 
@@ -373,7 +373,7 @@ def test_a_wrong_max_norm(max_norm):
     scaler.step(optimizer, 1.0)
 
 
-def test_counts_that_were_read_stay(device):
+def test_counts_that_were_read_do_not_change(device):
     held, scaler, seen = two_groups(optim.SGD, device), LossScaler(device), []
     for _ in range(3):
         iterate(scaler, *held, "x")

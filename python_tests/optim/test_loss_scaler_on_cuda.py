@@ -1,4 +1,4 @@
-"""amp.LossScaler on a CUDA device: nothing waits for the host, and a whole scaled step can be captured."""
+"""amp.LossScaler on a CUDA device: the host does not wait, and a whole scaled step can be captured."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 def started(kind):
-    """Parameters, optimizer and scaler after one step, which makes the state."""
+    """Return parameters, optimizer and scaler after one step, which makes the state."""
     params = make_params(SHAPES, "cuda")
     optimizer, scaler = kind(params, lr=0.1, **telling(kind)), amp.LossScaler("cuda", init_scale=8.0, hysteresis=2)
     scaler.scale(torch.zeros((), device="cuda"))
@@ -40,7 +40,7 @@ def test_no_host_waits(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_step(kind):
-    """Replays read gradients and scale anew, skip by themselves, and count."""
+    """Replays read gradients and scale, skip steps, and count."""
     results = []
     for captured in (False, True):
         params, optimizer, scaler = started(kind)

@@ -1,4 +1,4 @@
-"""Groups of parameters by the hundred, which several threads read: also those that take more than reading."""
+"""Groups of hundreds of parameters, which several threads read; some of them need Python code to be read."""
 
 import weakref
 from typing import ClassVar
@@ -20,13 +20,13 @@ from ranks import run_ranks
 
 from dltrain_ext import optim
 
-COUNT = 700  # more than two threads' share
+COUNT = 700  # more than the parts of two threads
 VARIANTS = [(*pair, options) for pair in PAIRS for options in ({}, telling(pair[0]))]
 VARIANTS.append((optim.AdamW, torch.optim.AdamW, {"amsgrad": True}))
 
 
 def make(kind, device, dtype=torch.float32, **options):
-    """One parameter in three is of the dtype."""
+    """Make parameters, of which every third has the dtype."""
     random = torch.Generator().manual_seed(0)
     params = []
     for i in range(COUNT):
@@ -36,7 +36,7 @@ def make(kind, device, dtype=torch.float32, **options):
 
 
 def give(params, seed):
-    """Gradients: one in 13 is missing, one in 11 strided, one in 7 lazily negated."""
+    """Set gradients: every 13th is missing, every 11th is strided, and every 7th is lazily negated."""
     random = torch.Generator().manual_seed(seed)
     for i, p in enumerate(params):
         grad = torch.randn(p.shape, generator=random).to(p)
@@ -57,11 +57,11 @@ def test_like_torch(kind, torchs, options, device):
         optimizer.step()
         twin.step()
         assert_same(params, twins)
-        # State that came or went between the steps.
+        # State may be added or removed between the steps.
         for state in (optimizer.state[params[seed]], twin.state[twins[seed]]):
             state.clear()
         if seed == 2:
-            # Whose keys equal ours without being the same objects.
+            # These keys are equal to ours, but are not the same objects.
             optimizer.load_state_dict(through_file(optimizer.state_dict()))
     for p, q in zip(params, twins, strict=True):
         assert_same(optimizer.state[p].values(), [twin.state[q][key] for key in optimizer.state[p]])
@@ -91,7 +91,7 @@ def test_an_error_names_the_parameter_and_changes_none(index, device):
 
 
 def test_copies_on_write_are_made_once():
-    """All step counts lie in one storage; asking for its memory would copy it, in two threads at once."""
+    """All step counts share one storage; requesting its memory would copy it, in two threads at the same time."""
     (params, optimizer), (twins, twin) = make(optim.AdamW, "cpu"), make(optim.AdamW, "cpu")
     for seed in range(3):
         give(params, seed)
@@ -105,7 +105,7 @@ def test_copies_on_write_are_made_once():
 
 
 class Hashed(torch.nn.Parameter):
-    """With a hash of its own, in which other code may run."""
+    """A parameter with its own hash function, which may run other code."""
 
     def __hash__(self):
         for state in Hashed.states:
@@ -116,7 +116,7 @@ class Hashed(torch.nn.Parameter):
     states: ClassVar[list[dict]] = []
 
 
-def test_a_hash_of_its_own():
+def test_a_parameter_with_its_own_hash():
     params, _ = make(optim.SGD, "cpu")
     params[COUNT // 2] = Hashed(torch.ones(3))
     optimizer = optim.SGD(params, lr=1.0, momentum=0.9)
@@ -128,8 +128,8 @@ def test_a_hash_of_its_own():
     assert torch.equal(params[COUNT // 2], torch.full((3,), 1.0 - 1.0 - 1.9 - 2.71))
 
 
-def test_state_that_has_been_read_lives_until_the_step_is_done():
-    """Although another thread may drop it meanwhile; also that of parameters with a hash of their own."""
+def test_state_that_has_been_read_is_kept_until_the_step_is_done():
+    """Another thread may delete it meanwhile, also that of parameters with their own hash."""
     params = [kind(torch.ones(3)) for kind in (torch.nn.Parameter, Hashed) for _ in range(20)]
     Hashed.states = []
     optimizer = optim.SGD(params, lr=1.0, momentum=0.9)
@@ -149,7 +149,7 @@ def test_state_that_has_been_read_lives_until_the_step_is_done():
     assert lives == [True] * len(params)
 
 
-def test_what_is_no_tensor_is_named():
+def test_errors_name_what_is_not_a_tensor():
     _, optimizer = make(optim.SGD, "cpu")
     optimizer.param_groups[0]["params"][1] = [1.0]
     with pytest.raises(TypeError, match=r"params\[1\]: expected a tensor, got list"):
@@ -180,6 +180,6 @@ def ask_python(rank, world_size):
         optimizer.step()
 
 
-def test_a_tensor_that_asks_python_for_its_size_hangs_no_thread():
-    """In a process of its own, which can be ended."""
+def test_a_tensor_with_a_size_in_python_does_not_deadlock():
+    """This runs in a process of its own, which can be killed."""
     run_ranks(1, ask_python, fresh=True, timeout=600)

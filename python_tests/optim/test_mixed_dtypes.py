@@ -79,7 +79,7 @@ ROWS = st.tuples(SIZES, *[st.sampled_from(FLOATS)] * 2, *[LAYOUTS] * 3)
     seed=st.integers(0, 1000),
 )
 def test_any_dtypes_sizes_and_layouts(op, rows, masters, scale, seed, device):
-    """Against fp64, and what a half parameter becomes against the very float32 that it is rounded from."""
+    """Results are compared with fp64, and a half parameter with the float32 from which it is rounded."""
     generator = torch.Generator().manual_seed(seed)
     shapes, dtypes, grad_dtypes, layouts, grad_layouts, state_layouts = zip(*rows, strict=True)
 
@@ -121,10 +121,10 @@ def test_any_dtypes_sizes_and_layouts(op, rows, masters, scale, seed, device):
 
 @halves
 def test_every_kind_of_float_is_rounded_to_nearest_even(dtype, device):
-    """A step that changes nothing but copies masters; random bits are subnormals, infinities and NaN as well."""
+    """The step changes nothing but copies the masters; random bits include subnormal numbers, infinities and NaN."""
     bits = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
     around = torch.arange(2**16).to(torch.int16).view(dtype).float().view(torch.int32).long()
-    half = 2**12 if dtype == torch.float16 else 2**15  # ties, and beside them
+    half = 2**12 if dtype == torch.float16 else 2**15  # ties, and the numbers next to them
     masters = torch.cat([bits, *(around + offset for offset in (0, half - 1, half, half + 1))])
     masters = masters.to(torch.int32).view(torch.float32).to(device)
     params = torch.zeros_like(masters, dtype=dtype)
@@ -135,7 +135,7 @@ def test_every_kind_of_float_is_rounded_to_nearest_even(dtype, device):
 
 @halves
 @kinds
-def test_without_masters_the_parameter_itself_is_rounded(kind, options, dtype, device):
+def test_without_masters_the_parameter_is_rounded(kind, options, dtype, device):
     params = mixed_params(device, [dtype])
     twins = [torch.nn.Parameter(p.detach().float()) for p in params]
     optimizer, wide = kind(params, master_weights=False, **options), kind(twins, **options)
@@ -153,7 +153,7 @@ def test_without_masters_the_parameter_itself_is_rounded(kind, options, dtype, d
 
 
 @halves
-def test_masters_add_up_what_the_parameter_cannot_hold(dtype, device):
+def test_masters_accumulate_what_the_parameter_cannot_represent(dtype, device):
     ends = []
     for masters in ("auto", False, True):
         p = torch.nn.Parameter(torch.ones(5, dtype=dtype, device=device))
@@ -167,7 +167,7 @@ def test_masters_add_up_what_the_parameter_cannot_hold(dtype, device):
 
 
 @halves
-def test_groups_choose_for_themselves(dtype, device):
+def test_groups_have_their_own_master_weights(dtype, device):
     first, second, third = (mixed_params(device, [dtype]) for _ in range(3))
     groups = [{"params": first, "master_weights": False}, {"params": second}, {"params": third, "master_weights": True}]
     optimizer = optim.AdamW(groups, master_weights=True)
@@ -180,7 +180,7 @@ def test_groups_choose_for_themselves(dtype, device):
 
 
 def carried_by_hook(state, how, optimizer):
-    """Loads through what users hook in."""
+    """Load a state through hooks of the user."""
     if how == "pre-hook in place":
         moved = copy.deepcopy(state)
         wrong = {**state, "state": {}}
@@ -198,7 +198,7 @@ def carried_by_hook(state, how, optimizer):
 @pytest.mark.parametrize("master_weights", ["auto", False])
 @kinds
 def test_states_are_restored_bit_for_bit(kind, options, how, dtype, master_weights, device):
-    """Tiny moments, too, which float16 does not have."""
+    """The state includes tiny moments, which float16 cannot represent."""
     params = mixed_params(device, [dtype, torch.float32])
     optimizer = kind(params, master_weights=master_weights, **options)
     run_steps(params, optimizer, range(3))
@@ -219,8 +219,8 @@ def test_states_are_restored_bit_for_bit(kind, options, how, dtype, master_weigh
 
 @pytest.mark.parametrize(("kind", "torchs", "options"), [ADAMW, AMSGRAD, SGD])
 @halves
-def test_a_half_state_of_torchs_goes_on(kind, torchs, options, dtype, device):
-    """As from the same numbers in float32."""
+def test_a_half_state_of_torch_can_be_continued(kind, torchs, options, dtype, device):
+    """The results equal those with the same numbers in float32."""
     params = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params(SHAPES, device)]
     theirs = torchs(params, **{"eps": 1e-3, **options} if kind is optim.AdamW else options)
     run_steps(params, theirs, range(3))
@@ -244,8 +244,8 @@ def test_a_half_state_of_torchs_goes_on(kind, torchs, options, dtype, device):
 
 @halves
 @kinds
-def test_a_master_that_is_deleted_is_made_anew(kind, options, dtype, device):
-    """Of what the parameter has become; all else goes on, as with a master that was written to."""
+def test_a_deleted_master_is_made_again(kind, options, dtype, device):
+    """It is made from the current parameter; the other state continues, as after an edit of the master."""
     params = mixed_params(device, [dtype])
     twins = copy.deepcopy(params)
     optimizer, twin = kind(params, **options), kind(twins, **options)
@@ -268,7 +268,7 @@ def test_a_master_that_is_deleted_is_made_anew(kind, options, dtype, device):
 
 @kinds
 def test_the_same_bits_for_any_number_of_threads(kind, options):
-    """Parameters, state and the norm of the gradients."""
+    """Parameters, state and the norm of the gradients are compared."""
     shapes = [(700, 1001), (3,), (400_000,), (), (513, 512)]
 
     def run():
@@ -279,7 +279,7 @@ def test_the_same_bits_for_any_number_of_threads(kind, options):
 
 
 def test_gradients_of_another_dtype_than_their_parameter(device):
-    """Which autograd has to be allowed; also through the norm."""
+    """autograd has to allow such gradients; the norm is tested, too."""
     params = mixed_params(device)
     scaler, optimizer = LossScaler(device, init_scale=4.0), optim.SGD(params, lr=0.5)
     scaler.scale(torch.ones((), device=device))
@@ -293,7 +293,7 @@ def test_gradients_of_another_dtype_than_their_parameter(device):
         assert torch.equal(p, (old - 0.5).to(p.dtype))
 
 
-def test_a_master_lies_as_its_parameter_does(device):
+def test_a_master_has_the_layout_of_its_parameter(device):
     values = torch.randn(2, 3, 4, 5, device=device).bfloat16().to(memory_format=torch.channels_last)
     p = torch.nn.Parameter(values)
     optimizer = optim.AdamW([p])

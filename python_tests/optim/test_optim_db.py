@@ -1,4 +1,4 @@
-"""The inputs that torch tests its own optimizers with, given to ours: the same results, states and errors."""
+"""The inputs with which torch tests its own optimizers: ours have the same results, states and errors."""
 
 import copy
 import warnings
@@ -32,14 +32,14 @@ kinds = pytest.mark.parametrize(("kind", "torchs"), PAIRS, ids=IDS)
 
 
 def inputs(torchs, device):
-    """Torch's, copied, since some hold tensors."""
+    """Return copies of torch's options, because some contain tensors."""
     given = [item.kwargs for item in INFOS[torchs].optim_inputs_func(device=device)]
     assert len(given) >= 5
     return copy.deepcopy(given)
 
 
 def both(kind, torchs, kwargs, device):
-    """Parameters and optimizer, ours and torch's."""
+    """Make parameters and optimizer, ours and torch's."""
     result = []
     for one in (kind, torchs):
         params = make_params(SHAPES, device)
@@ -67,11 +67,11 @@ def check(pair):
 @kinds
 @pytest.mark.parametrize("extra", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_like_torch(kind, torchs, extra, device):
-    """Whatever the implementation is that torch is asked for, ours is the same."""
+    """The results do not depend on the implementation that is requested from torch."""
     for kwargs in inputs(torchs, device):
         ours, theirs = both(kind, torchs, kwargs, device)
         params = make_params(SHAPES, device)
-        if not (extra.get("foreach") and isinstance(kwargs.get("lr"), torch.Tensor)):  # torch refuses to make one
+        if not (extra.get("foreach") and isinstance(kwargs.get("lr"), torch.Tensor)):  # torch refuses this combination
             ours = (params, kind(params, **copy.deepcopy(kwargs), **extra))
         step((ours, theirs), range(7))
         check((ours, theirs))
@@ -91,7 +91,7 @@ def test_states_go_both_ways(kind, torchs, device):
 
 
 @kinds
-def test_going_on_from_a_file_gives_the_same_bits(kind, torchs, device):
+def test_continuing_from_a_file_gives_the_same_bits(kind, torchs, device):
     for kwargs in inputs(torchs, device):
         (ours, _) = both(kind, torchs, kwargs, device)
         step([ours], range(3))
@@ -106,7 +106,7 @@ def test_going_on_from_a_file_gives_the_same_bits(kind, torchs, device):
 
 @kinds
 def test_a_state_of_an_older_torch(kind, torchs, device):
-    """Without the options that came since, and the step a plain number."""
+    """It lacks newer options, and its step is a plain number."""
     for kwargs in inputs(torchs, device):
         pair = both(kind, torchs, kwargs, device)
         step(pair, range(2))
@@ -125,7 +125,7 @@ def test_a_state_of_an_older_torch(kind, torchs, device):
 
 @kinds
 @pytest.mark.parametrize("verdict", [1.0, 2.0, float("nan")])
-def test_found_inf_changes_nothing(kind, torchs, verdict, device):
+def test_a_step_with_found_inf_changes_nothing(kind, torchs, verdict, device):
     for kwargs in inputs(torchs, device):
         (ours, _) = both(kind, torchs, kwargs, device)
         params, optimizer = ours
@@ -162,7 +162,7 @@ def test_scaled(kind, torchs, scaler_kind, unscale_first, device):
 
 
 @kinds
-def test_gradients_of_zero_and_none_at_all(kind, torchs, device):
+def test_gradients_of_zero_and_missing_gradients(kind, torchs, device):
     for kwargs in inputs(torchs, device):
         kwargs["weight_decay"] = 0.0
         (ours, _) = both(kind, torchs, kwargs, device)
@@ -189,7 +189,7 @@ def test_group_options(kind, torchs, device):
 
 @pytest.mark.parametrize(("kind", "torchs", "index"), SCHEDULES)
 def test_schedules(kind, torchs, index, device):
-    """Also where the first step is skipped: nobody warns that the scheduler came before the optimizer."""
+    """If the first step is skipped, there is no warning that the scheduler was called before the optimizer."""
     pair = both(kind, torchs, {"lr": 0.05, "fused": True}, device)
     for (params, optimizer), one in zip(pair, (LossScaler, torch.amp.GradScaler), strict=True):
         scaler = one(device, init_scale=4.0)
@@ -212,7 +212,7 @@ def test_schedules(kind, torchs, index, device):
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @kinds
 def test_errors(kind, torchs):
-    """The same kind of error, and the same text; a parameter that is twice in a group is a warning in torch."""
+    """The type and the text of the errors are equal; for a duplicate parameter in a group torch only warns."""
     cases = INFOS[torchs].optim_error_inputs_func(device="cpu", dtype=torch.float32)
     assert len(cases) >= 5
     for case in cases:
@@ -244,8 +244,8 @@ def test_a_scaled_step_without_any_gradient(kind, max_norm, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_grad_scale_of_the_users_own_counts(kind, device):
-    """GradScaler takes the product of its scale and the optimizer's grad_scale, once."""
+def test_a_grad_scale_of_the_user_is_used(kind, device):
+    """GradScaler uses the product of its scale and the optimizer's grad_scale once."""
     results = []
     for one in (LossScaler, torch.amp.GradScaler):
         params = make_params(SHAPES, device)
@@ -266,8 +266,8 @@ def test_a_grad_scale_of_the_users_own_counts(kind, device):
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_one_bad_element_skips_everything(kind, bad, max_norm, dtype, device):
-    """At the first step as if it had not been, then also between others."""
+def test_one_non_finite_element_skips_the_whole_step(kind, bad, max_norm, dtype, device):
+    """The first step is skipped, and then steps between others."""
     (params, optimizer), (twins, twin) = two_groups(kind, device, dtype), two_groups(kind, device, dtype)
     scaler, other = (LossScaler(device, init_scale=4.0, min_scale=4.0) for _ in range(2))
     for seed in range(6):
@@ -294,7 +294,7 @@ def test_one_bad_element_skips_everything(kind, bad, max_norm, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scaler_kind", [LossScaler, torch.amp.GradScaler])
 def test_half_gradients(kind, dtype, scaler_kind, device):
-    """Torch refuses to unscale float16; here the same as unscaled ones, which a power of two keeps exact."""
+    """torch refuses to unscale float16; here the results equal those without a scale, as powers of two are exact."""
     (params, optimizer), (twins, twin) = two_groups(kind, device, dtype), two_groups(kind, device, dtype)
     scaler = scaler_kind(device, init_scale=64.0, growth_interval=2)
     for seed in range(6):
@@ -312,7 +312,7 @@ def test_half_gradients(kind, dtype, scaler_kind, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_post_hook_has_the_last_word(dtype, device):
+def test_a_post_hook_may_change_the_parameters(dtype, device):
     params, optimizer = two_groups(optim.AdamW, device, dtype)
     give_own_grads(params, 0)
     optimizer.step()
@@ -327,7 +327,7 @@ def test_a_post_hook_has_the_last_word(dtype, device):
     assert all(optimizer.state[p]["exp_avg"].abs().sum() == 0 for p in params)
 
 
-def test_dtypes_that_do_not_fit_are_named(device):
+def test_errors_name_the_wrong_dtypes(device):
     p, g, master = (torch.zeros(3, device=device, dtype=d) for d in (torch.bfloat16, torch.float16, torch.float32))
     with pytest.raises(ValueError, match="masters: expected 2 tensors, one for each of params, got 1"):
         torch.ops.dltrain_ext.sgd_([p, p.clone()], [g, g], [], [master], lr=0.1)

@@ -1,4 +1,4 @@
-"""The ops of the optimizers and of clipping: what the classes run, and a part of a compiled step."""
+"""The ops of the optimizers and of clipping: the classes use them, and compiled steps contain them."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_class_and_its_op_give_the_same_bits(kind, device):
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_a_compiled_step_takes_the_op_as_a_whole(op):
+def test_a_compiled_step_contains_the_op(op):
     def update(params, grads, *rest):
         grads = [2 * g for g in grads]
         getattr(torch.ops.dltrain_ext, op)(params, grads, *rest, **OPS[op])
@@ -64,7 +64,7 @@ def odd_gradients(device):
     ]
 
 
-def test_the_sum_of_squares_is_that_of_the_reference(device):
+def test_the_sum_of_squares_equals_the_reference(device):
     grads = odd_gradients(device)
     for some in (grads[:1], grads[1:3], grads):
         torch.testing.assert_close(ops.sum_squares(some), reference.sum_squares(some), rtol=1e-12, atol=0)
@@ -75,7 +75,7 @@ def test_the_sum_of_squares_is_that_of_the_reference(device):
 
 @pytest.mark.parametrize("max_norm", [None, 0.0, 0.5, 1e9])
 @pytest.mark.parametrize("total", [0.0, 36.0, 1e300, torch.inf, torch.nan])
-def test_unscaling_and_clipping_are_those_of_the_reference(total, max_norm, device):
+def test_unscaling_and_clipping_equal_the_reference(total, max_norm, device):
     total = torch.tensor(total, dtype=torch.float64, device=device)
     for scale in (None, torch.tensor(4.0, device=device)):
         for flag in (None, torch.tensor([0.0], device=device), torch.tensor(2.0, device=device)):
@@ -85,7 +85,7 @@ def test_unscaling_and_clipping_are_those_of_the_reference(total, max_norm, devi
     library.opcheck(ops.unscale_and_clip, (total,), options, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_a_scaled_and_clipped_step_of_ops_has_the_bits_of_the_classes(device):
+def test_a_scaled_and_clipped_step_with_ops_has_the_bits_of_the_classes(device):
     params = make_params(SHAPES, device)
     values = [p.detach().clone() for p in params]
     sums, steps = (
@@ -113,12 +113,12 @@ def test_a_scaled_and_clipped_step_of_ops_has_the_bits_of_the_classes(device):
         (ops.unscale_and_clip, [torch.ones(2).double()], ValueError, r"sum_squares: expected one float64 number"),
     ],
 )
-def test_what_is_no_gradient_or_no_number_is_refused(op, given, error, says):
+def test_errors_for_wrong_gradients_and_numbers(op, given, error, says):
     with pytest.raises(error, match=says):
         op(*given)
 
 
-def test_a_norm_below_nothing_is_refused():
+def test_a_negative_max_norm_is_refused():
     for wrong in (-1.0, torch.nan):
         with pytest.raises(ValueError, match=r"max_norm: expected a number of at least 0, got (-1|nan)"):
             ops.unscale_and_clip(torch.ones(()).double(), max_norm=wrong)

@@ -1,4 +1,4 @@
-"""optim.SGD: the arithmetic against fp64, the manners against torch.optim.SGD."""
+"""optim.SGD: its arithmetic compared with fp64, and its options with torch.optim.SGD."""
 
 import copy
 
@@ -44,7 +44,7 @@ def test_like_torch(options, device):
         assert_same(values.values(), theirs["state"][key].values())
 
 
-def test_state_dict_goes_both_ways(device):
+def test_state_dicts_can_be_exchanged_with_torchs(device):
     pair = []
     for kind in (optim.SGD, torch.optim.SGD):
         params = make_params(device)
@@ -60,7 +60,7 @@ def test_state_dict_goes_both_ways(device):
 
 
 def test_parameters_that_start_later(device):
-    """Dampening does not count at a parameter's first step, whenever that is."""
+    """A parameter's first step has no dampening, whenever it takes place."""
     results = []
     for kind in (optim.SGD, torch.optim.SGD):
         params = make_params(device, [(3,), (4,)])
@@ -88,7 +88,7 @@ def test_a_skipped_first_step_leaves_no_trace(device):
 
 
 def test_against_double(device):
-    """The op in fp32 against its meaning in fp64, over the first step and later ones."""
+    """The op in fp32 is compared with a computation in fp64, for the first step and later ones."""
     hyper = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.2, "maximize": True}
     params = [p.detach() for p in make_params(device)]
     buffers = [torch.full_like(p, 7.0) for p in params]
@@ -111,7 +111,7 @@ def test_opcheck(momentum, device):
     library.opcheck(torch.ops.dltrain_ext.sgd_, (*lists, buffers, []), {"lr": 0.1, "momentum": momentum})
 
 
-def test_what_does_not_fit_is_named(device):
+def test_errors_name_the_wrong_argument(device):
     params = make_params(device, [(3,), (4,)])
     optimizer = optim.SGD(params, lr=0.1, momentum=0.9)
     give_grads(params, 0)

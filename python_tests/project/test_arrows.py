@@ -1,4 +1,4 @@
-"""The modules and the arrows between them, read from the includes and imports of the sources."""
+"""The modules and their dependencies, checked by the includes and imports of the sources."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ CPP_MODULES = {
 PARTS_OF_COMM = {
     "plan": set(),
     "program": {"plan"},
-    "transport": {"plan"},  # errors of messages name the call that they belong to
+    "transport": {"plan"},  # error texts of messages name their call
     "fault": set(),
     "run": {"program", "plan", "transport", "fault"},
 }
@@ -72,28 +72,28 @@ def violations(paths: Iterable[Path], wrong: Callable[[Path], Iterable[str]]) ->
     return [f"{path.relative_to(ROOT)}: {text}" for path in paths for text in wrong(path)]
 
 
-def test_includes_run_one_way():
+def test_includes_are_allowed_dependencies():
     assert len(sources()) > 100
     assert not violations(sources(), wrong_includes)
 
 
-def test_every_cpp_module_is_known():
+def test_every_cpp_module_is_listed():
     assert {path.relative_to(ROOT / "csrc").parts[0] for path in sources()} <= CPP_MODULES.keys()
 
 
-def test_a_topology_knows_no_codec_and_no_transport():
+def test_topologies_include_no_codec_and_no_transport():
     for path in (ROOT / "csrc" / "comm" / "plan").iterdir():
         assert not re.findall(r'#include "(?!comm/plan/|core/)', path.read_text()), path
 
 
 def imports(path: Path) -> set[str]:
-    """The modules of dltrain_ext that a file imports: 'dltrain_ext' itself as '__init__'."""
+    """Return the modules of dltrain_ext that a file imports; 'dltrain_ext' itself is '__init__'."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are written out"
+            assert node.level == 0, f"{path}: imports are absolute"
             children = [f"{node.module}.{alias.name}" for alias in node.names]
             names = children if node.module == "dltrain_ext" else [node.module]
         else:
@@ -119,12 +119,12 @@ def wrong_imports(path: Path) -> Iterator[str]:
         yield "_ops alone names the compiled part"
 
 
-def test_imports_run_one_way():
+def test_imports_are_allowed_dependencies():
     assert len(package_files()) > 40
     assert not violations(package_files(), wrong_imports)
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "examples"])
-def test_users_use_the_public_face(folder):
+def test_benchmarks_and_examples_import_public_modules(folder):
     for path in sorted((ROOT / folder).rglob("*.py")):
         assert imports(path) <= PUBLIC | {"__init__"}, path

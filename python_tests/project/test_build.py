@@ -1,4 +1,4 @@
-"""How setup.py decides what to build, and that the CUDA sources of every module compile without a GPU."""
+"""How setup.py selects what is built, and that the CUDA sources of every module compile without a GPU."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ BUILD = json.loads((ROOT / "csrc" / "build.json").read_text())
 
 @pytest.fixture(scope="module")
 def setup():
-    """The names of setup.py, which does nothing when it is asked for the project's name."""
+    """Return the names defined by setup.py, which does nothing but print the project's name here."""
     argv, sys.argv = sys.argv, ["setup.py", "-q", "--name"]
     try:
         return runpy.run_path(str(ROOT / "setup.py"))
@@ -31,7 +31,7 @@ NONE = "there is no nvcc that runs"
 
 
 def found(setup, version):
-    """A toolkit of that version, or the reason why there is none."""
+    """Return a toolkit of that version, or the reason why there is none."""
     return version if version == NONE else setup["Toolkit"]("/cuda", "/cuda/include", version, ["8.0"])
 
 
@@ -59,7 +59,7 @@ def test_cuda_is_built_where_torch_and_nvcc_have_it(setup, wish, torch_cuda, nvc
         ("1", "12.6", "13.0", "nvcc is of CUDA 13.0"),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_an_error(setup, wish, torch_cuda, nvcc, text):
+def test_an_impossible_request_is_an_error(setup, wish, torch_cuda, nvcc, text):
     with pytest.raises(SystemExit, match=text):
         setup["cuda_or_reason"](wish, torch_cuda, found(setup, nvcc))
 
@@ -72,7 +72,7 @@ def test_switches_are_0_or_1(setup, monkeypatch, given, said):
     assert setup["switch"]("DLTRAIN_CUDA") == said
 
 
-def test_a_switch_that_is_neither_is_an_error(setup, monkeypatch):
+def test_other_values_of_a_switch_are_an_error(setup, monkeypatch):
     monkeypatch.setenv("DLTRAIN_CUDA", "yes")
     with pytest.raises(SystemExit, match="DLTRAIN_CUDA: expected 0 or 1, got 'yes'"):
         setup["switch"]("DLTRAIN_CUDA")
@@ -87,7 +87,7 @@ def test_private_calls_of_cpython_can_be_left_out(setup, monkeypatch, given, fla
 
 
 def make_toolkit(folder, headers="include", top=None):
-    """An nvcc that answers like CUDA 12.6's."""
+    """Make an nvcc that prints the version of CUDA 12.6."""
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(
@@ -103,7 +103,7 @@ def make_toolkit(folder, headers="include", top=None):
     return folder
 
 
-def test_a_toolkit_is_looked_for_where_its_headers_are(setup, tmp_path, monkeypatch):
+def test_a_toolkit_is_found_by_its_headers(setup, tmp_path, monkeypatch):
     whole = make_toolkit(tmp_path / "whole")
     wrapper = make_toolkit(tmp_path / "wrapper", headers=None, top=whole)
     conda = make_toolkit(tmp_path / "conda", headers=f"targets/{platform.machine()}-linux/include")
@@ -118,7 +118,7 @@ def test_a_toolkit_is_looked_for_where_its_headers_are(setup, tmp_path, monkeypa
         monkeypatch.setenv("PATH", f"{path}/bin", prepend=":")
         wanted = setup["Toolkit"](str(home), str(home / include), "12.6", ["7.5", "8.0", "9.0"])
         assert setup["find_toolkit"]() == wanted
-        monkeypatch.setenv("CUDA_HOME", str(path))  # stands above the PATH
+        monkeypatch.setenv("CUDA_HOME", str(path))  # takes precedence over the PATH
         monkeypatch.setenv("PATH", f"{broken}/bin", prepend=":")
         assert setup["find_toolkit"]() == wanted
         monkeypatch.delenv("CUDA_HOME")
@@ -128,7 +128,7 @@ def test_a_toolkit_is_looked_for_where_its_headers_are(setup, tmp_path, monkeypa
     assert "there is no nvcc that runs" in setup["find_toolkit"]()
 
 
-def test_architectures_are_those_that_the_toolkit_knows(setup):
+def test_only_architectures_that_the_toolkit_supports_are_built(setup):
     wanted = BUILD["cuda"]["architectures"]
     assert setup["architectures"](wanted, ["7.5", "8.0", "8.6", "9.0"]) == "7.5;8.0;9.0+PTX"
     assert setup["architectures"](wanted, ["7.5", "8.0", "9.0", "10.0", "12.0"]) == "7.5;8.0;9.0;10.0+PTX;12.0+PTX"
@@ -171,8 +171,8 @@ class Hashed(torch.nn.Parameter):
     __eq__ = object.__eq__
 
 
-def test_state_is_found_by_the_public_api_of_cpython_too(tmp_path):
-    """As DLTRAIN_PRIVATE_CPYTHON=0 has it; the rest of such a build is .ci/full's."""
+def test_state_is_also_found_by_the_public_api_of_cpython(tmp_path):
+    """This is the code of DLTRAIN_PRIVATE_CPYTHON=0; .ci/full tests the rest of such a build."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     (tmp_path / "members.cpp").write_text(MEMBERS)
@@ -203,7 +203,7 @@ needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @needs_nvcc
 @pytest.mark.parametrize("path", sorted((ROOT / "csrc/bindings").rglob("cuda/*.cpp")), ids=lambda path: path.name)
 def test_bindings_to_cuda_compile(setup, path):
-    """Against the headers of whatever torch there is; linking needs a torch that is built for CUDA."""
+    """The headers may be those of any torch; only linking needs a torch that is built for CUDA."""
     from torch.utils.cpp_extension import include_paths
 
     folders = [ROOT / "csrc", *include_paths(), setup["find_toolkit"]().include, sysconfig.get_path("include")]
@@ -217,7 +217,7 @@ def test_bindings_to_cuda_compile(setup, path):
 
 @pytest.fixture(scope="module")
 def tests_with_cuda(tmp_path_factory) -> Path:
-    """The C++ tests, built for the device that there is."""
+    """Build the C++ tests for the device of this machine."""
     if not shutil.which("cmake") or not shutil.which("nvcc"):
         pytest.skip("needs cmake and nvcc")
     folder = tmp_path_factory.mktemp("build")
@@ -233,7 +233,7 @@ def tests_with_cuda(tmp_path_factory) -> Path:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", [None, "memcheck", "racecheck"])
 def test_cpp_tests_on_the_device(tests_with_cuda, tool):
-    """Kernels, streams and the executor with virtual ranks, alone and under compute-sanitizer."""
+    """Kernels, streams and the executor with virtual ranks are tested, without and with compute-sanitizer."""
     command = [str(tests_with_cuda)]
     if tool:
         if not shutil.which("compute-sanitizer"):

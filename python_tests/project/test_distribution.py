@@ -1,4 +1,4 @@
-"""What is handed out: the source distribution, its metadata, the citation and the forms for issues."""
+"""The source distribution, its metadata, the citation and the issue forms."""
 
 import email
 import os
@@ -26,7 +26,7 @@ BUILT = {".so", ".o", ".pyc"}
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """The source distribution, made without torch in a checkout that has been built in place."""
+    """Make the source distribution without torch, in a checkout that has been built in place."""
     folder = tmp_path_factory.mktemp("sdist")
     copy = folder / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.so"))
@@ -48,7 +48,7 @@ def files(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_source_distribution_has_all_that_is_tracked_of_its_folders(unpacked):
+def test_a_source_distribution_contains_all_tracked_files_of_its_folders(unpacked):
     tracked = subprocess.run(["git", "ls-files", "--", *SHIPPED], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode:
         pytest.skip("needs a git checkout")
@@ -60,7 +60,7 @@ def test_a_source_distribution_can_be_built_tested_and_cited(unpacked):
     assert {"pyproject.toml", "setup.py", "csrc/build.json", "python_tests/conftest.py", *needed} <= files(unpacked)
 
 
-def test_a_source_distribution_holds_nothing_built(unpacked):
+def test_a_source_distribution_contains_no_build_results(unpacked):
     found = files(unpacked)
     assert not [name for name in found if Path(name).suffix in BUILT]
     assert "dltrain_ext/_build_info.py" not in found
@@ -72,18 +72,18 @@ def test_metadata(unpacked):
     assert metadata["License-Expression"] == "BSD-3-Clause" and metadata["License-File"] == "LICENSE"
     assert metadata["Requires-Python"] == ">=3.10"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-    # Without an extra it needs torch and nothing else.
+    # Without extras it depends only on torch.
     plain = [one for one in metadata.get_all("Requires-Dist") if "extra ==" not in one]
     assert [one.split(">")[0] for one in plain] == ["torch"]
 
 
-def test_the_version_stands_in_pyproject():
+def test_the_version_is_that_of_pyproject():
     assert dltrain_ext.__version__ == PROJECT["version"], "built before the version changed: build it again"
     assert "version" not in (ROOT / "setup.py").read_text().split("setup(**")[1]
 
 
-def test_the_citation_is_of_this_version():
-    """The keys are those of the Citation File Format 1.2.0 that software needs."""
+def test_the_citation_has_this_version():
+    """The keys are those that the Citation File Format 1.2.0 requires for software."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     required = {"cff-version", "message", "title", "authors"}
     known = {"type", "abstract", "version", "license", "keywords", "date-released", "repository-code", "url", "doi"}
@@ -96,7 +96,7 @@ def test_the_citation_is_of_this_version():
 
 
 @pytest.mark.parametrize("path", sorted(set(FORMS.glob("*.yml")) - {FORMS / "config.yml"}), ids=lambda path: path.stem)
-def test_a_form_is_one_that_can_be_shown(path):
+def test_a_form_is_valid(path):
     form = yaml.safe_load(path.read_text())
     assert {"name", "description", "body"} <= form.keys() <= {"name", "description", "title", "labels", "body"}
     names = [element["id"] for element in form["body"]]
@@ -108,13 +108,13 @@ def test_a_form_is_one_that_can_be_shown(path):
     assert any(element["validations"]["required"] for element in form["body"])
 
 
-def test_a_bug_report_asks_for_info():
+def test_a_bug_report_asks_for_the_output_of_info():
     form = yaml.safe_load((FORMS / "bug_report.yml").read_text())
     (asked,) = [one for one in form["body"] if "python -m dltrain_ext.info" in one["attributes"]["label"]]
     assert asked["validations"]["required"]
 
 
-def test_the_forms_are_settings_that_exist():
+def test_the_settings_of_the_forms_exist():
     settings = yaml.safe_load((FORMS / "config.yml").read_text())
     assert settings.keys() <= {"blank_issues_enabled", "contact_links"}
     assert isinstance(settings["blank_issues_enabled"], bool)

@@ -1,4 +1,4 @@
-"""README.md and docs/: what they show runs, what they quote is said, and they build without a warning."""
+"""README.md and docs/: their code runs, the messages that they quote exist, and they build without a warning."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ IN_A_GROUP = {"README.md", "all_reduce.md", "recipes.md"}  # of two ranks
 
 
 def run_page(rank: int, world_size: int, page: Path, folder: str) -> None:
-    """Its Python blocks, shown or not, one after another in one namespace."""
+    """Run the Python blocks of a page, including hidden ones, one after another in one namespace."""
     from sybil import Sybil
     from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -34,7 +34,7 @@ def run_page(rank: int, world_size: int, page: Path, folder: str) -> None:
 
 
 @pytest.mark.parametrize("page", SHOWING, ids=lambda page: page.name)
-def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sybil")
     if page.name in IN_A_GROUP:
         run_ranks(2, run_page, page, str(tmp_path), timeout=600)
@@ -43,7 +43,7 @@ def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
         run_page(0, 1, page, str(tmp_path))
 
 
-def test_the_plans_that_are_printed_are_the_plans() -> None:
+def test_printed_plans_are_up_to_date() -> None:
     text = (DOCS / "all_reduce.md").read_text()
     printed = re.findall(r"<!-- printed -->\n```\n(.*?)```", text, re.DOTALL)
     calls = re.findall(r"^print\((comm\.plan\(.*?\))\)", text, re.M)
@@ -53,7 +53,7 @@ def test_the_plans_that_are_printed_are_the_plans() -> None:
 
 @cache
 def sources() -> dict[Path, str]:
-    """By file, with literals that Python or C++ joins in one piece."""
+    """Return the source by file, with adjacent string literals of Python or C++ joined."""
     files = [ROOT / "setup.py", *(ROOT / "dltrain_ext").rglob("*.py")]
     for suffix in ("h", "cpp", "cu", "cuh"):
         files += [path for path in (ROOT / "csrc").rglob(f"*.{suffix}") if "tests" not in path.parts]
@@ -61,7 +61,7 @@ def sources() -> dict[Path, str]:
 
 
 def says(source: str, parts: list[str]) -> bool:
-    """Whether the parts stand in it in this order, each near the one before."""
+    """Return whether the source contains the parts in this order, each near the previous one."""
     near = ".{0,1000}?".join(re.escape(part) for part in parts)
     return re.search(near, source, re.DOTALL) is not None
 
@@ -71,19 +71,19 @@ def quoted() -> list[str]:
 
 
 @pytest.mark.parametrize("message", quoted())
-def test_a_message_that_is_explained_is_one_of_the_code(message: str) -> None:
+def test_an_explained_message_is_in_the_code(message: str) -> None:
     parts = [part for piece in message.split("…") if (part := piece.strip(" :,.;'"))]
-    assert parts, "nothing of it is fixed"
+    assert parts, "the message has no fixed part"
     assert any(says(source, parts) for source in sources().values()), parts
 
 
-def test_messages_are_explained_and_others_are_not_found() -> None:
+def test_messages_are_explained_and_unknown_ones_are_not_found() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     assert len(quoted()) == len(re.findall(r"^- ", text, re.M)) > 50
     assert not any(says(source, ["model: expected a DistributedDataSerial, got "]) for source in sources().values())
 
 
-def test_the_tests_that_hold_a_contract_exist() -> None:
+def test_the_tests_of_the_contracts_exist() -> None:
     text = (DOCS / "contracts.md").read_text()
     named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", text)
     assert len(named) > 30 and set(re.findall(r"## C(\d+):", text)) == {str(number) for number in range(1, 11)}
@@ -95,7 +95,7 @@ def test_the_tests_that_hold_a_contract_exist() -> None:
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading, without its own."""
+    """Return the cells of the first table below a heading, without the table's header."""
     below = (DOCS / page).read_text().split(f"## {heading}\n")[1]
     found = re.search(r"(^\|.*\n)+", below, re.M)
     assert found, heading
@@ -103,7 +103,7 @@ def table(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_state_takes_the_memory_that_is_said() -> None:
+def test_states_have_the_documented_size() -> None:
     rows = table("memory.md", "Optimizer state")
     assert len(rows) == 5
     for call, *said in rows:
@@ -122,7 +122,7 @@ def test_state_takes_the_memory_that_is_said() -> None:
 
 
 def bytes_of_feedback(rank: int, world_size: int) -> list[float]:
-    """By an element, for each number of the table: of all tensors alive beside those of a run without feedback."""
+    """Return bytes per element for each number of the table: of all living tensors, minus a run without feedback."""
     found = []
     for feedback, dtype in ((False, "fp32"), (True, "fp32"), (True, "bf16")):
         for scaler in (None, amp.LossScaler("cpu")):
@@ -141,13 +141,13 @@ def bytes_of_feedback(rank: int, world_size: int) -> list[float]:
     return [each - found[0] for each in found]
 
 
-def test_feedback_takes_the_memory_that_is_said() -> None:
+def test_feedback_has_the_documented_size() -> None:
     said = [int(cell) for row in table("memory.md", "The DDP hook") for cell in row[1:]]
     assert run_ranks(2, bytes_of_feedback, fresh=True)[0] == pytest.approx(said, abs=0.1)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "choosing.md"], ids=lambda page: page.name)
-def test_times_are_those_of_the_full_tables(page: Path) -> None:
+def test_times_are_those_of_the_measured_tables(page: Path) -> None:
     kept = set(re.findall(r"([\d.]+) ms", (DOCS / "measured.md").read_text()))
     times = [
         time
@@ -159,7 +159,7 @@ def test_times_are_those_of_the_full_tables(page: Path) -> None:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Those of `python -m benchmarks` in it, word by word; also where one runs another."""
+    """Return the commands `python -m benchmarks` of a page, as lists of words, also those that another one runs."""
     found = [shlex.split(command) for command in re.findall(r"`(python -m benchmarks[^`]*)`", text)]
     found += [shlex.split(line) for line in text.splitlines() if line.startswith("python -m benchmarks")]
     parts = [part for words in found for part in " ".join(words).split("python -m benchmarks")[1:]]
@@ -168,7 +168,7 @@ def commands(text: str) -> list[list[str]]:
 
 @pytest.mark.needs("rich")
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())], ids=lambda page: page.name)
-def test_options_of_benchmarks_are_there(page: Path) -> None:
+def test_benchmark_commands_have_valid_options(page: Path) -> None:
     for words in commands(page.read_text()):
         parse([*words, "python"] if words[-1:] == ["--"] else words)
 
@@ -190,24 +190,24 @@ def test_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def shown(page: Path) -> str:
-    """Its text without comments."""
+    """Return the text of a page without comments."""
     return re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_named_files_exist(page: Path) -> None:
     folders = "examples|benchmarks|csrc|dltrain_ext|docker|docs|python_tests"
     for name in re.findall(rf"(?<![\w/])(?:\.\./)*((?:{folders})/[\w./-]*\w)", shown(page)):
         assert (ROOT / name).exists(), name
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    """Those of docs/ are Sphinx's to check."""
+def test_links_of_the_readme_exist() -> None:
+    """Sphinx checks those of docs/."""
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", shown(ROOT / "README.md"))
     assert len(links) > 15
     for link in links:
         assert (ROOT / link).exists(), link
-    pages = [page for page in DOCS.rglob("*.md") if page.parent.name != "decisions"]  # which have an index
+    pages = [page for page in DOCS.rglob("*.md") if page.parent.name != "decisions"]  # these have their own index
     assert {str(page.relative_to(ROOT)) for page in pages} - set(links) == {
         "docs/index.md",
         "docs/reference/api.md",

@@ -1,4 +1,4 @@
-"""One build for every processor of an architecture: what is chosen, and that nothing of one set leaks into another."""
+"""One build for all processors of an architecture: the selected instruction set; no code of one is in another."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_the_best_is_chosen():
     assert _ops.instruction_set() == _ops.instruction_sets()[0]
 
 
-def test_one_that_cannot_be_used_is_an_error_at_import():
+def test_an_unusable_set_is_an_error_at_import():
     done = run(**{VARIABLE: "avx1024"})
     assert done.returncode != 0
     assert f"{VARIABLE} on this processor: expected one of" in done.stderr and "got 'avx1024'" in done.stderr
@@ -78,7 +78,7 @@ needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="instructi
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer does not run under qemu")
 @pytest.mark.parametrize(("processor", "chosen"), [("Nehalem", "portable"), ("Haswell", "avx2")])
 def test_no_illegal_instruction(processor, chosen):
-    """An emulated processor that lacks AVX, or AVX-512, ends a program that uses it."""
+    """An emulated processor without AVX, or without AVX-512, ends a program that uses it."""
     done = run("qemu-x86_64", "-cpu", processor)
     assert done.returncode == 0, done.stderr
     here = run(**{VARIABLE: "portable"}).stdout.split()[1]
@@ -90,7 +90,7 @@ def test_no_illegal_instruction(processor, chosen):
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize("name", BUILD["instruction_sets"]["x86_64"])
 def test_loops_share_no_function(name, tmp_path):
-    """The linker keeps one copy of an inline function: it must not find one that uses a special instruction set."""
+    """The linker keeps one copy of an inline function, which must not use a special instruction set."""
     flags = [flag for flag in BUILD["flags"] if flag != "-fopenmp"] + BUILD["instruction_sets"]["x86_64"][name]
     command = ["g++", *flags, f"-DDLT_INSTRUCTION_SET={name}", "-Icsrc", "-c", "csrc/kernels/cpu/loops.cpp"]
     subprocess.run([*command, "-o", str(tmp_path / "loops.o")], cwd=ROOT, check=True)
@@ -99,4 +99,4 @@ def test_loops_share_no_function(name, tmp_path):
     shared = {symbol for symbol, kind in symbols.items() if (kind.isupper() or kind in "wvu") and kind != "U"}
     assert shared == {f"dltrain::cpu::{name}::loops"}
     needed = {symbol for symbol, kind in symbols.items() if kind == "U"}
-    assert needed <= {"memcpy", "memset", "memmove"}, "what it calls is inlined or the C library's"
+    assert needed <= {"memcpy", "memset", "memmove"}, "other functions have to be inlined"

@@ -1,4 +1,4 @@
-"""Installing, importing and asking: what a user meets before the first tensor."""
+"""Installing, importing and the info command."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ PACKAGE = Path(dltrain_ext.__path__[0])
 
 
 @pytest.mark.parametrize("command", ["bdist_wheel", "dist_info", "editable_wheel"])
-def test_building_without_torch_names_the_command(command, tmp_path):
+def test_the_error_of_a_build_without_torch_names_the_command(command, tmp_path):
     hidden = (
         f"import sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '{command}']; exec(open('setup.py').read())"
     )
@@ -31,7 +31,7 @@ def test_building_without_torch_names_the_command(command, tmp_path):
     assert "--no-build-isolation" in line
 
 
-def test_another_torch_is_a_clear_error(monkeypatch):
+def test_another_torch_is_an_error_that_names_the_command(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "1.0.0")
     monkeypatch.delitem(sys.modules, "dltrain_ext._ops")
     built = re.escape(f"built against torch {_build_info.TORCH}, and this is torch 1.0.0")
@@ -40,7 +40,7 @@ def test_another_torch_is_a_clear_error(monkeypatch):
 
 
 def checkout(folder):
-    """A checkout that was never built: as after `pip install .`, with the compiled part elsewhere."""
+    """Make a checkout that was never built, as after `pip install .`, which puts the compiled part elsewhere."""
     ignore = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
     shutil.copytree(ROOT / "dltrain_ext", folder / "dltrain_ext", ignore=ignore)
     shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=ignore)
@@ -60,8 +60,8 @@ def test_in_an_unbuilt_checkout_the_installed_package_is_used(tmp_path):
     assert str(PACKAGE / "comm" / "__init__.py") in done.stderr.split()
 
 
-def test_not_built_at_all_names_the_command(tmp_path):
-    # Nothing installed: only the checkout and torch's own site-packages, without ours.
+def test_the_error_without_any_build_names_the_command(tmp_path):
+    # Only the checkout and torch's own site-packages are visible, without an installed dltrain_ext.
     blocked = (
         "import sys; from pathlib import Path; "
         "sys.path = ['.'] + [p for p in sys.path[1:] if not any(Path(p, 'dltrain_ext').glob('_C*'))]; "
@@ -94,19 +94,19 @@ def test_info(capsys):
 
 
 def test_tests_whose_packages_are_missing_are_skipped_by_name(tmp_path):
-    hidden = f"import sys; sys.modules.update(dict.fromkeys({conftest.OPTIONAL}))"  # None: as if it were not there
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({conftest.OPTIONAL}))"  # None makes their import fail
     (tmp_path / "hiding.py").write_text(hidden)
     plugins = ["-p", "hiding", "-p", "no:hypothesispytest", "-p", "no:cacheprovider"]
     done = commands.python("-m", "pytest", *plugins, "--collect-only", "-q", cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout
     skipped = set(re.findall(r"^SKIPPED \[\d+\] \S+: (\w+) is not installed", done.stdout, re.M))
     assert skipped >= {"numpy", "rich", "matplotlib", "yaml"}
-    assert "test_adamw.py::test_groups_have_their_own_options" in done.stdout  # beside one that needs hypothesis
+    assert "test_adamw.py::test_groups_have_their_own_options" in done.stdout  # has other tests with hypothesis
 
 
 @pytest.mark.needs("matplotlib", "rich")
 def test_benchmarks_quick(tmp_path):
-    """One small case end to end, as a reader starts it; CI runs them all."""
+    """Run one small case as a user starts it; CI runs all of them."""
     small = ["allreduce", "-b", "4K", "-e", "4K", "-n", "3", "--ranks", "2"]
     done = commands.python("-m", "benchmarks", *small, "--json", tmp_path / "out.json", "--plot", tmp_path, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -116,7 +116,7 @@ def test_benchmarks_quick(tmp_path):
 
 
 @pytest.mark.needs("matplotlib", "rich")
-def test_benchmarks_answer_mistakes():
+def test_benchmarks_report_wrong_options():
     done = commands.benchmarks("nonsense")
     assert done.returncode == 2 and "optim" in done.stderr and "allreduce" in done.stderr
     done = commands.benchmarks("allreduce", "--algorithms", "rign")

@@ -1,6 +1,6 @@
-"""What nvcc makes of the kernels: registers, local memory, and the widths at which they read and write.
+"""The machine code that nvcc generates for the kernels: registers, local memory, and the widths of memory accesses.
 
-As long as no GPU is at hand this keeps their speed. It reads the library that CMake builds with nvcc:
+Without a GPU, this is how their speed is protected. It reads the library that CMake builds with nvcc:
 DLTRAIN_SASS=build/cuda/libdltrain.a pytest python_tests/project/test_sass.py, with the packages nvidia-cuda-cuobjdump
 and nvidia-cuda-nvdisasm.
 """
@@ -22,13 +22,13 @@ from dltrain_ext.optim.rule import RULES
 LIBRARY = os.environ.get("DLTRAIN_SASS")
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs DLTRAIN_SASS, a library that nvcc has compiled")
 ARCHITECTURES = ("sm_80", "sm_90")
-THREADS = 256  # of a block
-REGISTERS = 65536  # of a multiprocessor
-TILE = dict.fromkeys(codecs.CODECS, 256) | {"int4": 128, "fp8": 128}  # elements that a warp works on
+THREADS = 256  # per block
+REGISTERS = 65536  # per multiprocessor
+TILE = dict.fromkeys(codecs.CODECS, 256) | {"int4": 128, "fp8": 128}  # elements that a warp processes together
 
 
 def updates():
-    """Of each optimizer, with each choice of its states: the kernel, and how many streams it reads and writes."""
+    """Return, for each optimizer and each selection of its states, the kernel and its numbers of streams."""
     for name in optim.__all__:
         states = RULES[name.lower()].states
         for chosen in itertools.product(*((0, 1) if state.optional else (1,) for state in states)):
@@ -53,7 +53,7 @@ def tool():
 
 
 def by_kernel(text, heading):
-    """What a listing says of each kernel, by architecture and by the kernel's name and arguments."""
+    """Return the listing of each kernel, by architecture and by the kernel's name and arguments."""
     found = {}
     for part in re.split(r"^arch = ", text, flags=re.M)[1:]:
         architecture = part.split()[0]
@@ -67,7 +67,7 @@ def by_kernel(text, heading):
 
 @pytest.fixture(scope="module")
 def kernels(tool):
-    """Of each: bytes of local memory, registers, and how many accesses of each width there are, by what they access."""
+    """Return, for each kernel, bytes of local memory, registers, and the accesses by operation and width."""
     usage = by_kernel(tool("--dump-resource-usage"), r"^ Function ")
     code = by_kernel(tool("--dump-sass"), r"^\s+Function : ")
     assert usage.keys() == code.keys() and {key[0] for key in code} >= set(ARCHITECTURES)
@@ -83,7 +83,7 @@ def kernels(tool):
 
 
 def of_codecs(kernels, operation):
-    """Those of an operation: the codec, quads of elements that a lane has, and the accesses."""
+    """Yield the kernels of an operation: the codec, quads of elements per lane, and the accesses."""
     types = {"raw": "Raw", "fp16": "FP16", "bf16": "BF16", "fp8": "FP8", "int8": "Int8", "int4": "Int4", "sign": "Sign"}
     for codec, name in types.items():
         found = [
@@ -94,23 +94,23 @@ def of_codecs(kernels, operation):
 
 
 def unit_width(codec):
-    """Of four units: a lane's part of a quad."""
+    """Return the width of four words, a lane's part of a quad."""
     return {"raw": 128, "fp16": 64, "bf16": 64}.get(codec, 32)
 
 
-def test_four_blocks_fit_and_nothing_lies_in_local_memory(kernels):
+def test_four_blocks_fit_and_local_memory_is_unused(kernels):
     for (architecture, kernel, arguments), (stack, registers, accesses) in kernels.items():
         name = f"{architecture} {kernel} {arguments}: {registers} registers, {stack} bytes, {dict(accesses)}"
         blocks = 2 if arguments.endswith("true") else 3 if "AdamW, 7u" in arguments else 4
         assert registers * THREADS * blocks <= REGISTERS, name
-        # pow, once a tensor, may keep one number there.
+        # pow, which is computed once per tensor, may store one number there.
         assert stack <= (8 if "AdamW" in arguments else 0), name
         assert all(accesses[operation, width] <= 1 for operation in ("LDL", "STL") for width in (32, 64, 128)), name
-        assert not any(operation in ("LD", "ST") for operation, _ in accesses), name  # of who knows which memory
+        assert not any(operation in ("LD", "ST") for operation, _ in accesses), name  # generic addressing
 
 
 def test_encoding_reads_and_writes_at_full_width(kernels):
-    """Own values first or later; residuals; what is decoded, or only summed; each in fp32 and in two half types."""
+    """Own values are added first or later; with residuals; decoded or only summed; in fp32 and in two half types."""
     for codec, quads, accesses in of_codecs(kernels, "EncodeSum"):
         wide, half = accesses["LDG", 128], accesses["LDG", 64]
         assert wide >= 4 * quads and half >= 6 * quads, (codec, accesses)
@@ -130,7 +130,7 @@ def test_decoding_reads_and_writes_at_full_width(kernels):
 def test_optimizers_read_and_write_at_full_width(kernels, name):
     streams, written = STREAMS[name]
     found = {key: k for key, k in kernels.items() if key[2].startswith(name) and key[0] in ARCHITECTURES}
-    assert sum(key[2].endswith("false") for key in found) == 2 * len(ARCHITECTURES)  # for short lists and long ones
+    assert sum(key[2].endswith("false") for key in found) == 2 * len(ARCHITECTURES)  # for short and for long lists
     for _, _, accesses in found.values():
         assert accesses["LDG", 128] >= streams and accesses["LDG", 64] >= 2 * streams, accesses
         assert accesses["STG", 128] >= written and accesses["STG", 64] >= 2 * written, accesses

@@ -1,4 +1,4 @@
-"""The selftest: what it says of an installation that is right, of one that is not, and by torchrun."""
+"""The selftest: its report for a correct installation and for a wrong one, and its run by torchrun."""
 
 import argparse
 import contextlib
@@ -52,7 +52,7 @@ def test_on_a_device(tmp_path):
 
 
 def run_in_short(folder, path):
-    """As a rank of torchrun's, with less time to measure the group."""
+    """Run it as a rank of torchrun, with less time to measure the group."""
     os.chdir(folder)
     tune = comm.Communicator.tune
     comm.Communicator.tune = lambda self, seconds, **options: tune(self, seconds=0.1, **options)
@@ -70,7 +70,7 @@ def test_by_torchrun(tmp_path):
 
 
 def wrong_bits(site):
-    """A rank that decodes one number wrongly."""
+    """Make a rank that decodes one number wrongly."""
     if site.rank == 1:
         right = codecs.decode
         codecs.decode = lambda encoded: right(encoded) + 1
@@ -95,11 +95,11 @@ def run_broken(path):
 
 @pytest.fixture
 def forked(monkeypatch):
-    """Ranks that are forked from a process that has imported torch already."""
+    """Have the selftest fork its ranks from a process that has already imported torch."""
     monkeypatch.setattr(ranks.mp, "spawn", partial(ranks.mp.start_processes, start_method="forkserver"))
 
 
-def test_what_is_wrong_on_one_rank_fails_and_is_named(tmp_path, forked):
+def test_a_wrong_rank_fails_and_is_named(tmp_path, forked):
     assert ranks.launch(2, run_broken, tmp_path / "out.json") == 1
     kept = outcomes(tmp_path / "out.json")
     assert [one["outcome"] for one in kept.values()] == ["FAILED", "skipped", "passed"]
@@ -116,7 +116,7 @@ def crash(path):
     return session.run(argparse.Namespace(device="cpu", json=path, quick=True, faults=False, only=None))
 
 
-def test_a_crash_leaves_what_was_known(tmp_path, forked):
+def test_the_results_before_a_crash_are_reported(tmp_path, forked):
     with pytest.raises(torch.multiprocessing.ProcessExitedException):
         ranks.launch(1, crash, tmp_path / "out.json")
     kept = json.loads((tmp_path / "out.json").read_text())
@@ -137,7 +137,7 @@ def test_a_crash_leaves_what_was_known(tmp_path, forked):
         ),
     ],
 )
-def test_bad_options_are_named(arguments, said, capsys):
+def test_errors_name_the_wrong_option(arguments, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert said in capsys.readouterr().err

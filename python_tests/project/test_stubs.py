@@ -1,4 +1,4 @@
-"""The types of the compiled module, held to the module itself: mypy's stubtest sees no arguments of bound functions."""
+"""The stubs of the compiled module, compared with it; mypy's stubtest does not see bound functions' arguments."""
 
 import ast
 import inspect
@@ -16,22 +16,22 @@ UNTYPED = {"__doc__", "__module__", "__repr__", "__str__", "_pybind11_conduit_v1
 
 
 def as_bound(bound) -> ast.FunctionDef:
-    """The signature that pybind11 writes into the docstring, of a function or method."""
+    """Return the signature that pybind11 writes into the docstring of a function or method."""
     line, *_ = inspect.getdoc(bound).splitlines()
     (function,) = ast.parse(f"def {line}: ...").body
     return function
 
 
 def named(function: ast.FunctionDef) -> list[str]:
-    """Its parameters as they can be given: '/' for each that has no name, '*' before those that must be named."""
+    """Return the parameters as they can be passed: '/' for each without a name, '*' before keyword-only ones."""
     given = function.args
-    assert given.vararg is None and given.kwarg is None, f"{function.name}: C++ takes no open lists"
+    assert given.vararg is None and given.kwarg is None, f"{function.name}: C++ functions take no *args or **kwargs"
     positional = ["/"] * len(given.posonlyargs) + [one.arg for one in given.args]
     defaults = [""] * (len(positional) - len(given.defaults)) + [f"={ast.unparse(one)}" for one in given.defaults]
     found = [name + default for name, default in zip(positional, defaults, strict=True)]
     for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
         found.append(f"* {one.arg}" + (f"={ast.unparse(default)}" if default else ""))
-    # pybind11 calls what has no name arg0, arg1, ...; and a method's self is never named by a caller.
+    # pybind11 names unnamed parameters arg0, arg1, ...; and no caller passes a method's self by name.
     return ["/" if name == "self" or re.fullmatch(r"arg\d+", name) else name for name in found]
 
 
@@ -45,7 +45,7 @@ def decorators(node: ast.stmt) -> list[str]:
     return [ast.unparse(one) for one in getattr(node, "decorator_list", [])]
 
 
-def test_every_name_is_typed():
+def test_every_name_is_in_the_stubs():
     typed = {node.name for node in CLASSES + FUNCTIONS} | {
         n.target.id for n in STUB.body if isinstance(n, ast.AnnAssign)
     }
@@ -53,15 +53,15 @@ def test_every_name_is_typed():
 
 
 @pytest.mark.parametrize("node", FUNCTIONS, ids=lambda node: node.name)
-def test_functions_take_what_is_typed(node):
+def test_functions_have_the_parameters_of_the_stubs(node):
     assert named(node) == named(as_bound(getattr(_C, node.name)))
 
 
 @pytest.mark.parametrize("node", CLASSES, ids=lambda node: node.name)
-def test_members_are_typed_and_take_what_is_typed(node):
+def test_members_have_the_types_and_parameters_of_the_stubs(node):
     real = vars(getattr(_C, node.name))
     typed = members(node)
-    constructed = hasattr(real.get("__init__"), "__func__")  # else pybind11's, which raises
+    constructed = hasattr(real.get("__init__"), "__func__")  # otherwise it is pybind11's, which raises
     assert typed.keys() == real.keys() - UNTYPED - (set() if constructed else {"__init__"})
     for name, member in typed.items():
         bound = real[name]
@@ -72,7 +72,7 @@ def test_members_are_typed_and_take_what_is_typed(node):
 
 
 @pytest.mark.parametrize("node", CLASSES, ids=lambda node: node.name)
-def test_bases_are_typed(node):
+def test_bases_are_in_the_stubs(node):
     typed = [ast.unparse(base) for base in node.bases]
     real = [base.__name__ for base in getattr(_C, node.name).__bases__ if base.__module__ == _C.__name__]
     assert typed == real

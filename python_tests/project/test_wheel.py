@@ -1,4 +1,4 @@
-"""A wheel, and what its user has: DLTRAIN_WHEEL names it, DLTRAIN_PYTHON a Python that has it and torch alone."""
+"""A wheel as its user has it: DLTRAIN_WHEEL names it, and DLTRAIN_PYTHON a Python that has only the wheel and torch."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ print(ddp.allreduce_hook, fsdp.register, reference.adamw_)
 
 
 def run(*command: str, folder: Path) -> str:
-    """What it prints, in a folder without the checkout; a warning fails, but torch's own where there is no NumPy."""
+    """Run a program in a folder without the checkout; return its output. Warnings fail, except torch's about NumPy."""
     warnings = {"PYTHONWARNINGS": "error,ignore:Failed to initialize NumPy:UserWarning"}
     done = subprocess.run(command, cwd=folder, env=CLEAN | warnings, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -78,7 +78,7 @@ def program(tmp_path):
     return tmp_path / "program.py"
 
 
-def test_a_wheel_holds_the_package_and_nothing_else():
+def test_a_wheel_contains_the_package_and_nothing_else():
     package = {path.relative_to(ROOT) for end in ("py", "pyi") for path in (ROOT / "dltrain_ext").rglob(f"*.{end}")}
     wanted = {str(path) for path in package} | {"dltrain_ext/py.typed", "dltrain_ext/_build_info.py"}
     wanted.add(f"dltrain_ext/_C{sysconfig.get_config_var('EXT_SUFFIX')}")
@@ -89,7 +89,7 @@ def test_a_wheel_holds_the_package_and_nothing_else():
     assert kept == {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt"}
 
 
-def test_info_needs_torch_alone(tmp_path):
+def test_info_needs_only_torch(tmp_path):
     printed = run(PYTHON, "-m", "dltrain_ext.info", folder=tmp_path)
     assert "instruction set" in printed and "site-packages" in printed
 
@@ -98,8 +98,8 @@ def test_a_program_runs(program, tmp_path):
     run(PYTHON, str(program), folder=tmp_path)
 
 
-def test_a_program_is_typed(program, tmp_path):
-    """By the types in the wheel, which mypy finds as it finds those of any installed package."""
+def test_a_program_passes_the_type_check(program, tmp_path):
+    """mypy finds the types in the wheel, as in any installed package."""
     seen_as = ["--python-executable", PYTHON, "--cache-dir", str(ROOT / ".mypy_cache")]
     typed = [sys.executable, "-m", "mypy", "--strict", *seen_as, str(program)]
     assert "Success" in run(*typed, folder=tmp_path)
