@@ -12,13 +12,13 @@
 namespace dltrain {
 
 inline ExecutionContext cpu_context() { return {}; }
-// The last device, which no thread has as its current one by itself: test_emulated_cuda.cpp sees who forgets that.
+// The last device, which is never current by default, so that test_emulated_cuda.cpp detects code that does not set the device.
 inline ExecutionContext cuda_context() {
   if constexpr (built_with_cuda) return ExecutionContext::cuda(cuda::device_count() - 1, nullptr);
   return {};
 }
 
-// An emulated device takes its time.
+// An emulated device is slow.
 inline bool is_slow([[maybe_unused]] const ExecutionContext& context) {
 #ifdef DLTRAIN_EMULATED
   return context.on_cuda();
@@ -27,7 +27,7 @@ inline bool is_slow([[maybe_unused]] const ExecutionContext& context) {
 #endif
 }
 
-// Tests of a suite that derives from this run on every kind of place that the build has; those on CUDA are skipped without a device.
+// Base of suites that run on every kind of execution context of the build; those on CUDA are skipped without a device.
 class OnEveryContext : public testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
@@ -42,10 +42,10 @@ inline std::vector<std::string> kinds_of_contexts() {
   return built_with_cuda ? std::vector<std::string>{"cpu", "cuda"} : std::vector<std::string>{"cpu"};
 }
 
-#define DLT_ON_EVERY_PLACE(Suite) \
+#define DLT_ON_EVERY_CONTEXT(Suite) \
   INSTANTIATE_TEST_SUITE_P(Contexts, Suite, testing::ValuesIn(kinds_of_contexts()), [](const auto& info) { return info.param; })
 
-// Numbers at a place. `offset` elements lie before them, so that they need not be aligned.
+// An array on an execution context. `offset` elements precede it, so that it need not be aligned.
 template <class T>
 class Array {
  public:

@@ -1,4 +1,4 @@
-// A call that has been made before allocates nothing: over a transport that does not either.
+// Tests that a repeated call allocates nothing, over a transport that does not allocate either.
 
 #include <gtest/gtest.h>
 
@@ -39,7 +39,7 @@ void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::fre
 namespace dltrain::comm {
 namespace {
 
-// From one rank to another: a few messages, in memory that stays.
+// A few messages from one rank to another, in memory that is not freed.
 struct Pipe {
   static constexpr size_t most = 16;
   std::mutex mutex;
@@ -115,7 +115,7 @@ TEST(Executor, AllocatesNothingInSteadyState) {
         threads.emplace_back([&, rank] {
           Executor executor(std::make_unique<PipeTransport>(pipes, rank));
           std::vector<float> values(50'000, 1.0f);
-          Options call;
+          CallOptions call;
           call.algorithm = algorithm;
           call.codec = codec;
           call.segments = 3;

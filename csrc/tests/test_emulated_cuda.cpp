@@ -1,4 +1,4 @@
-// What the emulated device is strict about and a real one would not show: contexts on other devices, and what a captured graph forbids.
+// Tests what the emulated device checks more strictly than a real one: contexts on other devices, and what a captured graph forbids.
 
 #ifdef DLTRAIN_EMULATED
 
@@ -16,7 +16,7 @@ namespace {
 
 class Graph {
  public:
-  // Of what is given to the context's stream meanwhile.
+  // Captures the work that give() enqueues on the context's stream.
   template <class Give>
   Graph(const ExecutionContext& context, Give give) : context_(context) {
     const cuda::DeviceGuard guard(context.device);
@@ -42,8 +42,8 @@ class Graph {
   cudaGraphExec_t executable_ = nullptr;
 };
 
-// A context takes about half a gigabyte of its device. On a host of several, a rank's threads may make one on the rank's device alone,
-// though each of them begins with device 0 as its current one. All the tests of a run work on the last device; this comes after them.
+// A context takes about half a gigabyte of a device. On a host with several devices, the threads of a rank may make one only on the rank's
+// device, though device 0 is current at their start. All tests work on the last device; this check follows them.
 class OnlyOnTheDeviceInUse : public testing::Environment {
  public:
   void TearDown() override { EXPECT_FALSE(emulated_cuda::has_context[0]) << "something was asked of CUDA without a guard"; }
@@ -51,7 +51,7 @@ class OnlyOnTheDeviceInUse : public testing::Environment {
 
 [[maybe_unused]] const auto* const registered = testing::AddGlobalTestEnvironment(new OnlyOnTheDeviceInUse);
 
-TEST(Contexts, AGuardGoesBackOnlyToADeviceThatHasOne) {
+TEST(Contexts, AGuardRestoresOnlyADeviceThatHasAContext) {
   std::thread fresh([] {
     int device = 0;
     const bool before = emulated_cuda::has_context[0].exchange(false);
@@ -80,13 +80,13 @@ INSTANTIATE_TEST_SUITE_P(Contexts, GraphsOn, testing::Values("cuda"), [](const a
 TEST_P(GraphsOn, ReplayAnAllReduce) {
   constexpr int world_size = 3;
   on_nccl_ranks(context(), world_size, [](Executor& executor, Runner& runner, const ExecutionContext& context) {
-    cuda::stay_out_of_captures(context.device);  // of the other ranks, which are threads of this process
+    cuda::stay_out_of_captures(context.device);  // of those of the other ranks, which are threads of this process
     CallOptions call;
     call.algorithm = "direct";
     call.codec = "int8";
     const Array<float> array(context, Values(1000, 127.0f));
     const auto reduce = [&] { runner.run(executor, {array.data()}, 1000, call); };
-    reduce();  // connects, and makes what cannot be made in a capture
+    reduce();  // connects, and allocates what cannot be allocated in a capture
     float now = 127.0f * world_size;
     EXPECT_EQ(array.values(), Values(1000, now));
     const Graph graph(context, reduce);
@@ -97,13 +97,13 @@ TEST_P(GraphsOn, ReplayAnAllReduce) {
       const Values values = array.values();
       for (const float value : values) ASSERT_NEAR(value, now, now * 0.01f);
     }
-    reduce();  // and beside it as ever
+    reduce();  // a call outside of the graph still works
     EXPECT_NEAR(array.values()[0], now * world_size, now * 0.1f);
   });
 }
 
-// Another rank's watch asks for its events while this one captures, and must not disturb that.
-TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
+// The watchdog of another rank queries its events while this rank captures, and must not disturb the capture.
+TEST_P(GraphsOn, ACaptureIsNotDisturbedByPendingCalls) {
   std::latch captured(1), begun(1);
   on_nccl_ranks(context(), 2, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
     const Array<float> array(context, Values(100, 1.0f));
@@ -117,7 +117,7 @@ TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
       captured.count_down();
       runner.run(executor, {array.data()}, 100, call);
     } else {
-      runner.run(executor, {array.data()}, 100, call);  // under way until rank 1 has captured
+      runner.run(executor, {array.data()}, 100, call);  // pending until rank 1 has captured
       begun.count_down();
       captured.wait();
     }
@@ -127,7 +127,7 @@ TEST_P(GraphsOn, ACaptureIsNotDisturbedByCallsUnderWay) {
   });
 }
 
-// A replay has none, but a call that is captured before its peers are connected waits for them on the host.
+// A replay has no deadline, but a call that is captured before its peers are connected waits for them on the host.
 TEST_P(GraphsOn, AFirstCallHasADeadlineAlsoInACapture) {
   std::latch over(1);
   on_nccl_ranks(context(), 2, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
@@ -142,12 +142,12 @@ TEST_P(GraphsOn, AFirstCallHasADeadlineAlsoInACapture) {
     const auto reduce = [&] { runner.run(executor, {array.data()}, 100, call); };
     expect_in("waiting for rank 1 in round 0 of 2 failed after", error_of<CollectiveError>(reduce));
     cudaGraph_t graph = nullptr;
-    EXPECT_NE(cudaStreamEndCapture(context.stream, &graph), cudaSuccess);  // a part of the call has not come back to the stream
+    EXPECT_NE(cudaStreamEndCapture(context.stream, &graph), cudaSuccess);  // the work of the call has not been joined to the stream
     over.count_down();
   });
 }
 
-TEST_P(GraphsOn, KeepWhatTheyReadOfAFailure) {
+TEST_P(GraphsOn, KeepTheMemoryOfAFailure) {
   const OwnContext own(context());
   const ExecutionContext context = own.context();
   const Array<float> array(context, Values(10, 1.0f));

@@ -1,6 +1,6 @@
 #pragma once
 
-// Ranks over the fake NCCL.
+// Runs ranks as threads over the fake NCCL.
 
 #include <dlfcn.h>
 
@@ -33,7 +33,7 @@ inline const fake_nccl::Controls& fake() {
   return controls;
 }
 
-// How many of the calls begin so.
+// Returns how many calls begin with this text.
 inline int calls(const std::string& beginning) {
   const auto all = fake().calls();
   return static_cast<int>(std::count_if(all.begin(), all.end(), [&](const std::string& call) { return call.starts_with(beginning); }));
@@ -43,7 +43,7 @@ inline std::string call(int rank, const char* function) { return text("rank ", r
 
 inline void expect_in(const std::string& part, const std::string& whole) { EXPECT_NE(whole.find(part), std::string::npos) << whole; }
 
-// What body throws.
+// Returns the text of the error that body throws.
 template <class Error, class Body>
 std::string error_of(Body body) {
   try {
@@ -67,7 +67,7 @@ class OverNccl : public OnEveryContext {
 
 constexpr std::chrono::seconds generous{60};
 
-// Runs body(transport, the rank's place) on world_size ranks, each a thread.
+// Runs body(transport, context) on world_size ranks, each in a thread with a context of its own.
 template <class Body>
 void on_transports(const ExecutionContext& kind, int world_size, Body body, std::chrono::milliseconds timeout = generous) {
   const UniqueId id = make_unique_id(fake_library());
@@ -81,11 +81,11 @@ void on_transports(const ExecutionContext& kind, int world_size, Body body, std:
   for (auto& thread : threads) thread.join();
 }
 
-// Runs body(executor, runner, the rank's place).
+// Runs body(executor, runner, context) on world_size ranks.
 template <class Body>
 void on_nccl_ranks(const ExecutionContext& kind, int world_size, Body body) {
   on_transports(kind, world_size, [&](std::unique_ptr<Transport> transport, const ExecutionContext& context) {
-    Runner runner(context);  // outlives the executor, whose memory its stream gives back
+    Runner runner(context);  // outlives the executor, whose memory is freed on its stream
     Executor executor(std::move(transport));
     body(executor, runner, context);
   });

@@ -15,7 +15,7 @@
 
 namespace dltrain::comm {
 
-// On a device, a stream: ranks that shared one would wait for each other.
+// On a device this is a stream of its own, because ranks that share a stream would wait for each other.
 class OwnContext {
  public:
   explicit OwnContext(const ExecutionContext& kind) {
@@ -31,10 +31,10 @@ class OwnContext {
   }
 
  private:
-  std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of it
+  std::shared_ptr<cuda::Stream> stream_;  // shared_ptr, because a build without CUDA has no destructor of Stream
 };
 
-// What runs a rank's calls: the rank itself at once or, on a CUDA device, a queue with a stream of its own.
+// Runs a rank's calls: in the calling thread or, on a CUDA device, in a queue with its own stream.
 class Runner {
  public:
   explicit Runner(const ExecutionContext& context) : context_(context) {
@@ -54,18 +54,18 @@ class Runner {
 
  private:
   ExecutionContext context_;
-  std::shared_ptr<cuda::Stream> stream_;  // shared: a build without CUDA has no destructor of them
+  std::shared_ptr<cuda::Stream> stream_;  // shared_ptr, because a build without CUDA has no destructor of Stream
   std::shared_ptr<cuda::StreamQueue> queue_;
 };
 
-// Runs body(executor, runner) on world_size ranks, each a thread.
+// Runs body(executor, runner) on world_size ranks, each in a thread.
 template <class Body>
 void on_ranks(int world_size, Body body, const ExecutionContext& context = {}) {
   std::vector<std::thread> threads;
   for (auto& end : in_process_group(world_size)) {
     threads.emplace_back([&body, &context, end = std::move(end)]() mutable {
-      Runner runner(context);  // outlives the executor, whose memory its stream gives back
-      // As over Gloo; on a device messages travel bare.
+      Runner runner(context);  // outlives the executor, whose memory is freed on its stream
+      // Messages have frames as over Gloo; on a device they have none.
       if (!context.on_cuda()) end = std::make_unique<FramedTransport>(std::move(end));
       Executor executor(std::move(end));
       body(executor, runner);

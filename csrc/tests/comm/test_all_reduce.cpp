@@ -1,4 +1,4 @@
-// Every plan with every codec, over the in-process transport.
+// Tests every plan with every codec over the in-process transport.
 
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@
 namespace dltrain::comm {
 namespace {
 
-// Contributions, the same wherever they are made.
+// Returns the contribution of a rank, which depends only on the arguments.
 std::vector<float> given(int rank, int64_t numel, uint32_t seed = 0) {
   std::mt19937 random(1 + 1000 * seed + rank);
   std::normal_distribution<float> normal;
@@ -33,7 +33,7 @@ std::vector<std::string> fitting(const Codec& codec) {
   return names;
 }
 
-// What each rank holds after an all-reduce of what `fill` gives.
+// Returns the values of all ranks after an all-reduce of the values that `fill` gives.
 template <class Fill>
 std::vector<std::vector<float>> all_reduce(const ExecutionContext& context, int world_size, const CallOptions& call, Fill fill) {
   std::vector<std::vector<float>> results(world_size);
@@ -55,8 +55,8 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 
 class AllReduceOn : public OnEveryContext {
  protected:
-  // All ranks hold the same bits, and these are near the sum: each element is encoded at most twice on its way by each rank, so the error
-  // is below twice the codec's bound times the sum of all largest magnitudes.
+  // All ranks have the same bits, and these are near the sum: each rank encodes an element at most twice, so the error is below twice the
+  // codec's bound times the sum of all largest magnitudes.
   void expect_identical_and_near(const Codec& codec, int world_size, int64_t numel, int segments) {
     std::vector<double> sum(numel);
     double largest = 0.0;
@@ -82,10 +82,10 @@ class AllReduceOn : public OnEveryContext {
     }
   }
 };
-DLT_ON_EVERY_PLACE(AllReduceOn);
+DLT_ON_EVERY_CONTEXT(AllReduceOn);
 
 TEST_P(AllReduceOn, GivesAllRanksTheSameBits) {
-  // An emulated device takes its time: there the corners alone.
+  // An emulated device is slow, so it only runs the limiting cases.
   const bool all = !is_slow(context());
   for (const Codec& codec : codecs()) {
     for (int world_size : all ? std::vector{1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16} : std::vector{3}) {
@@ -121,7 +121,7 @@ TEST(AllReduce, GivesTheSameBitsForMillionsOfElements) {
   }
 }
 
-TEST(AllReduce, IsTheSameInTheSameOrderAgain) {
+TEST(AllReduce, IsTheSameIfItIsRepeated) {
   for (const std::string& algorithm : fitting(find_codec("int8"))) {
     CallOptions call;
     call.algorithm = algorithm;
@@ -136,7 +136,7 @@ TEST(AllReduce, IsTheSameInTheSameOrderAgain) {
   }
 }
 
-TEST(AllReduce, SpreadsWhatIsNotFiniteToAllRanks) {
+TEST(AllReduce, SpreadsNonFiniteValuesToAllRanks) {
   for (const Codec& codec : codecs()) {
     for (const std::string& algorithm : fitting(codec)) {
       CallOptions call;
@@ -156,8 +156,8 @@ TEST(AllReduce, SpreadsWhatIsNotFiniteToAllRanks) {
   }
 }
 
-// The variance of what stochastic int8 adds to a sum over p ranks, in units of what it adds to one rank's part. Noise is proportional to
-// the variance of what is encoded: k for a sum of k parts.
+// The variance that stochastic int8 adds to a sum over p ranks, relative to the variance that it adds to one rank's part. Noise is
+// proportional to the variance of what is encoded, which is k for a sum of k parts.
 TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
   constexpr int64_t numel = 1 << 18;
   std::vector<std::vector<float>> inputs;
@@ -188,8 +188,7 @@ TEST(AllReduce, AddsTheNoiseThatItsPlanImplies) {
   }
 }
 
-// Elements of different chunks and ranks are rounded by numbers of their own: what one rank encodes of a tensor in chunks is what it would
-// encode of the whole.
+// Random numbers depend on rank and element: what a rank encodes of a tensor in chunks equals what it would encode of the whole.
 TEST(AllReduce, DrawsForEachElementItsOwnNumber) {
   const Codec& codec = find_codec("int8");
   constexpr int64_t numel = 3 * 256;
@@ -199,7 +198,7 @@ TEST(AllReduce, DrawsForEachElementItsOwnNumber) {
   call.stochastic = true;
   call.seed = 5;
   const auto results = all_reduce({}, 3, call, [](int rank) { return rank == 0 ? given(0, numel) : std::vector<float>(numel); });
-  // Chunk 1 is rank 0's alone: it was encoded by it, added to zeros, and encoded once more, by rank 1.
+  // Chunk 1 is nonzero only on rank 0, which encodes it; rank 1 adds zeros and encodes it once more.
   auto once = given(0, numel);
   for (const uint32_t rank : {0u, 1u}) {
     std::vector<uint8_t> message(codec.bytes(numel));
@@ -214,7 +213,7 @@ TEST(AllReduce, DrawsForEachElementItsOwnNumber) {
   EXPECT_TRUE(std::equal(results[0].begin() + 256, results[0].begin() + 512, once.begin() + 256));
 }
 
-// Exact, so that even where nothing is lost a residual is added, once.
+// The codec is exact, so this shows that the residual is added exactly once.
 TEST(AllReduce, AddsTheResidualOnce) {
   for (const std::string& algorithm : algorithms()) {
     on_ranks(4, [&](Executor& executor, Runner&) {
@@ -229,7 +228,7 @@ TEST(AllReduce, AddsTheResidualOnce) {
   }
 }
 
-// Over the steps, what came out and what is left on all ranks make up what was given.
+// Over the steps, the results and the remaining residuals of all ranks add up to the inputs.
 TEST(AllReduce, FeedsBackWhatItLoses) {
   constexpr int world_size = 5, steps = 200;
   constexpr int64_t numel = 1500;

@@ -1,4 +1,4 @@
-// The collectives beside the all-reduce, by every plan, on every place.
+// Tests the collectives except all-reduce, with every plan and on every execution context.
 
 #include <cmath>
 #include <limits>
@@ -9,14 +9,14 @@
 namespace dltrain::comm {
 namespace {
 
-// Small integers: their sums are exact in any order, and int8 with 127 as the largest of each block holds them as they are.
+// Small integers: their sums are exact in any order, and int8 represents them exactly if the largest of each block is 127.
 float given(int rank, int64_t i) { return i % 128 == 0 ? 127.0f : static_cast<float>((i * 7 + rank * 13) % 31 - 15); }
 
 class CollectivesOn : public OnEveryContext {
  protected:
   bool all() const { return !is_slow(context()); }
 
-  // Calls test(executor, runner, options) on each rank, by each plan, in raw and in int8, in one segment and in three.
+  // Calls test(executor, runner, options) on each rank, with each plan, in raw and in int8, with one segment and with three.
   template <class Test>
   void by_every_plan(Collective collective, int world_size, Test test) const {
     for (const std::string& algorithm : algorithms(collective)) {
@@ -34,34 +34,34 @@ class CollectivesOn : public OnEveryContext {
     }
   }
 };
-DLT_ON_EVERY_PLACE(CollectivesOn);
+DLT_ON_EVERY_CONTEXT(CollectivesOn);
 
-TEST_P(CollectivesOn, ReduceScatterGivesEachRankItsShare) {
+TEST_P(CollectivesOn, ReduceScatterGivesEachRankItsShard) {
   for (int world_size : all() ? std::vector{1, 2, 3, 5, 8} : std::vector{1, 3}) {
     for (int64_t count : all() ? std::vector<int64_t>{0, 1, 127, 1280, 10'007} : std::vector<int64_t>{0, 1280}) {
       by_every_plan(Collective::reduce_scatter, world_size, [&](Executor& executor, Runner& runner, CallOptions call) {
         const int64_t numel = count * world_size;
         std::vector<float> values(numel);
-        // A share's own blocks: in int8 each begins with its largest.
+        // A shard has its own blocks: in int8 each begins with its largest element.
         for (int64_t i = 0; i < numel; ++i) values[i] = given(executor.rank(), count ? i % count : 0);
         const Array<float> from(context(), values), to(context(), std::vector<float>(count, -1.0f));
         call.shard = {to.data()};
         runner.run(executor, {from.data()}, numel, call);
         const auto shard = to.values();
-        const bool exact = call.codec == "raw" || call.algorithm == "direct";  // what the ring sends on has sums above 127
+        const bool exact = call.codec == "raw" || call.algorithm == "direct";  // the ring sends sums above 127 on
         for (int64_t i = 0; i < count && exact; ++i) {
           float sum = 0;
           for (int rank = 0; rank < world_size; ++rank) sum += given(rank, i);
           ASSERT_EQ(shard[i], sum) << "n=" << count << " i=" << i;
         }
-        EXPECT_EQ(from.values(), values) << "what is given stays";
+        EXPECT_EQ(from.values(), values) << "the input does not change";
       });
     }
   }
 }
 
-// Uneven ones too, and some of no elements.
-TEST_P(CollectivesOn, AllGatherGivesAllRanksAllShares) {
+// Shards may be uneven or empty.
+TEST_P(CollectivesOn, AllGatherGivesAllRanksAllShards) {
   for (int world_size : all() ? std::vector{1, 2, 3, 5, 8} : std::vector{1, 3}) {
     for (int64_t count : all() ? std::vector<int64_t>{0, 1, 127, 10'007} : std::vector<int64_t>{0, 1280}) {
       for (const bool even : {true, false}) {
@@ -88,7 +88,7 @@ TEST_P(CollectivesOn, AllGatherGivesAllRanksAllShares) {
   }
 }
 
-TEST_P(CollectivesOn, BroadcastGivesAllRanksWhatTheRootHas) {
+TEST_P(CollectivesOn, BroadcastGivesAllRanksTheTensorOfTheRoot) {
   for (int world_size : all() ? std::vector{1, 2, 3, 5, 8} : std::vector{1, 3}) {
     for (int64_t count : all() ? std::vector<int64_t>{0, 1, 127, 10'007} : std::vector<int64_t>{0, 1280}) {
       for (const int root : {0, world_size - 1}) {
@@ -128,8 +128,8 @@ TEST_P(CollectivesOn, ReduceGivesTheRootTheSum) {
   }
 }
 
-// With a codec all ranks hold the same bits, and the errors are those of the messages: nothing that was lost is lost for good.
-TEST(Collectives, KeepWhatIsLost) {
+// With a codec all ranks have the same bits, and the errors are those of the messages: the residuals contain what is lost.
+TEST(Collectives, KeepTheLossInResiduals) {
   constexpr int world_size = 3;
   constexpr int64_t numel = 3 * 1001;
   const auto value = [](int rank, int64_t i) { return std::sin(static_cast<float>(i + 1) * static_cast<float>(rank + 2)); };
@@ -145,7 +145,7 @@ TEST(Collectives, KeepWhatIsLost) {
         call.algorithm = algorithm;
         call.codec = "int4";
         call.root = is_rooted(collective) ? 1 : 0;
-        call.feedback.residual = {residuals[rank].data()};  // of an all-gather, of the rank's share alone
+        call.feedback.residual = {residuals[rank].data()};  // of an all-gather, only of the rank's shard
         executor.run({}, {values.data()}, numel, call);
       });
       for (int64_t i = 0; i < numel; ++i) {
@@ -166,7 +166,7 @@ TEST(Collectives, KeepWhatIsLost) {
   }
 }
 
-TEST(Collectives, NameTheOneThatRanksDisagreeAbout) {
+TEST(Collectives, NameTheCallsThatDiffer) {
   on_ranks(2, [&](Executor& executor, Runner&) {
     std::vector<float> values(8);
     CallOptions call;
@@ -182,7 +182,7 @@ TEST(Collectives, NameTheOneThatRanksDisagreeAbout) {
   });
 }
 
-TEST(ReduceScatter, AveragesAndKeepsWhatIsLost) {
+TEST(ReduceScatter, AveragesAndKeepsResiduals) {
   constexpr int world_size = 3;
   constexpr int64_t count = 1000, numel = count * world_size;
   const auto value = [](int rank, int64_t i) { return std::sin(static_cast<float>(i + 1) * static_cast<float>(rank + 2)); };
@@ -198,7 +198,7 @@ TEST(ReduceScatter, AveragesAndKeepsWhatIsLost) {
     call.shard = {shard.data()};
     call.feedback.residual = {residuals[rank].data()};
     executor.run({}, {values.data()}, numel, call);
-    EXPECT_EQ(executor.wire_bytes(), 2 * find_codec("int4").bytes(count)) << "each share once to its owner";
+    EXPECT_EQ(executor.wire_bytes(), 2 * find_codec("int4").bytes(count)) << "each shard is sent once to its owner";
     shards[rank] = shard;
   });
   for (int owner = 0; owner < world_size; ++owner) {
@@ -209,12 +209,12 @@ TEST(ReduceScatter, AveragesAndKeepsWhatIsLost) {
         whole += residuals[rank][owner * count + i];
       }
       ASSERT_NEAR(whole, average, 1e-5f);
-      ASSERT_EQ(residuals[owner][owner * count + i], 0.0f) << "what is mine is not encoded";
+      ASSERT_EQ(residuals[owner][owner * count + i], 0.0f) << "a rank's own shard is not encoded";
     }
   }
 }
 
-TEST(ReduceScatter, WantsEqualShares) {
+TEST(ReduceScatter, NeedsEqualShards) {
   on_ranks(2, [&](Executor& executor, Runner&) {
     std::vector<float> values(3);
     CallOptions call;
@@ -223,8 +223,8 @@ TEST(ReduceScatter, WantsEqualShares) {
   });
 }
 
-// No element is in two chunks, none is left out, and those of different ranks never share a random number.
-TEST(ReduceScatter, CutsShares) {
+// Each element is in exactly one chunk, and elements of different ranks never use the same random number.
+TEST(ReduceScatter, DividesShardsIntoChunks) {
   for (const int64_t count : {0, 1, 5, 1000, 100'003}) {
     for (const int64_t shards : {1, 3, 4}) {
       for (const int segments : {1, 3}) {

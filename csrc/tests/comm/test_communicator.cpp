@@ -1,4 +1,4 @@
-// What is true of a rank's calls whatever its levels, on ranks that are threads.
+// Tests calls of a communicator with one level and with two, on ranks that are threads.
 
 #include "comm/run/communicator.h"
 
@@ -18,7 +18,7 @@ std::shared_ptr<Executor> over(std::unique_ptr<Transport> end, std::vector<int> 
   return std::make_shared<Executor>(std::make_unique<FramedTransport>(std::move(end)), std::move(ranks));
 }
 
-// Runs body(communicator, rank) on four ranks: on two hosts of two or, in one level, all together.
+// Runs body(communicator, rank) on four ranks: on two hosts of two or, with one level, all together.
 void on_four_ranks(bool in_two_levels, const std::function<void(Communicator&, int)>& body) {
   auto all = in_process_group(4);
   auto control = in_process_control_channels(4);
@@ -46,7 +46,7 @@ void on_four_ranks(bool in_two_levels, const std::function<void(Communicator&, i
   for (auto& thread : threads) thread.join();
 }
 
-// A sum over all ranks of `numel` elements.
+// Sums up the values of all ranks.
 void add_up(Communicator& communicator, std::vector<float>& values, Ms timeout = std::chrono::minutes(1)) {
   CallOptions call;
   call.algorithm = "ring";
@@ -70,8 +70,8 @@ TEST(Communicator, RunsCallsAndCountsThem) {
   }
 }
 
-// Rank 3 never makes the call, and answers: all others fail at the deadline of whoever waits first, name it, and fail from then on.
-TEST(Communicator, EndsAllLevelsWithTheCulpritsName) {
+// Rank 3 never makes the call, but answers: all others fail at the shortest deadline, name it, and fail at once from then on.
+TEST(Communicator, FailsOnAllLevelsAndNamesTheCulprit) {
   for (const bool in_two_levels : {false, true}) {
     std::atomic<int> failed = 0;
     on_four_ranks(in_two_levels, [&](Communicator& communicator, int rank) {
@@ -96,8 +96,8 @@ TEST(Communicator, EndsAllLevelsWithTheCulpritsName) {
   }
 }
 
-// Whatever fails between the messages of a call leaves the others waiting, so it ends both levels too.
-TEST(Communicator, ClosesWhereTheWorkOfACallFails) {
+// An error between the messages of a call would leave the other ranks waiting, so it ends both levels.
+TEST(Communicator, EndsBothLevelsIfTheWorkOfACallFails) {
   on_four_ranks(true, [&](Communicator& communicator, int) {
     EXPECT_THROW(communicator.attempt([] { throw CollectiveError("broken"); }), CollectiveError);
     EXPECT_EQ(communicator.failure(), "broken");
@@ -106,7 +106,7 @@ TEST(Communicator, ClosesWhereTheWorkOfACallFails) {
   });
 }
 
-TEST(Communicator, FailsLaterCallsOnceItIsEnded) {
+TEST(Communicator, FailsLaterCallsAfterAFailure) {
   on_four_ranks(true, [&](Communicator& communicator, int) {
     communicator.end("it was closed");
     communicator.close();
@@ -120,7 +120,7 @@ TEST(Communicator, FailsLaterCallsOnceItIsEnded) {
   });
 }
 
-TEST(Communicator, AddsUpAloneInTwoLevels) {
+TEST(Communicator, OnlyAllReducesInTwoLevels) {
   on_four_ranks(true, [&](Communicator& communicator, int) {
     std::vector<float> values(10);
     CallOptions call;

@@ -34,7 +34,7 @@ void expect_sum(const ExecutionContext& context, const std::string& algorithm, i
 }
 
 class ExecutorOn : public OnEveryContext {};
-DLT_ON_EVERY_PLACE(ExecutorOn);
+DLT_ON_EVERY_CONTEXT(ExecutorOn);
 
 TEST_P(ExecutorOn, SumsAnyLengthOnAnyWorld) {
   for (const std::string& algorithm : algorithms()) {
@@ -65,7 +65,7 @@ TEST(Executor, AveragesAndHoldsTheSameBitsOnAllRanks) {
   }
 }
 
-// Everybody's error, where rank 0 does what it alone thinks fit.
+// Returns the errors of all ranks, where rank 0 makes another call than the others.
 std::vector<std::string> disagree(const CallOptions& first, int64_t numel, const CallOptions& others, int64_t their_numel) {
   std::vector<std::string> errors(3);
   on_ranks(3, [&](Executor& executor, Runner&) {
@@ -84,7 +84,7 @@ std::vector<std::string> disagree(const CallOptions& first, int64_t numel, const
   return errors;
 }
 
-TEST(Executor, RanksThatDisagreeAreTold) {
+TEST(Executor, RanksThatDisagreeFail) {
   CallOptions ring, int8, average;
   ring.algorithm = int8.algorithm = average.algorithm = "ring";
   int8.codec = "int8";
@@ -95,7 +95,7 @@ TEST(Executor, RanksThatDisagreeAreTold) {
     for (int rank = 0; rank < 3; ++rank) {
       EXPECT_NE(errors[rank].find("all_reduce with ring on rank " + std::to_string(rank)), std::string::npos) << errors[rank];
     }
-    for (int rank : {0, 1}) {  // what each of the two does, to both
+    for (int rank : {0, 1}) {  // both errors describe both calls
       EXPECT_NE(errors[rank].find("it is in " + (rank ? plain : theirs)), std::string::npos) << errors[rank];
       EXPECT_NE(errors[rank].find("this rank is in " + (rank ? theirs : plain)), std::string::npos) << errors[rank];
     }
@@ -106,7 +106,7 @@ TEST(Executor, RanksThatDisagreeAreTold) {
   expect(average, 70000, "call 2: all_reduce in raw by ring over 70000 elements in 1 segment, averaged");
 }
 
-TEST(Executor, IsToldWhenAPeerHasClosed) {
+TEST(Executor, FailsWhenAPeerHasClosed) {
   on_ranks(2, [](Executor& executor, Runner&) {
     std::vector<float> values(100, 1.0f);
     executor.run({}, {values.data()}, 100, {});
@@ -123,20 +123,20 @@ TEST(Executor, IsToldWhenAPeerHasClosed) {
   });
 }
 
-// Nothing is sent, but ranks that do reduce something are told.
-TEST(Executor, MeetsWhereThereIsNothingToReduce) {
+// Nothing is sent, but ranks that do reduce elements fail.
+TEST(Executor, HandshakesWithoutElements) {
   on_ranks(3, [](Executor& executor, Runner&) {
     std::vector<float> values(executor.rank() == 2 ? 5 : 0);
     CallOptions call;
     call.timeout = std::chrono::seconds(20);
     executor.run({}, {values.data()}, 0, call);
     EXPECT_EQ(executor.wire_bytes(), 0);
-    if (executor.rank() == 1) return;  // its neighbour before it agrees
+    if (executor.rank() == 1) return;  // this neighbour of rank 0 has the same call
     EXPECT_THROW(executor.run({}, {values.data()}, std::ssize(values), call), CollectiveError);
   });
 }
 
-TEST(Executor, KeepsProgramsOfDifferentTypesApart) {
+TEST(Executor, SavesProgramsForEachType) {
   on_ranks(2, [](Executor& executor, Runner&) {
     constexpr int64_t numel = 100;
     CallOptions call;
@@ -152,8 +152,8 @@ TEST(Executor, KeepsProgramsOfDifferentTypesApart) {
   });
 }
 
-TEST(Executor, SendsInsideEnvelopesWhatJustFits) {
-  for (const int64_t numel : {16383, 16384, 16385}) {  // 64 KiB, and an element less and more
+TEST(Executor, SendsMessagesWithinFramesIfTheyFit) {
+  for (const int64_t numel : {16383, 16384, 16385}) {  // 64 KiB, one element less, and one more
     for (const std::string& algorithm : algorithms()) expect_sum({}, algorithm, 2, numel, 1);
     expect_sum({}, "ring", 3, 3 * numel, 1);
   }
@@ -209,7 +209,7 @@ TEST(Executor, AbortEndsAWait) {
   });
 }
 
-TEST(Program, ReusesItsInbox) {
+TEST(Program, ReusesItsReceiveBuffer) {
   const Program program =
       lower(make_plan(Collective::all_reduce, "ring", 0, 8), cut_evenly(8 * 1600, find_codec("raw"), 1), Result::values_in_place);
   EXPECT_EQ(program.receive_buffer, 2 * 1600 * 4);

@@ -19,30 +19,30 @@ Known waits(int64_t begun, const std::vector<int>& peers) { return {false, RankS
 Known is_idle(int64_t begun) { return waits(begun, {}); }
 const Known has_left{true, {}}, is_silent{};
 
-// By rank 0, which waits for rank 1 in call 7.
-void expect_verdict(const std::map<int, Known>& others, Cause cause, int culprit, const std::vector<int>& waited_for = {1}) {
+// Checks the diagnosis of rank 0, which waits for rank 1 in call 7.
+void expect_diagnosis(const std::map<int, Known>& others, Cause cause, int culprit, const std::vector<int>& waited_for = {1}) {
   const Diagnosis diagnosis = judge(0, 7, {waited_for, 2}, others);
   EXPECT_EQ(diagnosis.cause, cause) << describe(diagnosis);
   EXPECT_EQ(diagnosis.culprit, culprit) << describe(diagnosis);
 }
 
-TEST(Diagnosis, IsAtTheEndOfTheChain) {
-  expect_verdict({{1, has_left}, {2, is_silent}, {3, is_idle(6)}}, Cause::left, 1);
-  expect_verdict({{1, waits(7, {2})}, {2, waits(7, {3})}, {3, is_silent}}, Cause::silent, 3);
-  expect_verdict({{1, waits(7, {3})}, {2, is_idle(6)}, {3, has_left}}, Cause::left, 3);
-  expect_verdict({{1, waits(7, {2})}, {2, is_idle(6)}, {3, is_idle(7)}}, Cause::late, 2);
-  expect_verdict({{1, waits(6, {3})}, {2, is_idle(6)}, {3, is_idle(5)}}, Cause::late, 3);  // which is behind even that call
+TEST(Diagnosis, NamesTheEndOfTheChainOfWaits) {
+  expect_diagnosis({{1, has_left}, {2, is_silent}, {3, is_idle(6)}}, Cause::left, 1);
+  expect_diagnosis({{1, waits(7, {2})}, {2, waits(7, {3})}, {3, is_silent}}, Cause::silent, 3);
+  expect_diagnosis({{1, waits(7, {3})}, {2, is_idle(6)}, {3, has_left}}, Cause::left, 3);
+  expect_diagnosis({{1, waits(7, {2})}, {2, is_idle(6)}, {3, is_idle(7)}}, Cause::late, 2);
+  expect_diagnosis({{1, waits(6, {3})}, {2, is_idle(6)}, {3, is_idle(5)}}, Cause::late, 3);  // it has not even made that call
 }
 
-TEST(Diagnosis, TakesTheSurestOfSeveralEnds) {
-  expect_verdict({{1, waits(7, {2, 3})}, {2, is_idle(6)}, {3, is_silent}}, Cause::silent, 3);
-  expect_verdict({{1, is_silent}, {2, is_idle(6)}, {3, has_left}}, Cause::left, 3, {1, 2, 3});
+TEST(Diagnosis, PrefersTheMostCertainOfSeveralEnds) {
+  expect_diagnosis({{1, waits(7, {2, 3})}, {2, is_idle(6)}, {3, is_silent}}, Cause::silent, 3);
+  expect_diagnosis({{1, is_silent}, {2, is_idle(6)}, {3, has_left}}, Cause::left, 3, {1, 2, 3});
 }
 
-TEST(Diagnosis, LooksBeyondTheChainForTheDeadAlone) {
-  expect_verdict({{1, waits(7, {0})}, {2, is_silent}, {3, is_idle(6)}}, Cause::silent, 2);
-  expect_verdict({{1, waits(7, {0})}, {2, waits(7, {1})}, {3, is_idle(6)}}, Cause::none, 1);
-  expect_verdict({{1, is_idle(7)}, {2, is_idle(8)}}, Cause::none, 1);
+TEST(Diagnosis, NamesOnlyDeadRanksOutsideOfTheChain) {
+  expect_diagnosis({{1, waits(7, {0})}, {2, is_silent}, {3, is_idle(6)}}, Cause::silent, 2);
+  expect_diagnosis({{1, waits(7, {0})}, {2, waits(7, {1})}, {3, is_idle(6)}}, Cause::none, 1);
+  expect_diagnosis({{1, is_idle(7)}, {2, is_idle(8)}}, Cause::none, 1);
 }
 
 TEST(Diagnosis, FollowsARankThatWaitsForMoreThanItCanName) {
@@ -54,10 +54,10 @@ TEST(Diagnosis, FollowsARankThatWaitsForMoreThanItCanName) {
   }
   others[1] = waits(7, all);
   others[39] = is_idle(6);
-  expect_verdict(others, Cause::late, 39);
+  expect_diagnosis(others, Cause::late, 39);
 }
 
-TEST(Diagnosis, IsToldInOneSentence) {
+TEST(Diagnosis, IsDescribedInOneSentence) {
   const auto said = [](Cause cause, int culprit) { return describe({cause, culprit, 0, 2, 7}); };
   EXPECT_EQ(said(Cause::left, 3), "the culprit is rank 3: it has left (found by rank 0 in round 2 of call 7)");
   EXPECT_EQ(said(Cause::silent, 3), "the culprit is rank 3: it does not answer (found by rank 0 in round 2 of call 7)");
@@ -71,8 +71,8 @@ TEST(Diagnosis, IsToldInOneSentence) {
   EXPECT_EQ(said(Cause::disagreement, 3), "rank 0 does not agree with rank 3 on the call (found by rank 0 in round 2 of call 7)");
 }
 
-// Ranks that each wait for the next one in call 1, with a lookout each; all are called ten times what they are. The last one has none: its
-// end of the channel is open, and nobody reads it.
+// Ranks that each wait for the next one in call 1, with a failure detector each; the name of a rank is ten times its number. The last one
+// has none: its end of the channel is open, but nothing reads it.
 class Chain {
  public:
   explicit Chain(int world_size) : channels_(in_process_control_channels(world_size)), found_(world_size) {
@@ -80,26 +80,26 @@ class Chain {
     for (int rank = 0; rank < world_size; ++rank) names.push_back(10 * rank);
     for (int rank = 0; rank + 1 < world_size; ++rank) {
       const Waiting waiting{{names[rank + 1]}, rank};
-      lookouts_.push_back(std::make_unique<FailureDetector>(
+      detectors_.push_back(std::make_unique<FailureDetector>(
           std::move(channels_[rank]), names,
           FailureDetector::Calls{[waiting] { return waiting; }, [this, rank](const std::string& finding) { give_up(rank, finding); }},
           answer_timeout));
-      lookouts_.back()->begin();
+      detectors_.back()->begin();
     }
     last_ = std::move(channels_.back());
   }
   ~Chain() {
-    for (auto& failure_detector : lookouts_) failure_detector->close();
+    for (auto& failure_detector : detectors_) failure_detector->close();
   }
 
-  FailureDetector& operator[](int rank) { return *lookouts_[rank]; }
+  FailureDetector& operator[](int rank) { return *detectors_[rank]; }
   ControlChannel& last() { return *last_; }
   std::unique_ptr<ControlChannel> take_last() { return std::move(last_); }
-  std::string explain(int rank) { return lookouts_[rank]->explain({{10 * (rank + 1)}, rank}); }
+  std::string explain(int rank) { return detectors_[rank]->explain({{10 * (rank + 1)}, rank}); }
 
-  // Why a rank's calls are to be given up. It closes for that: who knows a verdict may still be about to act on it.
+  // Returns why a rank has given up its calls. Closes its detector first, which may still be about to act on a diagnosis.
   std::string found(int rank) {
-    lookouts_[rank]->close();
+    detectors_[rank]->close();
     std::lock_guard lock(mutex_);
     return found_[rank];
   }
@@ -114,11 +114,11 @@ class Chain {
   std::mutex mutex_;
   std::vector<std::unique_ptr<ControlChannel>> channels_;
   std::vector<std::string> found_;
-  std::vector<std::unique_ptr<FailureDetector>> lookouts_;
+  std::vector<std::unique_ptr<FailureDetector>> detectors_;
   std::unique_ptr<ControlChannel> last_;
 };
 
-TEST(FailureDetector, TellsAllWhoDoesNotAnswer) {
+TEST(FailureDetector, NamesARankThatDoesNotAnswerOnAllOthers) {
   Chain ranks(4);
   const std::string finding = ranks.explain(1);
   EXPECT_EQ(finding, "the culprit is rank 30: it does not answer (found by rank 10 in round 1 of call 1)");
@@ -126,7 +126,7 @@ TEST(FailureDetector, TellsAllWhoDoesNotAnswer) {
   for (int rank : {0, 1, 2}) EXPECT_EQ(ranks.found(rank), finding) << rank;
 }
 
-TEST(FailureDetector, SeesAtOnceWhoHasLeft) {
+TEST(FailureDetector, DetectsAtOnceThatARankHasLeft) {
   Chain ranks(4);
   ranks.last().close();
   const auto start = Clock::now();
@@ -134,7 +134,7 @@ TEST(FailureDetector, SeesAtOnceWhoHasLeft) {
   EXPECT_LT(Clock::now() - start, Ms(450));
 }
 
-TEST(FailureDetector, NamesALateRankAndTellsIt) {
+TEST(FailureDetector, NamesALateRankAlsoOnThatRank) {
   Chain ranks(3);
   std::string told;
   FailureDetector late(ranks.take_last(), {0, 10, 20}, {[] { return Waiting(); }, [&](const std::string& finding) { told = finding; }},
@@ -145,7 +145,7 @@ TEST(FailureDetector, NamesALateRankAndTellsIt) {
   EXPECT_EQ(told, finding);
 }
 
-TEST(FailureDetector, BlamesNobodyWhereAllAreWell) {
+TEST(FailureDetector, NamesNoCulpritIfAllRanksAnswer) {
   Chain ranks(3);
   FailureDetector last(ranks.take_last(), {0, 10, 20}, {[] { return Waiting{{0}, 0}; }, [](const std::string&) {}}, answer_timeout);
   last.begin();
@@ -154,7 +154,7 @@ TEST(FailureDetector, BlamesNobodyWhereAllAreWell) {
             "(found by rank 0 in round 0 of call 1)");
 }
 
-TEST(FailureDetector, SeveralThatFailAtOnceNameTheSame) {
+TEST(FailureDetector, ConcurrentFailuresNameTheSameCulprit) {
   for (const bool left : {false, true}) {
     constexpr int others = 7;
     Chain ranks(others + 1);
@@ -170,8 +170,8 @@ TEST(FailureDetector, SeveralThatFailAtOnceNameTheSame) {
   }
 }
 
-// Each ends as soon as it is told; nobody may be blamed for having ended.
-TEST(FailureDetector, WhoEndsAfterAVerdictIsNotBlamed) {
+// Each rank closes its detector after the diagnosis, and must not be named as the culprit for that.
+TEST(FailureDetector, ARankThatEndsAfterADiagnosisIsNotTheCulprit) {
   for (int i = 0; i < 50; ++i) {
     Chain ranks(5);
     ranks.last().close();
@@ -188,7 +188,7 @@ TEST(FailureDetector, WhoEndsAfterAVerdictIsNotBlamed) {
   }
 }
 
-TEST(AdaptiveTimeout, GrowsWithWhatAnswersTake) {
+TEST(AdaptiveTimeout, GrowsWithTheTimeOfAnswers) {
   AdaptiveTimeout near(Ms(500), Ms(1)), far(Ms(500), Ms(100));
   EXPECT_NEAR(near.get().count(), 0.5, 1e-6);
   EXPECT_NEAR(far.get().count(), 8 * 0.3, 1e-6);
@@ -198,8 +198,8 @@ TEST(AdaptiveTimeout, GrowsWithWhatAnswersTake) {
   EXPECT_NEAR(far.get().count(), 8 * 0.1, 1e-3);
 }
 
-// A rank that is slow to say that it has made no call.
-TEST(FailureDetector, WhoIsKnownToBeSlowIsWaitedFor) {
+// A rank whose answers take long.
+TEST(FailureDetector, ARankKnownToBeSlowIsWaitedFor) {
   for (const bool known : {false, true}) {
     auto channels = in_process_control_channels(2);
     ControlChannel& other = *channels[1];
@@ -221,7 +221,7 @@ TEST(FailureDetector, WhoIsKnownToBeSlowIsWaitedFor) {
 }
 
 TEST(FailureDetector, ClosingEndsAnInquiry) {
-  Chain ranks(2);  // whose other rank never answers
+  Chain ranks(2);  // the other rank never answers
   std::thread closing([&] {
     std::this_thread::sleep_for(Ms(50));
     ranks[0].close();
@@ -234,7 +234,7 @@ TEST(FailureDetector, ClosingEndsAnInquiry) {
   EXPECT_EQ(ranks.found(0), "");
 }
 
-TEST(FailureDetector, ADisagreementAbortsNobodyButIsTheAnswer) {
+TEST(FailureDetector, ADisagreementIsExplainedWithoutAnAbort) {
   Chain ranks(3);
   ranks.last().close();
   EXPECT_NE(ranks[0].declare(Cause::disagreement, {{10}, 0}), "");
@@ -250,7 +250,7 @@ TEST(FailureDetector, ARankThatFailsByItselfIsTheCulprit) {
   for (int rank : {0, 1, 2}) EXPECT_EQ(ranks.found(rank), finding) << rank;
 }
 
-// Errors of all-reduces on ranks with lookouts, the last of which never makes its call; empty for that one.
+// Returns the errors of all-reduces on ranks with failure detectors; the last rank never makes its call, and has no error.
 std::vector<std::string> errors_without_the_last(int world_size, const std::string& algorithm, bool answers) {
   auto channels = in_process_control_channels(world_size);
   std::vector<std::string> errors(world_size);
@@ -271,7 +271,7 @@ std::vector<std::string> errors_without_the_last(int world_size, const std::stri
       CallOptions call;
       call.algorithm = algorithm;
       call.segments = 3;
-      call.timeout = Ms(rank == 0 ? 200 : 20000);  // who waits longest is told
+      call.timeout = Ms(rank == 0 ? 200 : 20000);  // ranks with longer deadlines receive the diagnosis
       try {
         executor.run({}, {values.data()}, std::ssize(values), call);
       } catch (const CollectiveError& error) {

@@ -1,4 +1,4 @@
-// How many kernels a bucket takes on a device, where each launch costs some microseconds of the host's and the device's time.
+// Counts the kernels that a bucket needs on a device, where each launch costs some microseconds of host and device time.
 
 #include <gtest/gtest.h>
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int world_size = 8;
 
-// As Work gives them to map_blocks, and that packs them: those of a codec, as many as its parameters hold.
+// Counts launches as map_blocks groups regions: those of one codec together, as many as the kernel's parameters hold.
 class Packing {
  public:
   Packing(int regions, int messages) : regions_(regions), messages_(messages) {}
@@ -58,7 +58,7 @@ int launches_of(const Program& program) {
   return launches;
 }
 
-// The hook's: parameters of one dimension, and small ones, are raw.
+// As in the hook, parameters of one dimension and small ones are raw.
 Layout bucket(const std::vector<int64_t>& parameters) {
   Layout layout;
   int64_t first = 0, number = 0;
@@ -86,9 +86,9 @@ Program program_of(const Layout& layout, const std::string& algorithm, int rank,
   return lower(make_plan(Collective::all_reduce, algorithm, rank, ranks), cut_by_region(layout, segments), Result::values);
 }
 
-// The hook takes `direct` on a device. Before regions were launched together that took 237 for a layer of GPT-2, and the ring 497 for a
-// stage of ResNet-50.
-TEST(Launches, AreFewWhateverTheParameters) {
+// The hook uses `direct` on a device. Before regions were launched together, it needed 237 launches for a layer of GPT-2, and the ring
+// needed 497 for a stage of ResNet-50.
+TEST(Launches, AreFewForAllModels) {
   const Codec& int8 = find_codec("int8");
   struct Most {
     int by_direct, by_ring;
@@ -110,14 +110,14 @@ TEST(Launches, AreFewWhateverTheParameters) {
 class LaunchesOn : public nccl::OverNccl {};
 INSTANTIATE_TEST_SUITE_P(Contexts, LaunchesOn, testing::Values("cuda"), [](const auto& info) { return info.param; });
 
-TEST_P(LaunchesOn, AreThoseThatTheProgramHas) {
+TEST_P(LaunchesOn, AreThoseOfTheProgram) {
   constexpr int ranks = 2;
-  std::vector<int64_t> parameters(140, 300);  // more than a launch takes
+  std::vector<int64_t> parameters(140, 300);  // more than one launch takes
   parameters.insert(parameters.end(), {20'000, 12'345, 7, 10'000});
   const Layout layout = bucket(parameters);
   const int64_t numel = layout.back().span.first + layout.back().span.count;
   int expected = 0;
-  for (int rank = 0; rank < ranks; ++rank) expected += launches_of(program_of(layout, "direct", rank, ranks, 1)) + 1;  // a NaN's
+  for (int rank = 0; rank < ranks; ++rank) expected += launches_of(program_of(layout, "direct", rank, ranks, 1)) + 1;  // and the NaN kernel
   const int before = emulated_cuda::launches;
   nccl::on_nccl_ranks(context(), ranks, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
     CallOptions call;

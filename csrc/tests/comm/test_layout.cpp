@@ -1,4 +1,4 @@
-// Regions of a tensor, each in a codec of its own and cut by itself.
+// Tests the regions of a tensor, each with its own codec and its own division.
 
 #include "comm/program/layout.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 const Codec& codec(const char* name) { return find_codec(name); }
 
-TEST(Layout, IsCutByRegion) {
+TEST(Layout, IsDividedByRegion) {
   const Layout layout = {{{3, 5000}, &codec("int8"), 0}, {{5010, 10}, &codec("raw"), 5000}, {{5020, 2'000'001}, &codec("int4"), 5012}};
   for (const int segments : {1, 2, 5}) {
     const auto cut = cut_by_region(layout, segments);
@@ -38,7 +38,7 @@ TEST(Layout, IsCutByRegion) {
   }
 }
 
-TEST(Layout, CutsARegionTheSameWayWhateverIsBesideIt) {
+TEST(Layout, DividesARegionIndependentlyOfOthers) {
   const Region region{{100, 1'300'000}, &codec("int8"), 4096};
   const auto parts_of = [&](const Layout& layout, int segments) {
     std::vector<Span> spans;
@@ -67,7 +67,7 @@ TEST(Layout, SpreadsSmallRegionsOverTheChunks) {
   for (const int count : chunks) EXPECT_NEAR(count, 100, 30);
 }
 
-TEST(Layout, IsLeftWithinASpan) {
+TEST(Layout, CanBeRestrictedToASpan) {
   const Layout layout = {{{0, 10}, &codec("raw"), 0}, {{10, 100}, &codec("int8"), 12}, {{200, 10}, &codec("raw"), 112}};
   const Layout expected = {{{0, 85}, &codec("int8"), 12 + 12}, {{175, 5}, &codec("raw"), 112}};
   EXPECT_EQ(within(layout, {25, 180}), expected);
@@ -77,7 +77,7 @@ TEST(Layout, IsLeftWithinASpan) {
 
 constexpr int64_t numel = 3000;
 
-// int8, a gap, raw, int4 that is not a whole number of blocks.
+// int8, a gap, raw, and int4 with an incomplete last block.
 Layout mixed() { return {{{5, 1030}, &codec("int8"), 0}, {{1040, 61}, &codec("raw"), 1032}, {{1101, 1500}, &codec("int4"), 1096}}; }
 
 std::vector<float> given(int rank) {
@@ -129,9 +129,9 @@ class LayoutOn : public OnEveryContext {
     return out;
   }
 };
-DLT_ON_EVERY_PLACE(LayoutOn);
+DLT_ON_EVERY_CONTEXT(LayoutOn);
 
-// As if each region were reduced by itself: also in any segments, and whatever lies between.
+// The results equal those of reducing each region alone, with any number of segments and any values between the regions.
 TEST_P(LayoutOn, ReducesEachRegionAsIfAlone) {
   const Layout layout = mixed();
   for (const int world_size : is_slow(context()) ? std::vector{3} : std::vector{1, 2, 3, 4, 5}) {
@@ -148,11 +148,11 @@ TEST_P(LayoutOn, ReducesEachRegionAsIfAlone) {
         }
       }
       for (int rank = 0; rank < world_size; ++rank) {
-        EXPECT_EQ(part(together.values[rank], {0, 5}), part(given(rank), {0, 5}));  // what is in no region stays
+        EXPECT_EQ(part(together.values[rank], {0, 5}), part(given(rank), {0, 5}));  // elements outside of the regions do not change
         EXPECT_EQ(part(together.values[rank], {1035, 5}), part(given(rank), {1035, 5}));
         EXPECT_EQ(part(together.values[rank], {1040, 1561}), part(together.values[0], {1040, 1561}));
       }
-      for (int64_t i = 1040; i < 1101; ++i) {  // raw, so what was left is given back
+      for (int64_t i = 1040; i < 1101; ++i) {  // raw is lossless, so the residual is added completely
         double sum = 0.125 * world_size;
         for (int rank = 0; rank < world_size; ++rank) sum += given(rank)[i] / static_cast<double>(world_size);
         EXPECT_NEAR(together.values[0][i], sum, 1e-5);
@@ -162,66 +162,66 @@ TEST_P(LayoutOn, ReducesEachRegionAsIfAlone) {
   }
 }
 
-// What a codec does with a residual that may have to be taken back.
+// Tests how a codec uses a residual with double buffering.
 class FeedbackOn : public OnEveryContext {
  protected:
   struct Both {
-    std::vector<float> residual, spare;
+    std::vector<float> residual, other;
   };
 
-  // Encodes own with the residual 1 and the spare 2.
+  // Encodes own with 1 in the current buffer of the residual and 2 in the other one.
   Both encode(const std::vector<float>& own, bool swapped, bool keeps_idle) {
     const auto count = std::ssize(own);
     const Array<float> values(context(), own), residual(context(), std::vector<float>(count, 1.0f)),
-        spare(context(), std::vector<float>(count, 2.0f));
+        other(context(), std::vector<float>(count, 2.0f));
     const Array<uint8_t> flag(context(), {static_cast<uint8_t>(swapped)}),
         message(context(), std::vector<uint8_t>(codec("int8").bytes(count)));
     Sum sum;
     sum.numel = count;
     sum.own = {values.data()};
-    sum.feedback = {{residual.data()}, {spare.data()}, flag.data(), nullptr, keeps_idle};
+    sum.feedback = {{residual.data()}, {other.data()}, flag.data(), nullptr, keeps_idle};
     sum.message = message.data();
     codec("int8").encode_sum(context(), sum);
-    return {residual.values(), spare.values()};
+    return {residual.values(), other.values()};
   }
 };
-DLT_ON_EVERY_PLACE(FeedbackOn);
+DLT_ON_EVERY_CONTEXT(FeedbackOn);
 
-TEST_P(FeedbackOn, GoesToTheOtherContext) {
+TEST_P(FeedbackOn, WritesToTheOtherBuffer) {
   std::vector<float> own(512);
   for (int i = 0; i < 512; ++i) own[i] = static_cast<float>(i % 100) * 0.37f;
   const std::vector<float> ones(512, 1.0f), twos(512, 2.0f);
   const Both straight = encode(own, false, false), swapped = encode(own, true, false);
   EXPECT_EQ(straight.residual, ones);
-  EXPECT_EQ(swapped.spare, twos);
-  for (int i = 0; i < 512; ++i) {  // of 1 + own and of 2 + own, whose largest is below 39
-    EXPECT_LE(std::abs(straight.spare[i]), 39.0f / 254 * 1.001f);
+  EXPECT_EQ(swapped.other, twos);
+  for (int i = 0; i < 512; ++i) {  // errors of 1 + own and of 2 + own, whose largest element is below 39
+    EXPECT_LE(std::abs(straight.other[i]), 39.0f / 254 * 1.001f);
     EXPECT_LE(std::abs(swapped.residual[i]), 39.0f / 254 * 1.001f);
   }
-  EXPECT_NE(straight.spare, swapped.residual);
+  EXPECT_NE(straight.other, swapped.residual);
 }
 
-TEST_P(FeedbackOn, WaitsWhereNothingIsGiven) {
+TEST_P(FeedbackOn, KeepsTheResidualOfZeroBlocks) {
   std::vector<float> own(512 + 77);
   own[300] = 126.0f;  // in the second block
   const Both waits = encode(own, false, true), goes = encode(own, false, false);
   for (int i = 0; i < 589; ++i) {
     const bool idle = i / 256 != 1;
     EXPECT_EQ(waits.residual[i], 1.0f);
-    EXPECT_EQ(waits.spare[i] == 1.0f, idle) << i;
-    EXPECT_NE(goes.spare[i], 1.0f) << i;
+    EXPECT_EQ(waits.other[i] == 1.0f, idle) << i;
+    EXPECT_NE(goes.other[i], 1.0f) << i;
   }
 }
 
-TEST_P(FeedbackOn, StaysWhereABlockIsNotFinite) {
+TEST_P(FeedbackOn, KeepsTheResidualOfBlocksThatAreNotFinite) {
   std::vector<float> own(512, 3.0f);
   own[5] = std::numeric_limits<float>::quiet_NaN();
   const Both straight = encode(own, false, true), swapped = encode(own, true, true);
   for (int i = 0; i < 256; ++i) {
-    EXPECT_EQ(straight.spare[i], 1.0f);
+    EXPECT_EQ(straight.other[i], 1.0f);
     EXPECT_EQ(swapped.residual[i], 2.0f);
   }
-  EXPECT_NE(straight.spare[300], 1.0f);
+  EXPECT_NE(straight.other[300], 1.0f);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ std::string text_of(const Mailbox::Event& event) {
   return {reinterpret_cast<const char*>(event.data.get()), static_cast<size_t>(event.bytes)};
 }
 
-// What is received next has to be a message.
+// Returns the text of the next event, which has to be a message.
 std::string next_text(Mailbox& mailbox) {
   const auto event = mailbox.receive();
   EXPECT_TRUE(event && event->kind == Kind::message);
@@ -46,7 +46,7 @@ TEST(Mailbox, CarriesMessagesOfAnyLengthInOrder) {
   for (const size_t length : {0, 1, 63, 64, 65, 4096, 65537, 3 << 20, 0}) {
     const std::string message(length, static_cast<char>('a' + length % 26));
     EXPECT_EQ(ranks[0]->send(1, bytes_of(message)), Result::taken);
-    const std::string copy = message;  // the header is copied
+    const std::string copy = message;  // a copy, because the header is copied by send
     const auto event = ranks[1]->receive();
     ASSERT_TRUE(event);
     EXPECT_EQ(text_of(*event), copy);
@@ -62,7 +62,7 @@ TEST(Mailbox, SendsToItself) {
   EXPECT_EQ(next_text(*ranks[0]), "self");
 }
 
-// The next message, whoever else has closed before.
+// Returns the text of the next message, and skips sessions that have ended.
 std::string answer(Mailbox& mailbox) {
   auto event = mailbox.receive();
   while (event && event->kind == Kind::closed) event = mailbox.receive();
@@ -111,7 +111,7 @@ TEST(Mailbox, ReceivesNothingAfterTheDeadline) {
 TEST(Mailbox, ClosingEndsReceiveAndSend) {
   const auto ranks = in_process_mailboxes(2);
   std::thread receiver([&] { EXPECT_FALSE(ranks[0]->receive()); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // most probably it waits by now
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // by now it very likely waits
   EXPECT_EQ(ranks[1]->send(1, bytes_of("never received")), Result::taken);
   ranks[0]->close();
   receiver.join();
@@ -122,7 +122,7 @@ TEST(Mailbox, ClosingEndsReceiveAndSend) {
   EXPECT_EQ(ranks[0]->send(0, bytes_of("late")), Result::closed);
 }
 
-TEST(Mailbox, ReportsTheEndOfASessionOnceAndBehindItsMessages) {
+TEST(Mailbox, ReportsTheEndOfASessionOnceAndAfterItsMessages) {
   auto ranks = in_process_mailboxes(3);
   ranks[1]->send(0, bytes_of("last"));
   ranks[1]->close();
@@ -145,28 +145,28 @@ TEST(Mailbox, ReportsTheEndOfASessionOnceAndBehindItsMessages) {
   EXPECT_EQ(ranks[0]->send(0, bytes_of("alive")), Result::taken);
 }
 
-TEST(Mailbox, RefusesWhatAPeerDoesNotTake) {
+TEST(Mailbox, RefusesMessagesBeyondTheLimitOfAPeer) {
   const auto ranks = in_process_mailboxes(3, 1 << 20);
-  const std::string large(3 << 20, 'l');  // one message may exceed the limit
+  const std::string large(3 << 20, 'l');  // a single message may exceed the limit
   EXPECT_EQ(ranks[0]->send(1, bytes_of(large)), Result::taken);
   EXPECT_EQ(ranks[0]->send(1, bytes_of("more")), Result::full);
-  EXPECT_EQ(ranks[2]->send(1, bytes_of("more")), Result::taken);  // the limit is for each peer
+  EXPECT_EQ(ranks[2]->send(1, bytes_of("more")), Result::taken);  // the limit is per peer
   EXPECT_EQ(ranks[0]->send(2, bytes_of("more")), Result::taken);
   EXPECT_EQ(next_text(*ranks[1]), large);
   EXPECT_EQ(ranks[0]->send(1, bytes_of("more")), Result::taken);
   int taken = 0;
-  while (ranks[0]->send(2, {}) == Result::taken) ++taken;  // messages without bytes count too
+  while (ranks[0]->send(2, {}) == Result::taken) ++taken;  // messages without bytes count, too
   EXPECT_GT(taken, 1000);
 }
 
-TEST(Mailbox, RefusesAPeerThatIsNone) {
+TEST(Mailbox, RefusesRanksThatDoNotExist) {
   const auto ranks = in_process_mailboxes(2);
   EXPECT_THROW(ranks[0]->send(2, {}), std::invalid_argument);
   EXPECT_THROW(ranks[0]->send(-1, {}), std::invalid_argument);
   EXPECT_THROW(in_process_mailboxes(2, 0), std::invalid_argument);
 }
 
-TEST(Mailbox, ReleasesWhatItKeeps) {
+TEST(Mailbox, ReleasesMemoryAfterSending) {
   const auto ranks = in_process_mailboxes(2);
   auto memory = ranks[0]->allocate(100);
   std::memset(memory.get(), 'm', 100);
@@ -177,7 +177,7 @@ TEST(Mailbox, ReleasesWhatItKeeps) {
   EXPECT_TRUE(watched.expired());
 }
 
-TEST(Mailbox, ClosesWhileAllSend) {
+TEST(Mailbox, ClosesWhileAllRanksSend) {
   auto ranks = in_process_mailboxes(4);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 4; ++rank) {
@@ -193,12 +193,12 @@ TEST(Mailbox, ClosesWhileAllSend) {
   for (auto& thread : threads) thread.join();
 }
 
-TEST(MailboxPool, UsesMemoryAgain) {
+TEST(MailboxPool, ReusesMemory) {
   MessagePool pool(1 << 20);
   auto memory = pool.take(100'000);
   const auto* const first = memory.get();
   memory.reset();
-  memory = pool.take(99'000);  // about as long
+  memory = pool.take(99'000);  // of similar size
   EXPECT_EQ(memory.get(), first);
   EXPECT_NE(pool.take(100'000).get(), first);
 }
@@ -207,13 +207,13 @@ TEST(MailboxPool, KeepsNoMoreThanItsLimit) {
   MessagePool pool(1 << 20);
   std::vector<std::shared_ptr<std::byte>> blocks;
   for (int i = 0; i < 100; ++i) blocks.push_back(pool.take(100'000));
-  blocks.clear();  // the sanitizers would see a block that is lost, or given back twice
+  blocks.clear();  // the sanitizers would detect a block that leaks or is freed twice
   pool.take(10 << 20).reset();
   EXPECT_NE(pool.take(0), nullptr);
   EXPECT_THROW(pool.take(-1), std::invalid_argument);
 }
 
-TEST(MailboxPool, IsOutlivedByItsMemory) {
+TEST(MailboxPool, MayBeDestroyedBeforeItsMemory) {
   auto pool = std::make_unique<MessagePool>(1 << 20);
   const auto memory = pool->take(1000);
   pool.reset();

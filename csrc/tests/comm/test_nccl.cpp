@@ -20,13 +20,15 @@ std::string loading(const std::string& path) {
   return error_of<std::runtime_error>([&] { const Library library(path); });
 }
 
-TEST_F(NcclLibrary, SaysWhatItCannotLoad) { expect_in("NCCL cannot be loaded: libno_such_thing.so.2: ", loading("libno_such_thing.so.2")); }
+TEST_F(NcclLibrary, NamesALibraryThatCannotBeLoaded) {
+  expect_in("NCCL cannot be loaded: libno_such_thing.so.2: ", loading("libno_such_thing.so.2"));
+}
 
 TEST_F(NcclLibrary, NamesAFunctionThatIsMissing) {
   expect_in(text("NCCL (", DLT_NOT_NCCL, ") has no ncclGetErrorString: expected version 2.14 or later"), loading(DLT_NOT_NCCL));
 }
 
-TEST_F(NcclLibrary, RefusesWhatIsTooOld) {
+TEST_F(NcclLibrary, RefusesOldVersions) {
   fake().set_version(21304);
   expect_in("expected version 2.14 or later, got 2.13.4", loading(DLT_FAKE_NCCL));
   fake().set_version(21400);
@@ -45,8 +47,8 @@ TEST_F(NcclLibrary, HasAVersion) {
   EXPECT_EQ(library.version_text(), "2.31.5");
 }
 
-TEST_F(NcclLibrary, IsTheOneThatIsLoaded) {
-  EXPECT_EQ(Library("libfake_nccl.so")->get_version, fake_library()->get_version);  // no folder that is searched has it
+TEST_F(NcclLibrary, IsTheOneThatIsAlreadyLoaded) {
+  EXPECT_EQ(Library("libfake_nccl.so")->get_version, fake_library()->get_version);  // it is in none of the folders that are searched
 }
 
 class NcclTransportOn : public OverNccl {
@@ -58,7 +60,7 @@ class NcclTransportOn : public OverNccl {
     return error_of<TransportError>([&] { alone(timeout); });
   }
 };
-DLT_ON_EVERY_PLACE(NcclTransportOn);
+DLT_ON_EVERY_CONTEXT(NcclTransportOn);
 
 void send_to_self(Transport& transport, const ExecutionContext& context) {
   const Array<float> from(context, {1.0f, 2.0f}), to(context, {0.0f, 0.0f});
@@ -66,14 +68,14 @@ void send_to_self(Transport& transport, const ExecutionContext& context) {
   EXPECT_EQ(to.values(), from.values());
 }
 
-// Of one that does not block NCCL launches each group in a new thread.
-TEST_P(NcclTransportOn, Blocks) {
+// With a nonblocking communicator NCCL would launch each group in a new thread.
+TEST_P(NcclTransportOn, UsesABlockingCommunicator) {
   alone();
   EXPECT_EQ(calls("rank 0: ncclCommInitRankConfig ranks 1 size 24 blocking 1"), 1);
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
 }
 
-TEST_P(NcclTransportOn, ClosesInGoodOrderOnce) {
+TEST_P(NcclTransportOn, IsFinalizedAndDestroyedOnce) {
   const auto transport = alone();
   const OwnContext own(context());
   send_to_self(*transport, own.context());
@@ -85,8 +87,8 @@ TEST_P(NcclTransportOn, ClosesInGoodOrderOnce) {
   EXPECT_EQ(error_of<TransportError>([&] { send_to_self(*transport, own.context()); }), "the connections were closed");
 }
 
-// As over a network, where a send is over when its bytes are on the way. A rank that aborted then would lose them.
-TEST_P(NcclTransportOn, WhatWasSentArrivesAlthoughTheSenderCloses) {
+// A send is complete when its bytes are buffered, as over a network. An abort of the sender would then lose them.
+TEST_P(NcclTransportOn, SentMessagesArriveAfterTheSenderHasClosed) {
   fake().buffer_sends();
   std::latch closing(1);
   on_transports(context(), 2, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
@@ -94,7 +96,7 @@ TEST_P(NcclTransportOn, WhatWasSentArrivesAlthoughTheSenderCloses) {
     transport->exchange(context, {{transport->rank() == 0, 1 - transport->rank(), numbers.data(), 4}})->wait(Deadline::max());
     if (transport->rank() == 0) {
       transport->send(context, 1, numbers.data(), 8)->wait(Deadline::max());
-      numbers.values();  // the send is over
+      numbers.values();  // the send is complete
       closing.count_down();
       return transport->close();
     }
@@ -107,7 +109,7 @@ TEST_P(NcclTransportOn, WhatWasSentArrivesAlthoughTheSenderCloses) {
   for (int rank : {0, 1}) EXPECT_EQ(calls(text("rank ", rank, ": ncclCommDestroy")), 1);
 }
 
-TEST_P(NcclTransportOn, IsLeftBehindIfWhatWasSentIsNeverTaken) {
+TEST_P(NcclTransportOn, IsNotDestroyedWhileASentMessageIsNotReceived) {
   fake().buffer_sends();
   std::latch connected(2);
   on_transports(context(), 2, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
@@ -123,12 +125,12 @@ TEST_P(NcclTransportOn, IsLeftBehindIfWhatWasSentIsNeverTaken) {
   });
   EXPECT_EQ(calls("rank 1: ncclCommDestroy"), 1);
   EXPECT_EQ(fake().open(), 1);
-  fake().reset();  // ends what waits
+  fake().reset();  // ends the waits
   while (fake().open() > 0) std::this_thread::yield();
 }
 
-// NCCL keeps whoever ends a communicator until the last captured graph of it is gone, and a script may hold that until it ends itself.
-TEST_P(NcclTransportOn, ALivingGraphKeepsNobody) {
+// NCCL blocks the end of a communicator until its last captured graph is destroyed, which a script may delay until its own exit.
+TEST_P(NcclTransportOn, ALivingGraphDoesNotBlockTheEnd) {
   for (const bool in_good_order : {true, false}) {
     const auto transport = alone(milliseconds(3000));
     fake().let_a_graph_live(true);
@@ -145,7 +147,7 @@ TEST_P(NcclTransportOn, ALivingGraphKeepsNobody) {
 TEST_P(NcclTransportOn, IsAbortedWhenItIsInitialisedTooLate) {
   fake().hold_back(0);
   EXPECT_EQ(error_of_init(milliseconds(50)), "ncclCommInitRankConfig: not done in 0.05 s");
-  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);  // which would break off what NCCL is at
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);  // it would interrupt NCCL's initialization
   fake().let_go();
   while (fake().open() > 0) std::this_thread::yield();
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
@@ -156,20 +158,20 @@ TEST_P(NcclTransportOn, SaysWhyItIsNotInitialised) {
   EXPECT_EQ(error_of_init(), "NCCL 2.28.9: ncclCommInitRankConfig: unhandled system error (as the test wishes)");
   fake().fail("ncclGetUniqueId", -1, 1, 2);
   EXPECT_EQ(error_of_init(), "NCCL 2.28.9: ncclGetUniqueId: unhandled system error (as the test wishes)");
-  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);  // there was nothing to abort
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);  // there is no communicator to abort
 }
 
-TEST_P(NcclTransportOn, IsToldOfAnErrorWhileItIsInitialised) {
+TEST_P(NcclTransportOn, FailsIfThereIsAnErrorWhileItIsInitialised) {
   fake().hold_back(0);
   std::thread other([] {
     while (fake().set_error(0, remote_error) == 0) std::this_thread::yield();
   });
   expect_in("ncclCommInitRankConfig: remote process exited", error_of_init());
   other.join();
-  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);  // NCCL has taken it back
+  EXPECT_EQ(calls("rank 0: ncclCommAbort"), 0);  // NCCL has already destroyed it
 }
 
-TEST_P(NcclTransportOn, NamesWhatFailsAndEndsItsGroup) {
+TEST_P(NcclTransportOn, NamesAFailedFunctionAndEndsItsGroup) {
   for (const std::string function : {"ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"}) {
     const auto transport = alone();
     const OwnContext own(context());
@@ -183,7 +185,7 @@ TEST_P(NcclTransportOn, NamesWhatFailsAndEndsItsGroup) {
   }
 }
 
-// Nobody but the peer, or who ends the communicator, ends the wait for the first message between two ranks.
+// The wait for the first message between two ranks is ended only by the peer, or by ending the communicator.
 void end_while_it_waits_for_a_peer(const ExecutionContext& context, void (Transport::*end)()) {
   std::latch over(1);
   on_transports(context, 2, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
@@ -201,14 +203,14 @@ void end_while_it_waits_for_a_peer(const ExecutionContext& context, void (Transp
 
 TEST_P(NcclTransportOn, WaitsForAPeerUntilItIsAborted) { end_while_it_waits_for_a_peer(context(), &Transport::abort); }
 
-// Of a communicator that somebody is in there is no good order.
-TEST_P(NcclTransportOn, IsAbortedByWhoClosesWhileItWaitsForAPeer) {
+// A communicator cannot be finalized while a thread is in it.
+TEST_P(NcclTransportOn, IsAbortedIfItIsClosedWhileItWaitsForAPeer) {
   end_while_it_waits_for_a_peer(context(), &Transport::close);
   EXPECT_EQ(calls("rank 0: ncclCommFinalize"), 0);
   EXPECT_EQ(calls("rank 0: ncclCommAbort"), 1);
 }
 
-TEST_P(NcclTransportOn, IsOverOnceItIsAborted) {
+TEST_P(NcclTransportOn, FailsAfterAnAbort) {
   const auto transport = alone();
   const OwnContext own(context());
   transport->abort();
@@ -219,14 +221,14 @@ TEST_P(NcclTransportOn, IsOverOnceItIsAborted) {
   EXPECT_EQ(transport->error(), "");
 }
 
-TEST_P(NcclTransportOn, HasTheErrorOfTheBackground) {
+TEST_P(NcclTransportOn, ReportsAsynchronousErrors) {
   const auto transport = alone();
   EXPECT_EQ(transport->error(), "");
   EXPECT_EQ(fake().set_error(0, remote_error), 1);
   expect_in("NCCL 2.28.9: in the background: remote process exited", transport->error());
 }
 
-TEST(NcclTransport, IsToldThatMessagesDiffer) {
+TEST(NcclTransport, FailsIfMessagesDifferInSize) {
   fake().reset();
   on_transports({}, 2, [](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
     int numbers[2] = {};
@@ -241,7 +243,7 @@ class NcclCollectivesOn : public OverNccl {
   static constexpr int world_size = 3;
   static inline const std::vector<Span> equal = {{0, 4}, {4, 4}, {8, 4}}, unequal = {{0, 5}, {5, 7}, {12, 0}};
 
-  // body(transport, its place, 12 numbers); `expected` is what they are afterwards, from the rank's share alone where `mine`.
+  // Runs body(transport, context, 12 numbers). `expected` gives the numbers afterwards; if `mine`, only those of the rank's shard count.
   template <class Body, class Expected>
   void expect(const std::vector<Span>& shards, bool mine, Body body, Expected expected) {
     on_transports(context(), world_size, [&](const std::unique_ptr<Transport>& transport, const ExecutionContext& context) {
@@ -268,7 +270,7 @@ class NcclCollectivesOn : public OverNccl {
     fake().reset();
   }
 };
-DLT_ON_EVERY_PLACE(NcclCollectivesOn);
+DLT_ON_EVERY_CONTEXT(NcclCollectivesOn);
 
 TEST_P(NcclCollectivesOn, ScatterSums) {
   const auto scatter = [&](const std::vector<Span>& shards, bool average) {
@@ -283,11 +285,11 @@ TEST_P(NcclCollectivesOn, ScatterSums) {
     scatter(equal, average);
     expect_calls("ncclReduceScatter", 1, 1);
     scatter(unequal, average);
-    expect_calls("ncclReduce", 2, 1);  // the last share is empty
+    expect_calls("ncclReduce", 2, 1);  // the last shard is empty
   }
 }
 
-TEST_P(NcclCollectivesOn, GatherShares) {
+TEST_P(NcclCollectivesOn, GatherShards) {
   const auto gather = [&](const std::vector<Span>& shards) {
     expect(
         shards, false,
@@ -325,7 +327,7 @@ void expect_all_reduce(const ExecutionContext& kind, ScalarType number) {
   }
 }
 
-TEST_P(NcclCollectivesOn, ReduceNumbersOfAnyType) {
+TEST_P(NcclCollectivesOn, ReduceScalarsOfAnyType) {
   expect_all_reduce<int8_t>(context(), ScalarType::int8);
   expect_all_reduce<uint8_t>(context(), ScalarType::uint8);
   expect_all_reduce<int32_t>(context(), ScalarType::int32);

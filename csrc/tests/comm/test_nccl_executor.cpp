@@ -1,4 +1,4 @@
-// The executor over the fake NCCL: what it gives is what it gives over the in-process transport, in few launches, and in time.
+// Tests the executor over the fake NCCL: it gives the results of the in-process transport, in few launches, and within its deadlines.
 
 #include <algorithm>
 #include <cmath>
@@ -30,7 +30,7 @@ struct Case {
   int64_t numel;
 };
 
-// An emulated device takes its time: there the corners alone.
+// An emulated device is slow, so it only runs the limiting cases.
 std::vector<Case> cases(int world_size, bool all) {
   std::vector<Case> out;
   for (const Codec& codec : codecs()) {
@@ -46,7 +46,7 @@ std::vector<Case> cases(int world_size, bool all) {
         out.push_back({call, numel});
       };
       if (all) {
-        for (const int64_t numel : {0, 1, 17, 10007}) add(numel, 1);  // most of the chunks of a few are empty
+        for (const int64_t numel : {0, 1, 17, 10007}) add(numel, 1);  // with few elements most chunks are empty
         add(10007, 3);
       } else if (world_size == 3 && codec.name == "raw") {
         add(17, 1);
@@ -58,7 +58,7 @@ std::vector<Case> cases(int world_size, bool all) {
   return out;
 }
 
-// What a rank holds after each of them.
+// Returns the values of a rank after each call.
 std::vector<Values> reduce_all(const std::vector<Case>& cases, Executor& executor, Runner& runner, const ExecutionContext& context) {
   std::vector<Values> results;
   for (const auto& [call, numel] : cases) {
@@ -74,7 +74,7 @@ bool same_bits(const Values& a, const Values& b) {
 }
 
 class NcclAllReduceOn : public OverNccl {};
-DLT_ON_EVERY_PLACE(NcclAllReduceOn);
+DLT_ON_EVERY_CONTEXT(NcclAllReduceOn);
 
 TEST_P(NcclAllReduceOn, GivesTheBitsThatOtherTransportsGive) {
   const bool all = !is_slow(context());
@@ -96,7 +96,7 @@ TEST_P(NcclAllReduceOn, GivesTheBitsThatOtherTransportsGive) {
 }
 
 class NcclExecutorOn : public OverNccl {};
-DLT_ON_EVERY_PLACE(NcclExecutorOn);
+DLT_ON_EVERY_CONTEXT(NcclExecutorOn);
 
 TEST_P(NcclExecutorOn, LaunchesOnceForHalfATick) {
   for (const int world_size : context().on_cuda() ? std::vector{3} : std::vector{2, 3, 4}) {
@@ -111,7 +111,7 @@ TEST_P(NcclExecutorOn, LaunchesOnceForHalfATick) {
         runner.run(executor, {array.data()}, 1000, call);
         EXPECT_EQ(array.values(), Values(1000, static_cast<float>(world_size)));
       });
-      // Of three segments, the odd one passes its rounds alone; the even ones are two ticks apart, and share the rest.
+      // Of three segments, segment 1 has launches of its own; segments 0 and 2 are two ticks apart, and share theirs in the other ticks.
       const int launches = segments == 1 ? rounds : rounds + (rounds + 2);
       for (int rank = 0; rank < world_size; ++rank) {
         EXPECT_EQ(calls(call(rank, "ncclGroupEnd")), launches) << "p=" << world_size << " segments=" << segments;
@@ -122,7 +122,7 @@ TEST_P(NcclExecutorOn, LaunchesOnceForHalfATick) {
   }
 }
 
-TEST_P(NcclExecutorOn, LeavesItsHalvesToNccl) {
+TEST_P(NcclExecutorOn, UsesNcclsReduceScatterAndAllReduce) {
   constexpr int world_size = 3;
   struct Case {
     int numel, owners;
@@ -160,7 +160,7 @@ std::string next_error(Executor& executor, Runner& runner, const Array<float>& a
   return error_of<CollectiveError>([&] { runner.run(executor, {array.data()}, 100, by_ring(generous)); });
 }
 
-// On the CPU, where the exchange itself waits.
+// On the CPU the exchange itself waits.
 TEST(NcclExecutor, AbortEndsAWait) {
   fake().reset();
   std::latch over(1);
@@ -180,12 +180,12 @@ TEST(NcclExecutor, AbortEndsAWait) {
   });
 }
 
-// Where calls only enqueue.
+// On CUDA calls only enqueue.
 class NcclDeadline : public OverNccl {
  protected:
-  // body(executor, runner, place, array) on all ranks but the last, which does not do what they do.
+  // Runs body(executor, runner, context, array) on all ranks but the last, which only calls last(executor) instead.
   template <class Body>
-  void expect_spoilt(int world_size, Body body, const std::function<void(Executor&)>& last = [](Executor&) {}) {
+  void expect_poisoned(int world_size, Body body, const std::function<void(Executor&)>& last = [](Executor&) {}) {
     std::latch over(world_size - 1);
     on_nccl_ranks(context(), world_size, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
       const Array<float> array(context, Values(100, 1.0f));
@@ -207,8 +207,8 @@ class NcclDeadline : public OverNccl {
 };
 INSTANTIATE_TEST_SUITE_P(Contexts, NcclDeadline, testing::Values("cuda"), [](const auto& info) { return info.param; });
 
-TEST_P(NcclDeadline, ARankThatNeverComes) {
-  expect_spoilt(3, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
+TEST_P(NcclDeadline, ARankThatNeverMakesTheCall) {
+  expect_poisoned(3, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
     const int rank = executor.rank();
     runner.run(executor, {array.data()}, 100, by_ring(std::chrono::milliseconds(300)));
     executor.drain();
@@ -219,7 +219,7 @@ TEST_P(NcclDeadline, ARankThatNeverComes) {
   });
 }
 
-// In the first call, where the host has to wait for it.
+// The host waits for the peer in the first call.
 TEST_P(NcclDeadline, ARankThatNeverConnects) {
   std::latch over(2);
   on_nccl_ranks(context(), 3, [&](Executor& executor, Runner& runner, const ExecutionContext& context) {
@@ -237,8 +237,8 @@ TEST_P(NcclDeadline, ARankThatNeverConnects) {
   });
 }
 
-TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
-  expect_spoilt(3, [](Executor& executor, Runner&, const ExecutionContext& context, const Array<float>& array) {
+TEST_P(NcclDeadline, ARankThatNeverMakesTheNativeCall) {
+  expect_poisoned(3, [](Executor& executor, Runner&, const ExecutionContext& context, const Array<float>& array) {
     const int rank = executor.rank();
     executor.all_reduce_natively(context, array.data(), 100, ScalarType::fp32, false, std::chrono::milliseconds(300));
     executor.drain();
@@ -250,10 +250,10 @@ TEST_P(NcclDeadline, ARankThatNeverComesToNcclsOwn) {
   });
 }
 
-// What it decodes to is NaN, whatever the codec.
-TEST_P(NcclDeadline, SpoilsAMessageToo) {
+// The poisoned message decodes to NaN in every codec.
+TEST_P(NcclDeadline, PoisonsAMessageToo) {
   for (const char* codec : {"int8", "fp16", "bf16"}) {
-    expect_spoilt(2, [codec](Executor& executor, Runner& runner, const ExecutionContext& context, const Array<float>& array) {
+    expect_poisoned(2, [codec](Executor& executor, Runner& runner, const ExecutionContext& context, const Array<float>& array) {
       CallOptions call = by_ring(std::chrono::milliseconds(300));
       call.codec = codec;
       const Encoded message = encoded(call, 100, 2);
@@ -283,7 +283,7 @@ TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
     over.arrive_and_wait();
     failure_detector->close();
   };
-  expect_spoilt(
+  expect_poisoned(
       3,
       [&](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
         const auto failure_detector = watched(executor);
@@ -297,18 +297,18 @@ TEST_P(NcclDeadline, ALateRankIsNamedOnAllOthersAtOnce) {
       [&](Executor& executor) { wait_and_close(watched(executor)); });
 }
 
-TEST_P(NcclDeadline, AnAbortComesBeforeIt) {
-  expect_spoilt(2, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
+TEST_P(NcclDeadline, AnAbortPrecedesTheDeadline) {
+  expect_poisoned(2, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
     for (int i = 0; i < 2; ++i) runner.run(executor, {array.data()}, 100, by_ring(generous));
-    EXPECT_EQ(executor.failure(), "");  // the calls have returned, and nothing has come
+    EXPECT_EQ(executor.failure(), "");  // the calls have returned, and no message has arrived
     executor.abort("closed by the test");
     executor.drain();
     EXPECT_EQ(executor.failure(), "closed by the test");
   });
 }
 
-TEST_P(NcclDeadline, AnErrorInTheBackgroundComesBeforeIt) {
-  expect_spoilt(2, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
+TEST_P(NcclDeadline, AnAsynchronousErrorPrecedesTheDeadline) {
+  expect_poisoned(2, [](Executor& executor, Runner& runner, const ExecutionContext&, const Array<float>& array) {
     runner.run(executor, {array.data()}, 100, by_ring(generous));
     fake().set_error(0, 2);
     executor.drain();
@@ -317,9 +317,9 @@ TEST_P(NcclDeadline, AnErrorInTheBackgroundComesBeforeIt) {
   });
 }
 
-TEST_P(NcclDeadline, ARankThatAbortsComesBeforeIt) {
+TEST_P(NcclDeadline, ARankThatAbortsPrecedesTheDeadline) {
   const auto abort = [](Executor& executor) {
-    while (calls(call(0, "ncclGroupEnd")) < 1 + 2 * 2) std::this_thread::yield();  // one, and two calls of two rounds
+    while (calls(call(0, "ncclGroupEnd")) < 1 + 2 * 2) std::this_thread::yield();  // one launch, and those of two calls of two rounds
     fake().tell_of_aborts();
     executor.abort("closed by the test");
   };
@@ -328,11 +328,11 @@ TEST_P(NcclDeadline, ARankThatAbortsComesBeforeIt) {
     executor.drain();
     expect_in("in the background: remote process exited or there was a network error (a rank has aborted)", executor.failure());
   };
-  expect_spoilt(2, body, abort);
+  expect_poisoned(2, body, abort);
 }
 
-// Whatever the device comes to afterwards is still there, and it waits for nobody.
-TEST_P(NcclDeadline, AnExecutorThatIsDroppedComesBeforeIt) {
+// The memory that the device uses afterwards still exists, and the device does not wait for the peer.
+TEST_P(NcclDeadline, TheEndOfTheExecutorPrecedesTheDeadline) {
   std::latch over(1);
   on_transports(context(), 2, [&](std::unique_ptr<Transport> transport, const ExecutionContext& context) {
     Runner runner(context);

@@ -15,7 +15,7 @@ std::vector<Plan> all_ranks(Collective collective, const std::string& algorithm,
   return plans;
 }
 
-TEST(Plans, AreTheirCollectiveForEveryWorldSize) {
+TEST(Plans, FormTheirCollectiveForEveryWorldSize) {
   for (const Collective collective : collectives) {
     for (const std::string& algorithm : algorithms(collective)) {
       for (int world_size = 1; world_size <= 32; ++world_size) {
@@ -27,7 +27,7 @@ TEST(Plans, AreTheirCollectiveForEveryWorldSize) {
   }
 }
 
-TEST(Plans, HaveNumbers) {
+TEST(Plans, HaveIndices) {
   for (const Collective collective : collectives) {
     for (const std::string& algorithm : algorithms(collective)) {
       const int index = index_of(collective, algorithm);
@@ -41,7 +41,7 @@ TEST(Plans, HaveNumbers) {
   EXPECT_THROW(find_collective("allreduce"), std::invalid_argument);
 }
 
-// The rule that the verifier names for plans of four ranks after `damage`.
+// Returns the rule that the verifier names for plans of four ranks after `damage`.
 std::string broken_rule(const std::function<void(std::vector<Plan>&)>& damage, Collective collective = Collective::all_reduce,
                         const std::string& algorithm = "ring") {
   std::vector<Plan> plans = all_ranks(collective, algorithm, 4);
@@ -58,14 +58,14 @@ TEST(Verify, NamesTheRule) {
   EXPECT_EQ(broken_rule([](auto&) {}), "none");
   EXPECT_EQ(broken_rule([](auto& plans) { plans[2].rounds[1].pop_back(); }), "R1");                      // dropped receive
   EXPECT_EQ(broken_rule([](auto& plans) { plans[1].rounds[0][0].peer = 3; }), "R1");                     // swapped peer
-  EXPECT_EQ(broken_rule([](auto& plans) { plans[1].rounds[0][0].peer = 9; }), "R1");                     // nobody
-  EXPECT_EQ(broken_rule([](auto& plans) { plans[0].rounds[3][0].chunks = {2, 3}; }), "R2");              // finalizes what is incomplete
-  EXPECT_EQ(broken_rule([](auto& plans) { std::swap(plans[0].rounds[3], plans[0].rounds[4]); }), "R4");  // hands on too early
+  EXPECT_EQ(broken_rule([](auto& plans) { plans[1].rounds[0][0].peer = 9; }), "R1");                     // no such rank
+  EXPECT_EQ(broken_rule([](auto& plans) { plans[0].rounds[3][0].chunks = {2, 3}; }), "R2");              // finalizes an incomplete sum
+  EXPECT_EQ(broken_rule([](auto& plans) { std::swap(plans[0].rounds[3], plans[0].rounds[4]); }), "R4");  // sends a chunk too early
 }
 
 TEST(Verify, NamesTheRuleForEachCollective) {
   using enum Collective;
-  // The root forgets one of its children; a leaf sends what it never had; nobody brings the last chunk.
+  // The root does not receive from one of its children; a leaf sends what it does not have; the last chunks are never sent.
   EXPECT_EQ(broken_rule([](auto& plans) { plans[0].rounds[1].pop_back(); }, reduce, "tree"), "R1");
   EXPECT_EQ(broken_rule([](auto& plans) { plans[3].rounds[0].insert(plans[3].rounds[0].begin(), {Op::finalize, -1, {0, 1}}); }, broadcast,
                         "tree"),
@@ -77,7 +77,7 @@ TEST(Verify, NamesTheRuleForEachCollective) {
                 },
                 all_gather, "ring"),
             "R2");
-  // A chunk that its owner never gets is missing, and so is one that somebody never sends.
+  // A chunk that its owner never receives is missing, and so is one that some rank never sends.
   EXPECT_EQ(broken_rule(
                 [](auto& plans) {
                   for (Plan& plan : plans) plan.rounds.clear();
@@ -88,8 +88,8 @@ TEST(Verify, NamesTheRuleForEachCollective) {
   EXPECT_THROW(verify({make_plan(reduce, "tree", 0, 2), make_plan(reduce, "tree", 1, 2, 1)}), std::invalid_argument);
 }
 
-TEST(Verify, RejectsValuesMadeTwice) {
-  // Each of two ranks finalizes the whole sum itself: complete, but not the bytes of one finalize.
+TEST(Verify, RejectsValuesThatAreFinalizedTwice) {
+  // Each of two ranks finalizes the whole sum itself: it is complete, but not the bytes of one encoding.
   const auto plan = [](int rank) {
     return Plan{Collective::all_reduce,
                 "own",
@@ -107,7 +107,7 @@ TEST(Verify, RejectsValuesMadeTwice) {
   }
 }
 
-TEST(Plans, AreDrawnAndWritten) {
+TEST(Plans, AreDrawnAndListed) {
   const Plan plan = make_plan(Collective::all_reduce, "ring", 1, 4);
   EXPECT_NE(draw(plan).find("rank 1 of 4: 6 rounds over 4 chunks"), std::string::npos);
   EXPECT_NE(to_json(plan).find(R"({"op": "send_partial", "peer": 2, "chunks": [1, 2]})"), std::string::npos);

@@ -22,8 +22,8 @@ double seconds(const char* algorithm, int world_size, int64_t numel, const Netwo
   return simulate(Collective::all_reduce, algorithm, world_size, numel, raw(), segments, network, speed).seconds;
 }
 
-TEST(Simulate, IsTheFormulaWhereNothingIsShared) {
-  const double n = 4 << 22, alpha = 1e-4, beta = 1e-9, gamma = 2e-10;  // gamma: for each element
+TEST(Simulate, EqualsTheFormulaIfNothingIsShared) {
+  const double n = 4 << 22, alpha = 1e-4, beta = 1e-9, gamma = 2e-10;  // gamma: per element
   for (const int p : {2, 4, 8, 64}) {
     const double log = std::log2(p), rest = (p - 1.0) / p;
     const Speed speed{0, gamma};
@@ -38,7 +38,7 @@ TEST(Simulate, IsTheFormulaWhereNothingIsShared) {
   EXPECT_EQ(seconds("ring", 4, 0, network()), 0);
 }
 
-TEST(Simulate, WalksOneRankForAllThatDoTheSame) {
+TEST(Simulate, SimulatesOneRankForAllThatDoTheSame) {
   for (const std::string& algorithm : algorithms()) {
     for (const int p : {132, 256}) {
       for (const int per_host : {1, 2, 4}) {
@@ -48,10 +48,10 @@ TEST(Simulate, WalksOneRankForAllThatDoTheSame) {
           shared.inside_bandwidth = 5e9;
           shared.overhead = 1e-6;
           const int64_t numel = 132 * 256 * 64 * 3;
-          const std::vector<double> together(p);  // told so, all are walked
+          const std::vector<double> together(p);  // with start times given, all ranks are simulated
           const Estimate one = simulate(Collective::all_reduce, algorithm, p, numel, raw(), segments, shared, {0, 1e-10});
           const Estimate all = simulate(Collective::all_reduce, algorithm, p, numel, raw(), segments, shared, {0, 1e-10}, together);
-          // Where ranks share a link, messages that come to it at one moment may go in another order.
+          // If ranks share a link, messages that reach it at the same time may be sent in another order.
           const double tolerance = per_host == 1 ? 1e-9 : 0.05;
           EXPECT_NEAR(one.seconds, all.seconds, tolerance * all.seconds) << algorithm << " " << p << " " << per_host << " " << segments;
           EXPECT_NEAR(static_cast<double>(one.wire_bytes), static_cast<double>(all.wire_bytes), 0.01 * static_cast<double>(all.wire_bytes));
@@ -65,12 +65,12 @@ TEST(Simulate, SharesLinksAndCores) {
   Network shared = network();
   shared.latency = shared.inside_latency = 0;
   shared.inside_bandwidth = 1e15;
-  // Two on each of two hosts: of a ring one message crosses each link at a time; of direct two do, of each rank.
+  // Two ranks on each of two hosts: in a ring one message at a time crosses each link, and in direct two of each rank.
   shared.ranks_per_host = 2;
   const double n = 4e6;
   EXPECT_NEAR(seconds("ring", 4, 1'000'000, shared), 6 * n / 4 * 1e-9, 1e-6);
   EXPECT_NEAR(seconds("direct", 4, 1'000'000, shared), 2 * 4 * n / 4 * 1e-9, 1e-6);
-  // Eight ranks add up n / 2 each on two cores.
+  // Eight ranks add up n / 2 elements each on two cores.
   Network narrow = network();
   narrow.latency = 0;
   narrow.bandwidth = 1e15;
@@ -79,16 +79,16 @@ TEST(Simulate, SharesLinksAndCores) {
   EXPECT_NEAR(seconds("oneshot", 8, 1'000'000, narrow, {0, 1e-9}), 4 * 7e-3, 1e-6);
 }
 
-TEST(Simulate, LetsABurstThrough) {
+TEST(Simulate, AllowsABurst) {
   Network bucket = network();
   bucket.latency = 0;
   bucket.burst = 1e6;
   EXPECT_NEAR(seconds("oneshot", 2, 200'000, bucket), 0, 1e-9);                         // 0.8 MB
   EXPECT_NEAR(seconds("oneshot", 2, 1'000'000, bucket), 4e-3 - 1e-3, 1e-9);             // 4 MB
-  EXPECT_NEAR(seconds("recursive_doubling", 4, 1'000'000, bucket), 8e-3 - 1e-3, 1e-9);  // there is no pause
+  EXPECT_NEAR(seconds("recursive_doubling", 4, 1'000'000, bucket), 8e-3 - 1e-3, 1e-9);  // without a pause the burst is used only once
 }
 
-TEST(Simulate, WaitsForTheLate) {
+TEST(Simulate, WaitsForLateRanks) {
   std::vector<double> late(8);
   late[5] = 0.5;
   for (const std::string& algorithm : algorithms()) {
@@ -108,14 +108,14 @@ TEST(Simulate, HidesEncodingBehindSending) {
   EXPECT_LT(with(4), 0.85 * with(1));
 }
 
-TEST(Simulate, KnowsThousandsOfRanks) {
+TEST(Simulate, SimulatesThousandsOfRanks) {
   for (const std::string& algorithm : algorithms()) {
     const Estimate estimate = simulate(Collective::all_reduce, algorithm, 4096, 25'000'000, raw(), 0, network(), {0, 1e-10});
     EXPECT_GT(estimate.seconds, 0.1) << algorithm;
   }
 }
 
-TEST(Simulate, NamesWhatIsWrong) {
+TEST(Simulate, NamesTheWrongArgument) {
   Network none;
   EXPECT_THROW(simulate(Collective::all_reduce, "ring", 2, 1, raw(), 1, none, {}), std::invalid_argument);
   EXPECT_THROW(simulate(Collective::all_reduce, "rign", 2, 1, raw(), 1, network(), {}), std::invalid_argument);

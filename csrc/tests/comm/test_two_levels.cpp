@@ -12,7 +12,7 @@
 namespace dltrain::comm {
 namespace {
 
-// Runs body(levels, inside, across, rank, the rank's place) on so many ranks of each host, each a thread.
+// Runs body(levels, inside, across, rank, context) on the given number of ranks of each host, each in a thread.
 template <class Body>
 void on_hosts(const ExecutionContext& kind, const std::vector<int>& hosts, Body body, int64_t saving = TwoLevels::enough) {
   const auto wrapped = [&](std::unique_ptr<Transport> end) -> std::unique_ptr<Transport> {
@@ -41,7 +41,7 @@ void on_hosts(const ExecutionContext& kind, const std::vector<int>& hosts, Body 
 }
 
 class TwoLevelsOn : public OnEveryContext {};
-DLT_ON_EVERY_PLACE(TwoLevelsOn);
+DLT_ON_EVERY_CONTEXT(TwoLevelsOn);
 
 TEST_P(TwoLevelsOn, AddUp) {
   const bool all = !is_slow(context());
@@ -67,7 +67,7 @@ TEST_P(TwoLevelsOn, AddUp) {
   }
 }
 
-// Averages weigh every rank alike, whatever its host; and a host's link carries what one rank would send, as many as it has.
+// Averages weigh all ranks equally, whatever their hosts. The link of a host carries what one rank would send, for any number of ranks.
 TEST_P(TwoLevelsOn, WeighRanksAlike) {
   constexpr int64_t numel = 96;
   for (const std::vector<int>& hosts : {std::vector{4, 4}, {5, 3}, {8, 1}}) {
@@ -93,7 +93,7 @@ TEST_P(TwoLevelsOn, WeighRanksAlike) {
   }
 }
 
-// What crosses hosts does so in each region's codec, though a rank's share may begin anywhere in one.
+// Messages between hosts use the codec of each region, although a rank's shard may begin anywhere in a region.
 TEST_P(TwoLevelsOn, KeepRegionsApart) {
   constexpr int64_t numel = 3000;
   const Layout layout = {
@@ -121,8 +121,8 @@ TEST_P(TwoLevelsOn, KeepRegionsApart) {
   }
 }
 
-// What is shared inside a host as messages has the same bits as what is shared as values, and fewer bytes.
-TEST_P(TwoLevelsOn, ShareMessagesInside) {
+// Sending messages instead of values within a host gives the same bits, and fewer bytes.
+TEST_P(TwoLevelsOn, ShareMessagesWithinHosts) {
   constexpr int64_t numel = 4000, always = 1, never = int64_t{1} << 40;
   const Layout layout = {
       {{0, 1030}, &find_codec("int8"), 0}, {{1030, 70}, &find_codec("raw"), 1032}, {{1100, 2900}, &find_codec("int4"), 1104}};
@@ -167,7 +167,7 @@ TEST_P(TwoLevelsOn, ShareMessagesInside) {
   }
 }
 
-// A rank that is gone is an error on all others, also on those that wait for none of its messages.
+// A dead rank is an error on all others, also on those that wait for none of its messages.
 TEST(TwoLevels, FailOnEveryRank) {
   std::latch over(3);
   on_hosts({}, {2, 2}, [&](TwoLevels& levels, Executor& inside, Executor& across, int rank, const ExecutionContext& context) {

@@ -7,7 +7,7 @@ namespace dltrain {
 namespace {
 
 class MemoryOn : public OnEveryContext {};
-DLT_ON_EVERY_PLACE(MemoryOn);
+DLT_ON_EVERY_CONTEXT(MemoryOn);
 
 TEST_P(MemoryOn, HoldsWhatIsCopiedIntoIt) {
   const std::vector<int> values = {1, 2, 3};
@@ -43,7 +43,7 @@ class StreamQueueTest : public testing::Test {
   }
 };
 
-// Many copies after one another through two streams: a single missing order would show.
+// Many copies in sequence through two streams: a single missing dependency would show.
 TEST_F(StreamQueueTest, OrdersItsWorkWithTheCallers) {
   if constexpr (built_with_cuda) {
     constexpr int64_t size = 1 << 16, bytes = size * sizeof(int);
@@ -61,7 +61,7 @@ TEST_F(StreamQueueTest, OrdersItsWorkWithTheCallers) {
       for (int64_t i = 0; i < size; ++i) ASSERT_EQ(static_cast<int*>(back.data())[i], turn);
     }
     const Event done = queue.submit(caller, [&](const ExecutionContext& context) {
-      const Memory scratch(context, bytes);  // given back in the order of the stream
+      const Memory scratch(context, bytes);  // freed in the order of the stream
       copy(context, scratch.data(), b.data(), bytes);
       copy(context, a.data(), scratch.data(), bytes);
     });

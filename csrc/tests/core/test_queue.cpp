@@ -64,7 +64,7 @@ TEST(Queue, MayBeDroppedByItsOwnTask) {
   ended.get_future().get();
 }
 
-TEST(Queue, PassesExceptionsOnAndGoesOn) {
+TEST(Queue, PassesExceptionsOnAndContinues) {
   Queue queue;
   queue.submit([] { std::this_thread::sleep_for(std::chrono::milliseconds(5)); });
   EXPECT_THROW(queue.run([] { throw std::runtime_error("no"); }), std::runtime_error);

@@ -1,11 +1,11 @@
 #pragma once
 
-// Two CUDA devices made of fibers, for machines without one: the project's own CUDA sources run on them, compiled as C++. As on a device, a
-// stream's work is done later, by a worker of its own, and only events order streams; fresh memory holds garbage. A thread of a block is a
-// fiber, which the sanitizers take for a thread: they see races and accesses out of bounds. Blocks run one after another. As with CUDA,
-// each thread has a current device, 0 at first; whatever is asked makes a context there; and streams and events are a device's own. What a
-// capture forbids fails: asking for its events, waiting for work outside of it, streams that are not joined, and unsafe calls by any
-// thread.
+// Two CUDA devices that are emulated by fibers, for machines without one: the CUDA sources of the project are compiled as C++ and run on
+// them. As on a device, the work of a stream is done later, by a worker of its own, and only events order streams; fresh memory contains
+// garbage. A thread of a block is a fiber, which the sanitizers treat as a thread, so they detect races and accesses out of bounds. Blocks
+// run one after another. As with CUDA, each thread has a current device, at first 0; every call makes a context on it; and streams and
+// events belong to a device. What a capture forbids fails: queries of its events, waits for work outside of it, streams that are not
+// joined, and unsafe calls by any thread.
 
 #include <atomic>
 #include <condition_variable>
@@ -25,12 +25,12 @@
 #define CUDART_VERSION 13000
 struct CUstream_st;
 
-// What a graph is made of, while it is captured and after: the work of all its streams, in the order in which it was given, which is one of
-// those that a device may choose. What is freed in it lives as long as the graph.
+// A graph during capture and afterwards: the work of all its streams in the order of the calls, which is one of the orders that a device
+// may use. Memory that is freed in it lives as long as the graph.
 struct CUgraph_st {
   std::vector<std::function<void()>> work;
   std::vector<void*> freed;
-  std::vector<CUstream_st*> streams;  // the first has begun
+  std::vector<CUstream_st*> streams;  // the first one began the capture
   ~CUgraph_st() {
     for (void* memory : freed) std::free(memory);
   }
@@ -40,7 +40,7 @@ struct CUstream_st {
   dltrain::Queue queue;
   int device = 0;
   std::atomic<CUgraph_st*> capture = nullptr;
-  bool is_joined = true;  // while it is captured: whether its work is waited for
+  bool is_joined = true;  // during capture: whether its work is waited for
 
   void give(std::function<void()> work, bool is_work = true) {
     CUgraph_st* const its = capture;
@@ -66,8 +66,8 @@ struct CUevent_st {
   };
   std::shared_ptr<State> state = std::make_shared<State>();  // streams may outlive the event
   int device = 0;
-  CUgraph_st* capture = nullptr;  // that it was recorded in last
-  CUstream_st* stream = nullptr;  // likewise
+  CUgraph_st* capture = nullptr;  // in which it was recorded last
+  CUstream_st* stream = nullptr;  // on which it was recorded last
 };
 using cudaGraph_t = CUgraph_st*;
 using cudaGraphExec_t = std::shared_ptr<CUgraph_st>*;
@@ -100,7 +100,7 @@ inline std::atomic<bool> has_context[devices];
 inline std::atomic<int> launches = 0;  // of kernels
 inline thread_local int current = 0;
 
-// Whether what was asked is right for the current device, which has a context from now on.
+// Makes a context on the current device; returns an error unless the arguments are right for the device.
 inline cudaError_t on_current(bool is_right = true) {
   has_context[current] = true;
   return is_right ? cudaSuccess : cudaErrorInvalidValue;
@@ -115,10 +115,10 @@ inline CUstream_st& of(cudaStream_t stream) {
   (void)are_made;
   return stream ? *stream : default_streams[current];
 }
-inline std::atomic<int> captures = 0;  // under way, all of them in the global mode
+inline std::atomic<int> captures = 0;  // running captures, all in the global mode
 inline thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
-// Of what could disturb a capture that is under way.
+// For calls that could disturb a running capture.
 inline cudaError_t unless_captured() {
   on_current();
   return captures > 0 && mode != cudaStreamCaptureModeRelaxed ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
@@ -131,7 +131,7 @@ inline void* garbage(size_t bytes) {
   return std::memset(memory, 0xA5, bytes);
 }
 
-// One grid at a time, whichever streams they are of. Fibers stay on the thread that has started them.
+// Grids of all streams run one at a time. Fibers stay on the thread that has started them.
 inline dltrain::Queue device;
 
 }  // namespace emulated_cuda
@@ -192,7 +192,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   emulated_cuda::of(stream).give([=] {
     const auto places = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
     if (bytes != sizeof(int) || places % sizeof(int) != 0) return void(std::memcpy(to, from, bytes));
-    *static_cast<int*>(to) = __atomic_load_n(static_cast<const int*>(from), __ATOMIC_RELAXED);  // a device reads a word at once
+    *static_cast<int*>(to) = __atomic_load_n(static_cast<const int*>(from), __ATOMIC_RELAXED);  // a device reads a word atomically
   });
   return emulated_cuda::on_device_of(stream);
 }
@@ -289,7 +289,7 @@ inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph)
   return error;
 }
 inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
-  *executable = new std::shared_ptr<CUgraph_st>(graph);  // which owns it
+  *executable = new std::shared_ptr<CUgraph_st>(graph);  // it owns the graph
   return emulated_cuda::on_current();
 }
 inline cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {

@@ -16,14 +16,14 @@
 
 namespace emulated_cuda {
 
-// What one goes on with after a switch, for the processor and for the sanitizers.
+// The state with which a fiber continues after a switch, for the processor and for the sanitizers.
 struct Context {
   ucontext_t registers;
-  const void* stack = nullptr;  // its lowest byte
+  const void* stack = nullptr;  // lowest byte
   size_t stack_bytes = 0;
-  void* fiber = nullptr;  // of the thread sanitizer
+  void* fiber = nullptr;  // for the thread sanitizer
 
-  // Returns when another switches back. What was done before a switch `in_order` happens before what is done after it.
+  // Returns when another context switches back. What precedes a switch `in_order` happens before what follows it.
   void switch_to(Context& next, [[maybe_unused]] bool in_order) {
 #ifdef __SANITIZE_THREAD__
     __tsan_switch_to_fiber(next.fiber, in_order ? 0 : __tsan_switch_to_fiber_no_sync);
@@ -39,11 +39,10 @@ struct Context {
   }
 };
 
-// Run a function many times at once, as threads would, but take turns on the one thread that runs them: a turn ends where a fiber waits.
-// Nothing but barriers orders what they do.
+// Runs a function many times concurrently, like threads, on one thread: a fiber runs until it waits. Only barriers order the fibers.
 class Fibers {
  public:
-  // Always called by the same thread.
+  // Must always be called by the same thread.
   void run(unsigned count, const std::function<void()>& function) {
     function_ = &function;
     running_ = this;
@@ -63,7 +62,7 @@ class Fibers {
     }
   }
 
-  // Of the fiber that calls.
+  // Index of the calling fiber.
   static unsigned index() { return index_.load(std::memory_order_relaxed); }
   static void wait() { running_->leave(State::waits); }
 
@@ -81,7 +80,7 @@ class Fibers {
       context.registers.uc_stack.ss_sp = stack.get();
       context.registers.uc_stack.ss_size = stack_bytes;
       makecontext(&context.registers, [] { running_->live(); }, 0);
-      context.registers.uc_stack = {};  // the address sanitizer would forget at each switch what lies on the stack
+      context.registers.uc_stack = {};  // otherwise the address sanitizer would forget at each switch what is on the stack
       context.stack = stack.get();
       context.stack_bytes = stack_bytes;
 #ifdef __SANITIZE_THREAD__
@@ -113,10 +112,10 @@ class Fibers {
   inline static std::atomic<unsigned> index_ = 0;
   const std::function<void()>* function_ = nullptr;
   Context caller_;
-  std::deque<Fiber> fibers_;  // they live on, for the next call
+  std::deque<Fiber> fibers_;  // reused by the next call
 };
 
-// For fibers, as std::barrier is for threads.
+// A barrier for fibers, like std::barrier for threads.
 class Barrier {
  public:
   explicit Barrier(unsigned fibers) : expected_(fibers) {}
@@ -134,7 +133,7 @@ class Barrier {
     }
   }
 
-  // The others do not wait for one that has dropped out.
+  // The others no longer wait for the calling fiber.
   void drop() { expected_.fetch_sub(1, std::memory_order_acq_rel); }
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the CUDA sources use in kernels, and how the emulated device runs one: a thread of a block is a fiber, and blocks run one after
-// another.
+// Defines what the CUDA sources use in kernels, and how the emulated device runs one: a thread of a block is a fiber, and blocks run one
+// after another.
 
 #include <cstdint>
 #include <cstring>
@@ -41,7 +41,7 @@ inline dim3 blockIdx, gridDim;
 
 namespace emulated_cuda {
 
-// A warp of threads: what one hands in, another takes.
+// A warp of threads, which exchange values.
 constexpr unsigned warp_size = 32;
 struct Warp {
   Barrier barrier{warp_size};

@@ -1,7 +1,7 @@
-// NCCL for machines without GPUs: ranks are threads of one process, and data lies on the host or on the emulated device. It is as strict as
-// NCCL: a send ends when it is received, a group when all its messages have, and later work comes after it; the first messages of two ranks
-// keep both until both have come to them; who is aborted tells nobody. What NCCL leaves undefined, like two threads in one communicator, is
-// refused.
+// An NCCL for machines without GPUs: ranks are threads of one process, and data is on the host or on the emulated device. It is as strict
+// as NCCL: a send ends when it is received, a group when all its messages have ended, and later work follows it; the first messages between
+// two ranks block both until both have called; an abort is not reported to other ranks. What NCCL leaves undefined, like two threads in one
+// communicator, is refused.
 
 #include "tests/fake_nccl/fake_nccl.h"
 
@@ -49,38 +49,38 @@ struct Operation {
   int peer;  // or root
 };
 
-// A group's operations. On a stream it is launched later.
+// The operations of a group. On a stream they are launched later.
 struct Launch {
   std::shared_ptr<ncclComm> comm;
   CUstream_st* stream;
   std::vector<Operation> operations;
-  size_t left;  // of them, not done
+  size_t left;  // operations that are not done
 };
 
 struct Posted {
   std::shared_ptr<Launch> launch;
   Operation operation;
-  std::shared_ptr<std::vector<char>> buffer;  // that a send's bytes lie in; null where it waits for the receive
+  std::shared_ptr<std::vector<char>> buffer;  // contains the bytes of a send; null if the send waits for its receive
 };
 
-struct ControlChannel {  // from one rank to another
+struct Channel {  // from one rank to another
   std::deque<Posted> sends, receives;
 };
 
-using Meeting = std::vector<std::optional<Posted>>;  // each rank's part in a collective
+using Rendezvous = std::vector<std::optional<Posted>>;  // the operation of each rank in a collective
 
-struct Ends {  // of a way from one rank to another: who has come to its first message
+struct Ends {  // whether the ranks have called for the first message from one rank to another
   bool sender = false, receiver = false;
 };
 
 struct Clique {
   explicit Clique(int size)
-      : came(size), meets(size), connects(size, std::vector<Ends>(size)), channels(size, std::vector<ControlChannel>(size)) {}
-  std::vector<bool> came;                             // which ranks
-  std::vector<bool> meets;                            // likewise, to their first collective
-  std::vector<std::vector<Ends>> connects;            // [from][to]
-  std::vector<std::vector<ControlChannel>> channels;  // [from][to]
-  std::map<int64_t, Meeting> meetings;                // by their number
+      : came(size), in_collective(size), connects(size, std::vector<Ends>(size)), channels(size, std::vector<Channel>(size)) {}
+  std::vector<bool> came;                      // ranks that have joined
+  std::vector<bool> in_collective;             // ranks that have called their first collective
+  std::vector<std::vector<Ends>> connects;     // [from][to]
+  std::vector<std::vector<Channel>> channels;  // [from][to]
+  std::map<int64_t, Rendezvous> rendezvous;    // by their number
 
   int size() const { return static_cast<int>(came.size()); }
   bool is_complete() const { return std::find(came.begin(), came.end(), false) == came.end(); }
@@ -101,21 +101,21 @@ struct ncclComm {
   std::shared_ptr<Clique> clique;
   bool aborted = false, finalized = false;
   Result error = success;
-  std::optional<CUstream_st*> stream;  // of all that was launched
+  std::optional<CUstream_st*> stream;  // of all launches
   bool busy = false;                   // a thread is in it
-  int64_t meetings = 0;
-  int enqueued = 0;  // launches that their stream has not done
+  int64_t collectives = 0;
+  int enqueued = 0;  // launches that are not done on their stream
 
-  // Messages that lie in a buffer.
+  // Whether buffered messages are not yet received.
   bool has_unsent() const {
     const auto& sent = clique->channels[rank];
-    return std::any_of(sent.begin(), sent.end(), [](const ControlChannel& channel) { return !channel.sends.empty(); });
+    return std::any_of(sent.begin(), sent.end(), [](const Channel& channel) { return !channel.sends.empty(); });
   }
 };
 
 namespace {
 
-std::mutex mutex;  // guards all that is not of one thread, also what messages are copied between
+std::mutex mutex;  // guards all data that is not of one thread, and the copies of messages
 std::condition_variable changed;
 
 std::map<std::string, std::weak_ptr<Clique>> cliques;  // by their unique ids
@@ -174,7 +174,7 @@ size_t size_of(DataType type) {
   }
 }
 
-// visit(an element)
+// Calls visit(element) with an element of the type.
 template <class Visit>
 void with_type(DataType type, Visit visit) {
   switch (type) {
@@ -214,8 +214,8 @@ void copy(void* to, const void* from, size_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
-// Of what all ranks give, in their order.
-std::vector<char> sum_of(const Meeting& parts, size_t count) {
+// Reduces the inputs of all ranks in their order.
+std::vector<char> sum_of(const Rendezvous& parts, size_t count) {
   const Operation& first = parts[0]->operation;
   std::vector<char> out(count * size_of(first.type));
   with_type(first.type, [&](auto element) {
@@ -235,8 +235,8 @@ void finish(const Posted& posted) {
   if (--posted.launch->left == 0) changed.notify_all();
 }
 
-// All is read before anything is written, as it may lie in place.
-void carry_out(const Meeting& parts) {
+// All inputs are read before anything is written, because the operation may be in place.
+void carry_out(const Rendezvous& parts) {
   const Operation& first = parts[0]->operation;
   const size_t bytes = first.count * size_of(first.type);
   std::vector<char> result;
@@ -271,7 +271,7 @@ void poison(const Posted& posted, const char* why) {
   changed.notify_all();
 }
 
-void match(ControlChannel& channel) {
+void match(Channel& channel) {
   while (!channel.sends.empty() && !channel.receives.empty()) {
     const Posted send = std::move(channel.sends.front()), receive = std::move(channel.receives.front());
     channel.sends.pop_front();
@@ -283,21 +283,21 @@ void match(ControlChannel& channel) {
       if (!send.buffer) finish(send);
       finish(receive);
       changed.notify_all();
-    } else {  // neither ever ends
+    } else {  // neither of them ever ends
       poison(send, "a send and its receive differ in size");
       poison(receive, "a send and its receive differ in size");
     }
   }
 }
 
-void meet(const Posted& posted) {
+void join_collective(const Posted& posted) {
   ncclComm& comm = *posted.launch->comm;
-  const auto context = comm.clique->meetings.try_emplace(comm.meetings++, comm.clique->size()).first;
-  Meeting& parts = context->second;
+  const auto entry = comm.clique->rendezvous.try_emplace(comm.collectives++, comm.clique->size()).first;
+  Rendezvous& parts = entry->second;
   parts[comm.rank] = posted;
   if (std::find(parts.begin(), parts.end(), std::nullopt) != parts.end()) return;
-  const Meeting complete = std::move(parts);
-  comm.clique->meetings.erase(context);
+  const Rendezvous complete = std::move(parts);
+  comm.clique->rendezvous.erase(entry);
   const Operation& first = complete[0]->operation;
   const bool agree = std::all_of(complete.begin(), complete.end(), [&](const auto& part) {
     const Operation& each = part->operation;
@@ -313,12 +313,12 @@ void post(const std::shared_ptr<Launch>& launch) {
   for (const Operation& operation : launch->operations) {
     Posted posted{launch, operation, nullptr};
     if (operation.kind != Kind::send && operation.kind != Kind::recv) {
-      meet(posted);
+      join_collective(posted);
       continue;
     }
     auto& channels = comm.clique->channels;
     const bool sent = operation.kind == Kind::send;
-    ControlChannel& channel = sent ? channels[comm.rank][operation.peer] : channels[operation.peer][comm.rank];
+    Channel& channel = sent ? channels[comm.rank][operation.peer] : channels[operation.peer][comm.rank];
     if (sent && buffers_sends) {
       const char* const bytes = static_cast<const char*>(operation.from);
       posted.buffer = std::make_shared<std::vector<char>>(bytes, bytes + operation.count * size_of(operation.type));
@@ -332,7 +332,7 @@ void post(const std::shared_ptr<Launch>& launch) {
 #ifdef DLTRAIN_CUDA
 constexpr bool takes_streams = true;
 
-// Returns when the group is over, so that the stream's later work comes after it.
+// Returns when the group is done, so that later work of the stream follows it.
 void run(const std::shared_ptr<Launch>& launch) {
   std::unique_lock lock(mutex);
   if (!launch->comm->aborted) post(launch);
@@ -340,7 +340,7 @@ void run(const std::shared_ptr<Launch>& launch) {
 }
 
 void enqueue(const std::shared_ptr<Launch>& launch) {
-  if (launch->stream->capture) {  // a replay is a launch of its own
+  if (launch->stream->capture) {  // each replay is a launch of its own
     return launch->stream->give([comm = launch->comm, stream = launch->stream, operations = launch->operations] {
       run(std::make_shared<Launch>(Launch{comm, stream, operations, operations.size()}));
     });
@@ -358,7 +358,7 @@ constexpr bool takes_streams = false;
 void enqueue(const std::shared_ptr<Launch>&) {}
 #endif
 
-// Keeps the calling thread until `done`, or until nobody waits for that any more.
+// Blocks the calling thread until `done`, or until the wait is ended by an abort, an error or a reset.
 template <class Done>
 Result wait(std::unique_lock<std::mutex>& lock, ncclComm& comm, Done done) {
   comm.busy = true;
@@ -377,7 +377,7 @@ Result connect(std::unique_lock<std::mutex>& lock, const Launch& launch) {
     } else if (operation.kind == Kind::recv) {
       clique.connects[operation.peer][comm.rank].receiver = true;
     } else {
-      clique.meets[comm.rank] = true;
+      clique.in_collective[comm.rank] = true;
     }
   }
   changed.notify_all();
@@ -385,7 +385,7 @@ Result connect(std::unique_lock<std::mutex>& lock, const Launch& launch) {
     return std::all_of(launch.operations.begin(), launch.operations.end(), [&](const Operation& operation) {
       if (operation.kind == Kind::send) return clique.connects[comm.rank][operation.peer].receiver;
       if (operation.kind == Kind::recv) return clique.connects[operation.peer][comm.rank].sender;
-      return std::find(clique.meets.begin(), clique.meets.end(), false) == clique.meets.end();
+      return std::find(clique.in_collective.begin(), clique.in_collective.end(), false) == clique.in_collective.end();
     });
   });
 }
@@ -403,7 +403,7 @@ Result end_group(std::unique_lock<std::mutex>& lock) {
   return result;
 }
 
-Result judge(const ncclComm& comm, const Operation& operation, CUstream_st* stream) {
+Result check_operation(const ncclComm& comm, const Operation& operation, CUstream_st* stream) {
   const bool is_message = operation.kind == Kind::send || operation.kind == Kind::recv;
   if (comm.error != success) return comm.error;
   if (comm.busy) return refuse(invalid_usage, "another thread is in the communicator");
@@ -424,7 +424,7 @@ Result give(const char* function, Comm handle, CUstream_st* stream, const Operat
   group.rank = comm ? comm->rank : -1;
   Result result = note(function, group.rank, details);
   if (result == success && !comm) result = refuse(invalid_argument, "no such communicator");
-  if (result == success) result = judge(*comm, operation, stream);
+  if (result == success) result = check_operation(*comm, operation, stream);
   if (result == success) {
     group.comm = comm;
     group.stream = comm->stream = stream;
@@ -442,7 +442,7 @@ void abort(ncclComm& comm) {
     clique.channels[comm.rank][peer].sends.clear();
     clique.channels[peer][comm.rank].receives.clear();
   }
-  for (auto& [number, parts] : clique.meetings) parts[comm.rank].reset();
+  for (auto& [number, parts] : clique.rendezvous) parts[comm.rank].reset();
   for (auto& [handle, other] : comms) {
     if (tells_of_aborts && other->clique == comm.clique && handle != &comm) other->error = refuse(remote_error, "a rank has aborted");
   }
@@ -489,7 +489,7 @@ Result ncclCommInitRankConfig(Comm* out, int ranks, UniqueId id, int rank, Confi
   const Result result =
       note("ncclCommInitRankConfig", rank, text(" ranks ", ranks, " size ", config->size, " blocking ", config->blocking));
   if (result != success) return result;
-  // NCCL 2.14's own struct. Of others, which NCCL has, each group has a thread of its own.
+  // The struct of NCCL 2.14. With other ones, which NCCL also accepts, each group would have a thread of its own.
   if (config->size != 24 || config->magic != 0xcafebeef || config->version < 21400 || config->blocking != 1) {
     return refuse(invalid_argument, "a configuration of another kind");
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the tests ask of the fake NCCL beyond NCCL's own functions; from any thread.
+// Controls of the fake NCCL for tests, in addition to NCCL's own functions; may be called by any thread.
 
 #include <string>
 #include <vector>
@@ -8,32 +8,32 @@
 namespace dltrain::fake_nccl {
 
 struct Controls {
-  // Forgets all that was asked for below, and the calls. Whoever waits in NCCL is told of a remote error.
+  // Resets all settings below, and the recorded calls. Threads that wait in NCCL get a remote error.
   void (*reset)();
-  // "rank 2: ncclSend peer 1 bytes 400"; rank -1 where a call names no communicator.
+  // Recorded calls, such as "rank 2: ncclSend peer 1 bytes 400"; the rank is -1 if a call has no communicator.
   std::vector<std::string> (*calls)();
-  // Communicators that have been neither refused nor aborted.
+  // Communicators that have been neither destroyed nor aborted.
   int (*open)();
-  // Whether it works on this build's streams; else on the CPU alone.
+  // Whether it works on streams of this build; otherwise only on the CPU.
   bool (*takes_streams)();
 
   void (*set_version)(int version);
-  // The n-th next call of this rank (-1: of any) has this result, and does nothing.
+  // The n-th next call of this rank (-1: of any rank) returns this result, and does nothing.
   void (*fail)(const char* function, int rank, int n, int result);
-  // How many communicators there were to set it on.
+  // Sets the error of the rank's communicators; returns how many there were.
   int (*set_error)(int rank, int result);
-  // This rank is not initialised, nor are those that wait for it, until they are let go.
+  // Holds back the initialization of this rank, and so of the ranks that wait for it, until let_go().
   void (*hold_back)(int rank);
   void (*let_go)();
-  // Aborting a communicator is a remote error to the others. Else they hang.
+  // Aborting a communicator is a remote error to the other ranks. Otherwise they hang.
   void (*tell_of_aborts)();
-  // A send is over when its bytes are in a buffer, as over a network: an abort loses them, which finalizing does not.
+  // A send is complete when its bytes are buffered, as over a network: an abort loses them, but finalizing does not.
   void (*buffer_sends)();
-  // Whether a captured graph lives, which keeps whoever destroys or aborts a communicator.
+  // Whether a captured graph is alive, which blocks destroying or aborting a communicator.
   void (*let_a_graph_live)(bool lives);
 };
 
-// The one function that is looked up.
+// The only function that is looked up.
 inline constexpr const char* controls = "fake_nccl_controls";
 using GetControls = const Controls* (*)();
 

@@ -1,4 +1,4 @@
-// A library that has no more of NCCL than its version.
+// A library that has only the version function of NCCL.
 
 extern "C" __attribute__((visibility("default"))) int ncclGetVersion(int* version) {
   *version = 22809;

@@ -14,7 +14,7 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// Numbers of all kinds; block after block: ordinary ones, wide ones, zeros, denormals, the largest, a NaN or an infinity among them.
+// Makes numbers of all kinds, by blocks: ordinary ones, wide ones, zeros, denormals, the largest, and some with a NaN or an infinity.
 std::vector<float> numbers(int64_t numel, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
@@ -76,7 +76,7 @@ Bytes message_on_cpu(const Codec& codec, const std::vector<float>& values) {
   return out;
 }
 
-// Encodes and decodes at a place.
+// Encodes and decodes on an execution context.
 Result run(const ExecutionContext& context, const Case& c) {
   const int64_t offset = c.unaligned ? size_of(c.dtype) : 0;
   const Array<uint8_t> own(context, as_elements(numbers(c.numel, 1), c.dtype), offset);
@@ -127,7 +127,7 @@ class CodecOn : public OnEveryContext {
     EXPECT_EQ(here.found_inf, there.found_inf);
   }
 };
-DLT_ON_EVERY_PLACE(CodecOn);
+DLT_ON_EVERY_CONTEXT(CodecOn);
 
 TEST_P(CodecOn, GivesTheBytesOfTheCpu) {
   for (const Codec& codec : codecs()) {
@@ -150,7 +150,7 @@ TEST_P(CodecOn, TakesAnyTypeAndAlignment) {
   }
 }
 
-TEST_P(CodecOn, SeesWhatIsNotFinite) {
+TEST_P(CodecOn, SeesNonFiniteValues) {
   for (const Codec& codec : codecs()) {
     for (const bool finite : {true, false}) {
       std::vector<float> values(1000, 1.5f);
@@ -184,7 +184,7 @@ TEST_P(CodecOn, AddsUpThousandsOfTiles) {
 }
 
 TEST(Philox, GivesTheKnownAnswers) {
-  // From the test vectors that come with the paper's own library, Random123.
+  // From the test vectors of Random123, the library of the paper (Salmon et al. 2011).
   const auto expect = [](math::Words counter, uint32_t key0, uint32_t key1, const std::vector<uint32_t>& answer) {
     const math::Words words = math::philox(counter, key0, key1);
     EXPECT_EQ(std::vector<uint32_t>(words.word, words.word + 4), answer);
@@ -194,7 +194,7 @@ TEST(Philox, GivesTheKnownAnswers) {
   expect({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
 }
 
-TEST(Dtypes, HalvesComeBack) {
+TEST(Dtypes, HalvesRoundTrip) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const Half half{static_cast<uint16_t>(bits)};
     const BFloat16 bf16{static_cast<uint16_t>(bits)};

@@ -74,14 +74,14 @@ TEST(LARS, OneElementAgainstDouble) {
   }
 }
 
-TEST(LARS, WithoutARatioItDecaysAsItIsTold) {
+TEST(LARS, WithoutARatioTheDecayIsOptional) {
   const auto decay = [](const math::SGDElement& element) { return element.weight_decay; };
   math::LARS lars{0.9, 0.25};
   lars.decays_excluded = false;
   EXPECT_EQ(decay(lars.excluded(1.0, 1.0)), 0.0f);
   EXPECT_EQ(decay(lars.adapted(0.0, 1.0, 1.0, 1.0)), 0.25f);
   EXPECT_EQ(decay(lars.adapted(1.0, 1.0, 1.0, 1.0)), 0.25f);
-  EXPECT_EQ(lars.adapted(0.0, 1.0, 0.5, 1.0).share, 0.5f);  // the learning rate alone
+  EXPECT_EQ(lars.adapted(0.0, 1.0, 0.5, 1.0).share, 0.5f);  // only the learning rate
   lars.decays_excluded = true;
   lars.decays_at_zero_norm = false;
   EXPECT_EQ(decay(lars.excluded(1.0, 1.0)), 0.25f);
@@ -98,7 +98,7 @@ void write(const TypedPointer& to, int64_t i, float value) {
   with_type(to, [&]<class T>(T* values) { values[i] = narrow<T>(value); });
 }
 
-// A list of tensors with K streams each, of the same values whatever the place and the alignment, and copies where the form has them.
+// A list of tensors with K streams each, whose values do not depend on the context and the alignment, and copies if the signature has them.
 template <int K, class Numbers = None>
 struct Rows {
   Rows(const ExecutionContext& context, const std::vector<int64_t>& sizes, bool aligned = true, const Signature<K>& form = {})
@@ -111,7 +111,7 @@ struct Rows {
       list.add(data, sizes[row], numbers, form.copies ? add(context, form.copy, sizes[row], K, row, aligned) : nullptr);
     }
   }
-  // Of each stream of each row, and of its copy.
+  // Returns the values of each stream of each row, and of its copy.
   std::vector<std::vector<float>> values() const {
     std::vector<std::vector<float>> out;
     for (size_t i = 0; i < arrays.size(); ++i) {
@@ -146,7 +146,7 @@ using RowsOf = Rows<Operation::streams, typename Operation::Numbers>;
 
 constexpr Dtype fp32 = Dtype::fp32, fp16 = Dtype::fp16, bf16 = Dtype::bf16;
 
-// Every type of parameter and gradient, and of a copy beside a master.
+// Returns all combinations of types of parameter and gradient, and of a copy of a master.
 template <int K>
 std::vector<Signature<K>> forms() {
   std::vector<Signature<K>> all;
@@ -208,7 +208,7 @@ void encode(const ExecutionContext& context, const Codec& codec, int64_t numel, 
   codec.encode_sum(context, sum);
 }
 
-// The moments of AdamW as messages: the bits of decoding them, a step in fp32, and encoding what it made of them.
+// The moments of AdamW as messages have the bits of decoding, a step in fp32, and encoding the result.
 template <class Run>
 void check_coded_states(const ExecutionContext& context, const Codec& codec, const Format& format, Run&& run) {
   const std::vector<int64_t> sizes = {1, 0, 7, 8192, 127, 128, 20003, 3};
@@ -291,14 +291,14 @@ TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
 }
 
 class ForEachOn : public OnEveryContext {};
-DLT_ON_EVERY_PLACE(ForEachOn);
+DLT_ON_EVERY_CONTEXT(ForEachOn);
 
 TEST_P(ForEachOn, KeepsStatesInACodecsFormat) {
   check_each_codec(context(), [&](const ListOf<AdamW>& list) { for_each(context(), list, adamw); });
 }
 
-// Every element exactly once, whatever the types, sizes and alignments; the gradient is left alone.
-TEST_P(ForEachOn, IsTheElementsArithmetic) {
+// Each element is updated exactly once, with all types, sizes and alignments; the gradient does not change.
+TEST_P(ForEachOn, EqualsTheArithmeticOfOneElement) {
   const std::vector<int64_t> sizes = {1, 0, 7, 8192, 8193, 3, 64, 0, 10001, 4, 0};
   const auto check = [&](const auto& operation, const auto& form, bool aligned) {
     using Operation = std::decay_t<decltype(operation)>;
@@ -306,7 +306,7 @@ TEST_P(ForEachOn, IsTheElementsArithmetic) {
     const RowsOf<Operation> rows(context(), sizes, aligned, form);
     auto expected = rows.values();
     for_each(context(), rows.list, operation);
-    const RowsOf<Operation> on_the_host({}, {1});  // whose counters are equal
+    const RowsOf<Operation> on_the_host({}, {1});  // its counters are equal
     const auto element = operation.at(on_the_host.list.row(0).numbers);
     const size_t streams = form.copies ? K + 1 : K;
     for (size_t row = 0; row < sizes.size(); ++row) {
@@ -318,7 +318,7 @@ TEST_P(ForEachOn, IsTheElementsArithmetic) {
     }
     const auto got = rows.values();
     for (size_t stream = 0; stream < expected.size(); ++stream) {
-      // An element's constants come from pow, which devices round in their own way.
+      // The constants of an element use pow, which devices round differently.
       const Dtype dtype = rows.dtypes[stream];
       const float bound = dtype == fp32 ? 1e-6f : dtype == fp16 ? 0x1p-10f : 0x1p-7f;
       for (size_t i = 0; i < expected[stream].size(); ++i) {
@@ -346,7 +346,7 @@ TEST_P(ForEachOn, TakesMoreRowsThanOneLaunch) {
   EXPECT_EQ(rows.values(), expected);
 }
 
-TEST_P(ForEachOn, ReadsItsScalarsWhereTheTensorsLie) {
+TEST_P(ForEachOn, ReadsItsScalarsOnTheDevice) {
   const Array<float> lr(context(), {0.25f}), found_inf(context(), {2.0f}), none(context(), {0.0f});
   const Array<double> grad_scale(context(), {8.0});
   SGD sgd{{}, {1.0, true, {lr.data(), grad_scale.data(), nullptr}}};
@@ -384,7 +384,7 @@ TEST_P(ForEachOn, AdaptsEachTensorByItsOwnSums) {
   EXPECT_EQ(p.values(), (std::vector<float>{3.0f - 0.6f, 4.0f - 0.8f, 1.0f - 2.0f * 0.5f}));  // the ratio is 0.1 * 5 / 1
 }
 
-TEST(TensorList, ExtendsARowWhereMemoryGoesOn) {
+TEST(TensorList, ExtendsARowIfMemoryIsContiguous) {
   Half numbers[9];
   TensorList<1> list(Signature<1>{{Dtype::fp16}}), more(Signature<1>{{Dtype::fp16}});
   list.extend({numbers}, 1);

@@ -9,7 +9,7 @@ namespace {
 
 class FoldOn : public OnEveryContext {
  protected:
-  // own <- the sum in order, with own at its place.
+  // own <- the sum in order, with own at own_position.
   std::vector<float> fold(const std::vector<float>& own, const std::vector<std::vector<float>>& received, int own_position, float scale) {
     const Array<float> at(context(), own);
     std::vector<std::unique_ptr<Array<float>>> arrays;
@@ -29,7 +29,7 @@ class FoldOn : public OnEveryContext {
     return at.values();
   }
 };
-DLT_ON_EVERY_PLACE(FoldOn);
+DLT_ON_EVERY_CONTEXT(FoldOn);
 
 TEST_P(FoldOn, AddsInTheOrderGiven) {
   // 1e8 + -1e8 + 1 is 1 in this order and 0 in another.
@@ -38,7 +38,7 @@ TEST_P(FoldOn, AddsInTheOrderGiven) {
   EXPECT_EQ(fold(std::vector<float>(5000, 2.0f), {first, first}, 2, 0.5f), std::vector<float>(5000, 2e8f + 1.0f));
 }
 
-TEST_P(FoldOn, ScalesOnlyMyOwn) {
+TEST_P(FoldOn, ScalesOnlyOwn) {
   EXPECT_EQ(fold(std::vector<float>(3000, 3.0f), {std::vector<float>(3000, 5.0f)}, 0, 0.5f), std::vector<float>(3000, 6.5f));
   EXPECT_EQ(fold(std::vector<float>(3000, 3.0f), {}, 0, 2.0f), std::vector<float>(3000, 6.0f));
 }
@@ -56,7 +56,7 @@ TEST_P(FoldOn, TakesAnyLengthAndManyOperands) {
 }
 
 class ReduceOn : public OnEveryContext {};
-DLT_ON_EVERY_PLACE(ReduceOn);
+DLT_ON_EVERY_CONTEXT(ReduceOn);
 
 TEST_P(ReduceOn, SumsSquaresRowByRow) {
   const std::vector<int64_t> sizes = {0, 1, 33, 8192, 0, 8193, 50001};
@@ -75,7 +75,7 @@ TEST_P(ReduceOn, SumsSquaresRowByRow) {
   }
   const Array<double> results(context(), std::vector<double>(sizes.size(), -1.0));
   reduce(context(), list, Squares{}, results.data());
-  EXPECT_EQ(results.values(), expected);  // whole numbers: exact in any order
+  EXPECT_EQ(results.values(), expected);  // integers: exact in any order
 }
 
 TEST_P(ReduceOn, IsFiniteExactlyIfAllElementsAre) {
@@ -114,7 +114,7 @@ TEST(Reduce, RefusesACodecsFormat) {
   EXPECT_THROW(reduce({}, TensorList<1>(Signature<1>{{format_of<math::FP8>()}}), Squares{}, &sum), std::invalid_argument);
 }
 
-// Of two streams in one pass, in whatever types they are, beside a third that is not asked for.
+// Sums two streams of any types in one pass; a third stream is not requested.
 TEST_P(ReduceOn, TakesTheNormsOfAnUpdate) {
   using LARSNorms = Norms<math::LARS, 1>;
   for (const Dtype dtype : {Dtype::fp32, Dtype::fp16}) {
