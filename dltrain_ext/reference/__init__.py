@@ -1,0 +1,22 @@
+"""Defines every op in plain torch, as the reference of the tests. The precision is that of the arguments."""
+
+from dltrain_ext.reference.clipping import sum_squares, unscale_and_clip
+from dltrain_ext.reference.codecs import decode_, encode_sum_, philox
+from dltrain_ext.reference.optimizers import (
+    adagrad_,
+    adamw_,
+    lars_,
+    sgd_,
+)
+
+__all__ = [
+    "adagrad_",
+    "adamw_",
+    "decode_",
+    "encode_sum_",
+    "lars_",
+    "philox",
+    "sgd_",
+    "sum_squares",
+    "unscale_and_clip",
+]
