@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_number, check_numbers, is_dense
-from dltrain_ext.optim.fused import FusedStep, grad_scale_of
+from dltrain_ext.optim.fused import FusedStep, add_up, grad_scale_of
 from dltrain_ext.optim.shards import whole
 
 
@@ -186,12 +186,13 @@ class LossScaler(torch.amp.GradScaler):
         flags = [] if state is None else _flags(state)
         ready = state is not None and state["stage"] is OptState.READY
         divisor = grad_scale_of(optimizer)
+        max_norm = min((norm for norm in (max_norm, optimizer.max_grad_norm) if norm is not None), default=None)
         if ready:
             scale, _ = self._check_scale_growth_tracker("step")
             divisor = scale if divisor is None else scale * divisor
         if ready or max_norm is not None:
             if grad_stats is None:
-                total = _sum(optimizer.sum_squares(groups))
+                total = add_up(optimizer.sum_squares(groups))
             else:
                 total = grad_stats.sum_squares
                 flags += [] if grad_stats.found_inf is None else [grad_stats.found_inf]
@@ -322,14 +323,6 @@ def _check_stats(stats: GradStats | None) -> None:
 def _flags(state: dict[str, Any]) -> list[Tensor]:
     """Returns what was found in the gradients of an optimizer since the last update(), one tensor per device."""
     return list(state["found_inf_per_device"].values())
-
-
-def _sum(numbers: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of the numbers, on the device of the first one."""
-    total = numbers[0] if numbers else torch.zeros((), dtype=torch.float64)
-    for number in numbers[1:]:
-        total = total + number.to(total.device, non_blocking=True)
-    return total
 
 
 def _any(flags: Sequence[Tensor]) -> Tensor:

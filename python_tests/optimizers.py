@@ -24,9 +24,12 @@ SHAPES = [(3, 5), (7,), (), (1, 1, 2), (0, 4), (64, 33)]
 
 def telling(kind, **options):
     """Return options with which a test can detect more errors; these and ``lr`` are added."""
-    taken = inspect.signature(kind).parameters
-    usual = {"momentum": 0.9, "weight_decay": 0.1}
-    return {name: value for name, value in usual.items() if name in taken} | options
+    return taken_by(kind, momentum=0.9, weight_decay=0.1) | options
+
+
+def taken_by(kind, **options):
+    """Return those of these options that the optimizer has."""
+    return {name: value for name, value in options.items() if name in inspect.signature(kind).parameters}
 
 
 def make_params(shapes, device="cpu", seed=0):

@@ -33,8 +33,11 @@ struct Norms {
   using Element = typename Rule::Measure;
 
   Rule rule;
+  Step step;
 
-  DLT_HD Element at(const Numbers& numbers) const { return rule.measure(per_tensor<Rule>(numbers, false)); }
+  DLT_HD Element at(const Numbers& numbers) const {
+    return rule.measure(per_tensor<Rule>(numbers, false), step.scalars.grad_factor(step.maximize));
+  }
 };
 
 }  // namespace dltrain

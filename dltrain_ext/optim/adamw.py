@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dltrain_ext._arguments import as_number, check_numbers
-from dltrain_ext.optim.fused import FusedStep, as_float
+from dltrain_ext._arguments import check_numbers
+from dltrain_ext.optim.fused import FusedStep, check_betas
 from dltrain_ext.optim.rule import RULES
 
 
@@ -52,7 +52,7 @@ class AdamW(FusedStep, torch.optim.AdamW):
         master_weights: str | bool = "auto",
     ) -> None:
         check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
-        _check_betas(betas)
+        check_betas(betas)
         super().__init__(
             params,
             lr,
@@ -70,23 +70,3 @@ class AdamW(FusedStep, torch.optim.AdamW):
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:
         return ["max_exp_avg_sq"] * bool(group["amsgrad"])
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        betas: Any = group.get("betas")
-        _check_betas(betas)
-        beta1, beta2 = (as_number(beta, "betas") for beta in betas)
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ValueError(f"betas: expected two numbers >= 0 and < 1, got {betas!r}")
-        return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": as_float(group, "eps"),
-            "weight_decay": as_float(group, "weight_decay"),
-        }
-
-
-def _check_betas(betas: Any) -> None:
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise TypeError(f"betas: expected two numbers, got {betas!r}")
-    check_numbers(betas=betas[0])
-    check_numbers(betas=betas[1])

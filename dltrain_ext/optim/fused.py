@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import as_number, check_dense
+from dltrain_ext._arguments import as_number, check_dense, check_numbers
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import Shards, any_sharded, local
 
@@ -24,6 +24,47 @@ is skipped: one-element tensors on any device, or None."""
 def as_float(group: dict[str, Any], name: str) -> float:
     """Returns a hyper-parameter; raises TypeError that names it if it is not a number."""
     return as_number(group.get(name), name)
+
+
+def check_betas(betas: Any) -> None:
+    """Raises TypeError if these are not two numbers."""
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise TypeError(f"betas: expected two numbers, got {betas!r}")
+    check_numbers(betas=betas[0])
+    check_numbers(betas=betas[1])
+
+
+def betas_of(group: dict[str, Any]) -> tuple[float, float]:
+    """Raises TypeError or ValueError if these are not two numbers >= 0 and < 1."""
+    betas: Any = group.get("betas")
+    check_betas(betas)
+    beta1, beta2 = (as_number(beta, "betas") for beta in betas)
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas: expected two numbers >= 0 and < 1, got {betas!r}")
+    return beta1, beta2
+
+
+def check_nonnegative(group: dict[str, Any], *names: str) -> None:
+    """Checks the learning rate and these other options of an optimizer that torch does not have.
+
+    Raises TypeError or ValueError naming the option that is not a number >= 0, or not one number.
+    """
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
+    for name in ("lr", *names):
+        value = group[name]
+        check_numbers(**{name: value})
+        is_on_device = isinstance(value, Tensor) and not value.is_cpu  # reading it would wait for the device
+        if not is_on_device and not 0 <= value < math.inf:
+            raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
+
+
+def add_up(numbers: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of one-element tensors, float64, on the device of the first."""
+    total = numbers[0] if numbers else torch.zeros((), dtype=torch.float64)
+    for number in numbers[1:]:
+        total = total + number.to(total.device, non_blocking=True)
+    return total
 
 
 def _check_iterable(params: Any) -> None:
@@ -60,6 +101,8 @@ class FusedStep(torch.optim.Optimizer):
     unscaler: Unscaler | None = None
     """Unscales the next step's gradients; if None, the attributes that a GradScaler sets do, ``grad_scale`` and
     ``found_inf``."""
+    max_grad_norm: float | None = None
+    """The 2-norm to which every step clips the gradients of all groups; None: they are not clipped."""
     _shards: Shards | None = None  # only during a step of DTensors
     _rule: Rule
     _given: dict[str, Any] = {}  # options that torch's optimizer does not have
@@ -126,9 +169,10 @@ class FusedStep(torch.optim.Optimizer):
                 raise ValueError(f"state[{name!r}]: expected shape {expected}, got {got}")
             if name in nonnegative and value.numel() and not value.is_meta and bool(value.min() < 0):
                 raise ValueError(f"state[{name!r}]: expected no number below 0, got {float(value.min()):g}")
-        step = as_number(entry.get("step", 0), "state['step']")
-        if not 0 <= step < math.inf:
-            raise ValueError(f"state['step']: expected a number >= 0, got {step:g}")
+        for name in ("step", *(counter.key for counter in self._rule.counters)):
+            number = as_number(entry.get(name, 0), f"state[{name!r}]")
+            if not 0 <= number < math.inf:
+                raise ValueError(f"state[{name!r}]: expected a number >= 0, got {number:g}")
 
     def _load_as_saved(self, state_dict: dict[str, Any]) -> None:
         """Restores moments and masters, which torch has cast to the dtype of their parameter."""
@@ -218,9 +262,11 @@ class FusedStep(torch.optim.Optimizer):
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the step beside ``lr`` and ``maximize``; raises TypeError naming one that is none."""
-        return {
+        betas = dict(zip(("beta1", "beta2"), betas_of(group), strict=True)) if "beta1" in self._rule.hyper else {}
+        return betas | {
             name: bool(group[name]) if isinstance(default, bool) else as_float(group, name)
             for name, default in self._rule.hyper.items()
+            if name not in betas
         }
 
     @torch.no_grad()
@@ -312,7 +358,11 @@ class FusedStep(torch.optim.Optimizer):
     def _scale_of_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
         found_inf = getattr(self, "found_inf", None)
         # If there are no gradients, GradScaler sets the Python number 0.
-        return grad_scale_of(self), found_inf if isinstance(found_inf, Tensor) else None
+        found_inf = found_inf if isinstance(found_inf, Tensor) else None
+        scale, max_norm = grad_scale_of(self), self.max_grad_norm
+        if max_norm is not None:
+            scale, _, _ = _ops.unscale_and_clip(add_up(self.sum_squares(groups)), grad_scale=scale, max_norm=max_norm)
+        return scale, found_inf
 
     def _arguments(
         self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None

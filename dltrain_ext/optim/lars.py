@@ -1,13 +1,11 @@
 """Layer-wise adaptive rate scaling for large batches, whose step updates a whole parameter group in one call."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dltrain_ext._arguments import check_numbers
-from dltrain_ext.optim.fused import EVERY, NONE, FusedStep, as_float
+from dltrain_ext.optim.fused import EVERY, NONE, FusedStep, as_float, check_nonnegative
 from dltrain_ext.optim.rule import RULES
 from dltrain_ext.optim.shards import any_sharded
 
@@ -102,22 +100,13 @@ class LARS(FusedStep):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         _check_form(group)
-        check_numbers(lr=group["lr"])
-        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-            raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
+        given = [name for name in ("trust_coefficient", "eps") if group[name] is not None]
+        check_nonnegative(group, "momentum", "weight_decay", *given)
         super()._check_group(group)
         if any_sharded(group["params"]):
             raise ValueError(
                 "params: expected whole tensors, since a step takes their norms, got DTensors; AdamW and SGD take them"
             )
-        for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps"):
-            value = group[name]
-            asked_of_a_device = isinstance(value, Tensor) and not value.is_cpu
-            if value is None and name in ("trust_coefficient", "eps"):
-                continue
-            check_numbers(**{name: value})
-            if not asked_of_a_device and not 0 <= value < math.inf:
-                raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("nesterov: expected False without momentum, got True")
 

@@ -80,7 +80,7 @@ class Shards:
             own = state[part if p is None else p]
             for name, value in entry.items():
                 if name not in own or local(own[name]) is not value:
-                    own[name] = value if p is None or name == "step" else _like(p, value)
+                    own[name] = value if p is None or value.shape != part.shape else _like(p, value)
         for part in self._whole:
             part.grad = None
 

@@ -149,7 +149,7 @@ class Updates {
       const ExecutionContext context = caller_context(part.device);
       const Step step = arguments.on(part.device);
       if constexpr (counters > 0) for_each(context, part.counts, Advance<Rule>{rule, step.scalars});
-      const Memory norms = take_norms(context, rule, part);
+      const Memory norms = take_norms(context, rule, step, part);
       for_each(context, part.list, Operation{rule, step, part.flag});
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -185,7 +185,7 @@ class Updates {
   static bool may_be_half(int k) { return k < 2; }
 
   // Computes the norms that the rule needs, if the flag is set, into memory to which the rows then point.
-  static Memory take_norms(const ExecutionContext& context, const Rule& rule, DeviceList& part) {
+  static Memory take_norms(const ExecutionContext& context, const Rule& rule, const Step& step, DeviceList& part) {
     constexpr int sums = math::norms_of<Rule>();
     Memory memory;
     if constexpr (sums > 0) {
@@ -193,7 +193,7 @@ class Updates {
       const int64_t rows = part.list.size();
       memory = Memory(context, sums * rows * static_cast<int64_t>(sizeof(double)));
       auto* const results = static_cast<double*>(memory.data());
-      reduce(context, part.list, Norms<Rule, bits>{rule}, results);
+      reduce(context, part.list, Norms<Rule, bits>{rule, step}, results);
       for (int64_t row = 0; row < rows; ++row) {
         for (int i = 0; i < sums; ++i) part.list.row(row).numbers.sums().values[i] = results + row * sums + i;
       }

@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "core/host_device.h"
+#include "math/optim/moments.h"
 #include "math/optim/rule.h"
 
 namespace dltrain::math {
@@ -18,32 +19,25 @@ namespace dltrain::math {
 // What one step does to one element.
 struct AdamWElement {
   float decay;  // 1 - lr wd
-  float beta1, one_less_beta1, beta2, one_less_beta2;
+  Moments moments;
   float step_size;   // lr / (1 - b1^t)
   float correction;  // 1 / sqrt(1 - b2^t)
   float eps;
   float grad_factor;
 
   DLT_HD void operator()(float& p, float g, float& m, float& v) const {
-    moments(g, m, v);
+    moments.add(g * grad_factor, m, v);
     p = moved(p, m, v);
   }
 
   DLT_HD void operator()(float& p, float g, float& m, float& v, float& max_v) const {
-    moments(g, m, v);
+    moments.add(g * grad_factor, m, v);
     // The comparison is written so that max_v becomes NaN if v is NaN.
     max_v = max_v > v ? max_v : v;
     p = moved(p, m, max_v);
   }
 
  private:
-  DLT_HD void moments(float g, float& m, float& v) const {
-    g *= grad_factor;
-    m = beta1 * m + one_less_beta1 * g;
-    // The factors are multiplied in this order, because g * g would overflow earlier.
-    v = beta2 * v + (one_less_beta2 * g) * g;
-  }
-
   DLT_HD float moved(float p, float m, float v) const { return p * decay - step_size * (m / (sqrtf(v) * correction + eps)); }
 };
 
@@ -70,10 +64,7 @@ struct AdamW {
     const double step = tensor.counters[0];
     AdamWElement element;
     element.decay = static_cast<float>(1.0 - lr * weight_decay);
-    element.beta1 = static_cast<float>(beta1);
-    element.one_less_beta1 = static_cast<float>(1.0 - beta1);
-    element.beta2 = static_cast<float>(beta2);
-    element.one_less_beta2 = static_cast<float>(1.0 - beta2);
+    element.moments = Moments::of(beta1, beta2);
     element.step_size = static_cast<float>(lr / (1.0 - pow(beta1, step)));
     element.correction = static_cast<float>(1.0 / sqrt(1.0 - pow(beta2, step)));
     element.eps = static_cast<float>(eps);

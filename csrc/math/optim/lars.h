@@ -54,7 +54,7 @@ struct LARS {
       return grad;
     }
   };
-  DLT_HD Measure measure(const PerTensor&) const { return {}; }
+  DLT_HD Measure measure(const PerTensor&, double) const { return {}; }
   static constexpr Flag flag = {"adapt", true};  // the tensor has a trust ratio
 
   template <unsigned states>

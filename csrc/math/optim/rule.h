@@ -7,8 +7,9 @@
 //   static constexpr auto hyper()                std::tuple of Hyper
 //   static constexpr std::array states           of State: tensors of the parameter's shape
 //   static constexpr std::array counters         optional, of Counter: numbers of a parameter; advance(float&...) counts a step
-//   static constexpr int norms                   optional: how many norms of a tensor it needs, over what measure(PerTensor) makes of each
-//   using Measure                                element: a function (index of the norm as a type, parameter, gradient, state&...) -> float
+//   static constexpr int norms                   optional: how many norms of a tensor it needs
+//   using Measure                                element of a norm: (its index as a type, parameter, gradient, state...) -> float
+//   measure(PerTensor, grad_factor)              the Measure with its numbers
 //   static constexpr Flag flag                   optional: marks tensors that are treated differently
 //   template <unsigned states> using Element     what one step does to an element: (parameter&, gradient, state&...), where the bits of
 //                                                states are the states that are present
