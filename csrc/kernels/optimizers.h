@@ -5,12 +5,13 @@
 #include <tuple>
 
 #include "math/optim/adagrad.h"
+#include "math/optim/adam.h"
 #include "math/optim/adamw.h"
 #include "math/optim/lars.h"
 #include "math/optim/sgd.h"
 
 namespace dltrain {
 
-using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad>;
+using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam>;
 
 }  // namespace dltrain

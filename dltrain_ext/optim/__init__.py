@@ -1,8 +1,15 @@
 """Optimizers with the interface and behaviour of torch.optim, whose step is one pass over memory."""
 
 from dltrain_ext.optim.adagrad import Adagrad
+from dltrain_ext.optim.adam import Adam
 from dltrain_ext.optim.adamw import AdamW
 from dltrain_ext.optim.lars import LARS
 from dltrain_ext.optim.sgd import SGD
 
-__all__ = ["LARS", "SGD", "Adagrad", "AdamW"]
+__all__ = [
+    "LARS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+]

@@ -4,6 +4,7 @@ from dltrain_ext.reference.clipping import sum_squares, unscale_and_clip
 from dltrain_ext.reference.codecs import decode_, encode_sum_, philox
 from dltrain_ext.reference.optimizers import (
     adagrad_,
+    adam_,
     adamw_,
     lars_,
     sgd_,
@@ -11,6 +12,7 @@ from dltrain_ext.reference.optimizers import (
 
 __all__ = [
     "adagrad_",
+    "adam_",
     "adamw_",
     "decode_",
     "encode_sum_",

@@ -61,6 +61,13 @@ def _decayed(p: Tensor, g: Tensor, weight_decay: float) -> Tensor:
     return g + weight_decay * p if weight_decay else g
 
 
+def _decayed_as_asked(p: Tensor, g: Tensor, lr: float, weight_decay: float, decoupled: bool) -> Tensor:
+    """The gradient with weight decay; decoupled, the decay is applied to the parameter instead."""
+    if decoupled:
+        p.mul_(1 - lr * weight_decay)
+    return _decayed(p, g, 0.0 if decoupled else weight_decay)
+
+
 def _adam(
     p: Tensor,
     g: Tensor,
@@ -79,6 +86,27 @@ def _adam(
     if max_v is not None:
         v = torch.maximum(max_v, v, out=max_v)
     p.sub_(lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps))
+
+
+@_over_lists
+def adam_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    max_v: Tensor | None,
+    step: Tensor,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+) -> None:
+    """Adam (Kingma & Ba 2015); with ``max_exp_avg_sqs``, AMSGrad (Reddi, Kale & Kumar 2018)."""
+    d = _decayed_as_asked(p, g, lr, weight_decay, decoupled_weight_decay)
+    _adam(p, d, m, v, max_v, step, lr, beta1, beta2, eps)
 
 
 @_over_lists
