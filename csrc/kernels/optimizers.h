@@ -8,10 +8,11 @@
 #include "math/optim/adam.h"
 #include "math/optim/adamw.h"
 #include "math/optim/lars.h"
+#include "math/optim/nadam.h"
 #include "math/optim/sgd.h"
 
 namespace dltrain {
 
-using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam>;
+using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam>;
 
 }  // namespace dltrain

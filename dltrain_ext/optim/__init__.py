@@ -4,6 +4,7 @@ from dltrain_ext.optim.adagrad import Adagrad
 from dltrain_ext.optim.adam import Adam
 from dltrain_ext.optim.adamw import AdamW
 from dltrain_ext.optim.lars import LARS
+from dltrain_ext.optim.nadam import NAdam
 from dltrain_ext.optim.sgd import SGD
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "NAdam",
 ]

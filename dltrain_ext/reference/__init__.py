@@ -7,6 +7,7 @@ from dltrain_ext.reference.optimizers import (
     adam_,
     adamw_,
     lars_,
+    nadam_,
     sgd_,
 )
 
@@ -17,6 +18,7 @@ __all__ = [
     "decode_",
     "encode_sum_",
     "lars_",
+    "nadam_",
     "philox",
     "sgd_",
     "sum_squares",

@@ -130,6 +130,34 @@ def adamw_(
 
 
 @_over_lists
+def nadam_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    mu_product: Tensor,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum_decay: float = 4e-3,
+    decoupled_weight_decay: bool = False,
+) -> None:
+    """NAdam (Dozat 2016), with a momentum that grows."""
+    step += 1
+    t = step.item()
+    mu, following = (beta1 * (1 - 0.5 * 0.96 ** (i * momentum_decay)) for i in (t, t + 1))
+    mu_product *= mu
+    d = _decayed_as_asked(p, g, lr, weight_decay, decoupled_weight_decay)
+    _moments(d, m, v, beta1, beta2)
+    ahead = (1 - mu) / (1 - mu_product) * d + following / (1 - mu_product * following) * m
+    p.sub_(lr * ahead / ((v / (1 - beta2**t)).sqrt() + eps))
+
+
+@_over_lists
 def adagrad_(
     p: Tensor,
     g: Tensor,
