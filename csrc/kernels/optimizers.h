@@ -9,10 +9,11 @@
 #include "math/optim/adamw.h"
 #include "math/optim/lars.h"
 #include "math/optim/nadam.h"
+#include "math/optim/radam.h"
 #include "math/optim/sgd.h"
 
 namespace dltrain {
 
-using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam>;
+using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam>;
 
 }  // namespace dltrain

@@ -5,6 +5,7 @@ from dltrain_ext.optim.adam import Adam
 from dltrain_ext.optim.adamw import AdamW
 from dltrain_ext.optim.lars import LARS
 from dltrain_ext.optim.nadam import NAdam
+from dltrain_ext.optim.radam import RAdam
 from dltrain_ext.optim.sgd import SGD
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "Adam",
     "AdamW",
     "NAdam",
+    "RAdam",
 ]

@@ -8,6 +8,7 @@ from dltrain_ext.reference.optimizers import (
     adamw_,
     lars_,
     nadam_,
+    radam_,
     sgd_,
 )
 
@@ -20,6 +21,7 @@ __all__ = [
     "lars_",
     "nadam_",
     "philox",
+    "radam_",
     "sgd_",
     "sum_squares",
     "unscale_and_clip",

@@ -158,6 +158,34 @@ def nadam_(
 
 
 @_over_lists
+def radam_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+) -> None:
+    """RAdam (Liu et al. 2020, Algorithm 2)."""
+    step += 1
+    t = step.item()
+    _moments(_decayed_as_asked(p, g, lr, weight_decay, decoupled_weight_decay), m, v, beta1, beta2)
+    longest = 2 / (1 - beta2) - 1
+    rho = longest - 2 * t * beta2**t / (1 - beta2**t)
+    update = m / (1 - beta1**t)
+    if rho > 5:
+        variance = (rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho)
+        update = update * (variance * (1 - beta2**t)) ** 0.5 / (v.sqrt() + eps)
+    p.sub_(lr * update)
+
+
+@_over_lists
 def adagrad_(
     p: Tensor,
     g: Tensor,
