@@ -6,6 +6,7 @@
 
 #include "math/optim/adagrad.h"
 #include "math/optim/adam.h"
+#include "math/optim/adamax.h"
 #include "math/optim/adamw.h"
 #include "math/optim/lars.h"
 #include "math/optim/nadam.h"
@@ -14,6 +15,6 @@
 
 namespace dltrain {
 
-using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam>;
+using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam, math::Adamax>;
 
 }  // namespace dltrain

@@ -2,6 +2,7 @@
 
 from dltrain_ext.optim.adagrad import Adagrad
 from dltrain_ext.optim.adam import Adam
+from dltrain_ext.optim.adamax import Adamax
 from dltrain_ext.optim.adamw import AdamW
 from dltrain_ext.optim.lars import LARS
 from dltrain_ext.optim.nadam import NAdam
@@ -14,6 +15,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
     "NAdam",
     "RAdam",
 ]

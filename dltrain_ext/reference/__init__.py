@@ -5,6 +5,7 @@ from dltrain_ext.reference.codecs import decode_, encode_sum_, philox
 from dltrain_ext.reference.optimizers import (
     adagrad_,
     adam_,
+    adamax_,
     adamw_,
     lars_,
     nadam_,
@@ -15,6 +16,7 @@ from dltrain_ext.reference.optimizers import (
 __all__ = [
     "adagrad_",
     "adam_",
+    "adamax_",
     "adamw_",
     "decode_",
     "encode_sum_",

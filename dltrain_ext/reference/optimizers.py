@@ -186,6 +186,28 @@ def radam_(
 
 
 @_over_lists
+def adamax_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    u: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> None:
+    """Adamax (Kingma & Ba 2015, Algorithm 2)."""
+    step += 1
+    d = _decayed(p, g, weight_decay)
+    m.mul_(beta1).add_(d, alpha=1 - beta1)
+    u.copy_(torch.maximum(beta2 * u, d.abs() + eps))
+    p.sub_(lr / (1 - beta1 ** step.item()) * m / u)
+
+
+@_over_lists
 def adagrad_(
     p: Tensor,
     g: Tensor,
