@@ -11,10 +11,12 @@
 #include "math/optim/lars.h"
 #include "math/optim/nadam.h"
 #include "math/optim/radam.h"
+#include "math/optim/rmsprop.h"
 #include "math/optim/sgd.h"
 
 namespace dltrain {
 
-using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam, math::Adamax>;
+using Optimizers =
+    std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam, math::Adamax, math::RMSprop>;
 
 }  // namespace dltrain

@@ -7,6 +7,7 @@ from dltrain_ext.optim.adamw import AdamW
 from dltrain_ext.optim.lars import LARS
 from dltrain_ext.optim.nadam import NAdam
 from dltrain_ext.optim.radam import RAdam
+from dltrain_ext.optim.rmsprop import RMSprop
 from dltrain_ext.optim.sgd import SGD
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "Adamax",
     "NAdam",
     "RAdam",
+    "RMSprop",
 ]

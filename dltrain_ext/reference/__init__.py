@@ -10,6 +10,7 @@ from dltrain_ext.reference.optimizers import (
     lars_,
     nadam_,
     radam_,
+    rmsprop_,
     sgd_,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "nadam_",
     "philox",
     "radam_",
+    "rmsprop_",
     "sgd_",
     "sum_squares",
     "unscale_and_clip",

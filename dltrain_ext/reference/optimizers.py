@@ -208,6 +208,38 @@ def adamax_(
 
 
 @_over_lists
+def rmsprop_(
+    p: Tensor,
+    g: Tensor,
+    v: Tensor,
+    buffer: Tensor | None,
+    mean: Tensor | None,
+    step: Tensor,
+    *,
+    lr: float,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    centered: bool = False,
+) -> None:
+    """RMSprop (Hinton 2012; centered: Graves 2013), with eps added to the root."""
+    step += 1
+    d = _decayed(p, g, weight_decay)
+    v.mul_(alpha).add_(d * d, alpha=1 - alpha)
+    variance = v
+    if centered:
+        assert mean is not None
+        mean.mul_(alpha).add_(d, alpha=1 - alpha)
+        variance = v - mean * mean
+    d = d / (variance.sqrt() + eps)
+    if momentum:
+        assert buffer is not None
+        d = buffer.mul_(momentum).add_(d)
+    p.sub_(lr * d)
+
+
+@_over_lists
 def adagrad_(
     p: Tensor,
     g: Tensor,
