@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "math/optim/adadelta.h"
 #include "math/optim/adagrad.h"
 #include "math/optim/adam.h"
 #include "math/optim/adamax.h"
@@ -16,7 +17,7 @@
 
 namespace dltrain {
 
-using Optimizers =
-    std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam, math::Adamax, math::RMSprop>;
+using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam, math::Adamax,
+                              math::RMSprop, math::Adadelta>;
 
 }  // namespace dltrain

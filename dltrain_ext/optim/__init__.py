@@ -1,5 +1,6 @@
 """Optimizers with the interface and behaviour of torch.optim, whose step is one pass over memory."""
 
+from dltrain_ext.optim.adadelta import Adadelta
 from dltrain_ext.optim.adagrad import Adagrad
 from dltrain_ext.optim.adam import Adam
 from dltrain_ext.optim.adamax import Adamax
@@ -13,6 +14,7 @@ from dltrain_ext.optim.sgd import SGD
 __all__ = [
     "LARS",
     "SGD",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",

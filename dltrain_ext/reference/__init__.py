@@ -3,6 +3,7 @@
 from dltrain_ext.reference.clipping import sum_squares, unscale_and_clip
 from dltrain_ext.reference.codecs import decode_, encode_sum_, philox
 from dltrain_ext.reference.optimizers import (
+    adadelta_,
     adagrad_,
     adam_,
     adamax_,
@@ -15,6 +16,7 @@ from dltrain_ext.reference.optimizers import (
 )
 
 __all__ = [
+    "adadelta_",
     "adagrad_",
     "adam_",
     "adamax_",

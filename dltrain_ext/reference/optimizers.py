@@ -240,6 +240,28 @@ def rmsprop_(
 
 
 @_over_lists
+def adadelta_(
+    p: Tensor,
+    g: Tensor,
+    v: Tensor,
+    a: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    rho: float = 0.9,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+) -> None:
+    """Adadelta (Zeiler 2012, Algorithm 1)."""
+    step += 1
+    d = _decayed(p, g, weight_decay)
+    v.mul_(rho).add_(d * d, alpha=1 - rho)
+    delta = (a + eps).sqrt() / (v + eps).sqrt() * d
+    a.mul_(rho).add_(delta * delta, alpha=1 - rho)
+    p.sub_(lr * delta)
+
+
+@_over_lists
 def adagrad_(
     p: Tensor,
     g: Tensor,
