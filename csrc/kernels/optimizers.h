@@ -10,6 +10,7 @@
 #include "math/optim/adamax.h"
 #include "math/optim/adamw.h"
 #include "math/optim/lars.h"
+#include "math/optim/lion.h"
 #include "math/optim/nadam.h"
 #include "math/optim/radam.h"
 #include "math/optim/rmsprop.h"
@@ -18,6 +19,6 @@
 namespace dltrain {
 
 using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam, math::Adamax,
-                              math::RMSprop, math::Adadelta>;
+                              math::RMSprop, math::Adadelta, math::Lion>;
 
 }  // namespace dltrain

@@ -6,6 +6,7 @@ from dltrain_ext.optim.adam import Adam
 from dltrain_ext.optim.adamax import Adamax
 from dltrain_ext.optim.adamw import AdamW
 from dltrain_ext.optim.lars import LARS
+from dltrain_ext.optim.lion import Lion
 from dltrain_ext.optim.nadam import NAdam
 from dltrain_ext.optim.radam import RAdam
 from dltrain_ext.optim.rmsprop import RMSprop
@@ -19,6 +20,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Adamax",
+    "Lion",
     "NAdam",
     "RAdam",
     "RMSprop",

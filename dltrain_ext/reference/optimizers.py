@@ -281,6 +281,22 @@ def adagrad_(
 
 
 @_over_lists
+def lion_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    weight_decay: float = 0.0,
+) -> None:
+    """Lion (Chen et al. 2023, Algorithm 2)."""
+    p.mul_(1 - lr * weight_decay).sub_(lr * torch.sign(beta1 * m + (1 - beta1) * g))
+    m.mul_(beta2).add_(g, alpha=1 - beta2)
+
+
+@_over_lists
 def sgd_(
     p: Tensor,
     g: Tensor,
