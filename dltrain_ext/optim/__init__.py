@@ -5,6 +5,7 @@ from dltrain_ext.optim.adagrad import Adagrad
 from dltrain_ext.optim.adam import Adam
 from dltrain_ext.optim.adamax import Adamax
 from dltrain_ext.optim.adamw import AdamW
+from dltrain_ext.optim.lamb import LAMB
 from dltrain_ext.optim.lars import LARS
 from dltrain_ext.optim.lion import Lion
 from dltrain_ext.optim.nadam import NAdam
@@ -13,6 +14,7 @@ from dltrain_ext.optim.rmsprop import RMSprop
 from dltrain_ext.optim.sgd import SGD
 
 __all__ = [
+    "LAMB",
     "LARS",
     "SGD",
     "Adadelta",

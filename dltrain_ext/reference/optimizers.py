@@ -297,6 +297,30 @@ def lion_(
 
 
 @_over_lists
+def lamb_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 1e-2,
+    adapt: bool = True,
+) -> None:
+    """LAMB (You et al. 2020, Algorithm 2); ``adapt``: with a trust ratio."""
+    step += 1
+    t = step.item()
+    _moments(g, m, v, beta1, beta2)
+    u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + weight_decay * p
+    norm, length = p.norm(), u.norm()
+    p.sub_(lr * (norm / length if adapt and norm and length else 1.0) * u)
+
+
+@_over_lists
 def sgd_(
     p: Tensor,
     g: Tensor,
