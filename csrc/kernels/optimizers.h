@@ -9,6 +9,7 @@
 #include "math/optim/adam.h"
 #include "math/optim/adamax.h"
 #include "math/optim/adamw.h"
+#include "math/optim/ftrl.h"
 #include "math/optim/lamb.h"
 #include "math/optim/lars.h"
 #include "math/optim/lion.h"
@@ -20,6 +21,6 @@
 namespace dltrain {
 
 using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam, math::Adamax,
-                              math::RMSprop, math::Adadelta, math::Lion, math::LAMB>;
+                              math::RMSprop, math::Adadelta, math::Lion, math::LAMB, math::FTRL>;
 
 }  // namespace dltrain

@@ -5,6 +5,7 @@ from dltrain_ext.optim.adagrad import Adagrad
 from dltrain_ext.optim.adam import Adam
 from dltrain_ext.optim.adamax import Adamax
 from dltrain_ext.optim.adamw import AdamW
+from dltrain_ext.optim.ftrl import FTRL
 from dltrain_ext.optim.lamb import LAMB
 from dltrain_ext.optim.lars import LARS
 from dltrain_ext.optim.lion import Lion
@@ -14,6 +15,7 @@ from dltrain_ext.optim.rmsprop import RMSprop
 from dltrain_ext.optim.sgd import SGD
 
 __all__ = [
+    "FTRL",
     "LAMB",
     "LARS",
     "SGD",

@@ -321,6 +321,26 @@ def lamb_(
 
 
 @_over_lists
+def ftrl_(
+    p: Tensor,
+    g: Tensor,
+    z: Tensor,
+    n: Tensor,
+    *,
+    lr: float,
+    beta: float = 1.0,
+    lambda_1: float = 0.0,
+    lambda_2: float = 0.0,
+) -> None:
+    """FTRL-Proximal (McMahan et al. 2013, Algorithm 1)."""
+    total = n + g * g
+    z.add_(g - (total.sqrt() - n.sqrt()) / lr * p)
+    n.copy_(total)
+    beyond = z - z.sign() * lambda_1
+    p.copy_(torch.where(z.abs() <= lambda_1, 0.0, -beyond / ((beta + n.sqrt()) / lr + lambda_2)))
+
+
+@_over_lists
 def sgd_(
     p: Tensor,
     g: Tensor,
