@@ -1,11 +1,15 @@
 """Optimizers of other packages, which are all optional, and the formulas that their results are checked against."""
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from dltrain_ext import reference
+from dltrain_ext.optim.rule import RULES
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 MOVING = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
@@ -51,6 +55,30 @@ class LARSByHand(torch.optim.Optimizer):
             torch._foreach_sub_(params, buffers)
 
 
+class ByReference(torch.optim.Optimizer):
+    """An optimizer that torch does not have, as one writes it with torch's functions for each parameter."""
+
+    def __init__(self, params: list[torch.nn.Parameter], name: str, lr: float, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+        self._rule, self._update = RULES[name], getattr(reference, f"{name}_")
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            options = {name: value for name, value in group.items() if name in ("lr", *self._rule.hyper)}
+            for p in group["params"]:
+                state = self.state[p]
+                for key, initial, is_state in self._entries:
+                    if key not in state:
+                        state[key] = torch.full(p.shape if is_state else (), initial, dtype=p.dtype, device=p.device)
+                self._update([p], [p.grad], *([state[key]] for key, _, _ in self._entries), [], **options)
+
+    @property
+    def _entries(self) -> list[tuple[str, float, bool]]:
+        states = [(state.key, state.initial, True) for state in self._rule.states]
+        return states + [(counter.key, counter.initial, False) for counter in self._rule.counters]
+
+
 class NormLimited(torch.optim.Optimizer):
     """SGD whose step is limited to a fraction of the norm of the parameter: what bitsandbytes calls LARS."""
 
@@ -69,6 +97,17 @@ class NormLimited(torch.optim.Optimizer):
 def of_package(package: str, name: str, **options: Any) -> Make:
     """Return a factory of the optimizer, which raises ModuleNotFoundError if the package is not installed."""
     return lambda params: getattr(importlib.import_module(package), name)(params, **options)
+
+
+def unclamped(make: Make) -> Make:
+    """LAMB of pytorch_optimizer without its limit of a parameter's norm, which the paper does not have."""
+
+    def made(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(params)
+        optimizer.clamp = math.inf  # type: ignore[attr-defined]
+        return optimizer
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -105,6 +144,17 @@ ADAMW = {
     "pytorch_optimizer": ThirdParty(of_package("pytorch_optimizer", "AdamW", weight_decay=0.01)),
     "deepspeed": ThirdParty(of_package("deepspeed.ops.adam", "DeepSpeedCPUAdam", weight_decay=0.01), devices=("cpu",)),
 }
+LION = {
+    "pytorch_optimizer": ThirdParty(of_package("pytorch_optimizer", "Lion")),
+    "lion-pytorch": ThirdParty(of_package("lion_pytorch", "Lion")),
+}
+# Its moments have no bias correction, which the trust ratio cancels where there is no weight decay.
+UNDECAYED = {"lr": 1e-3, "eps": 1e-30, "weight_decay": 0.0}
+LAMB = {
+    "pytorch_optimizer": ThirdParty(unclamped(of_package("pytorch_optimizer", "Lamb", **UNDECAYED, adam_debias=True)))
+}
+PROXIMAL = {"lr": 0.1, "beta": 1.0, "lambda_1": 1e-3, "lambda_2": 1e-3}
+FTRL = {"pytorch_optimizer": ThirdParty(of_package("pytorch_optimizer", "FTRL", **PROXIMAL))}
 SGD = {
     "bitsandbytes": ThirdParty(of_package("bitsandbytes.optim", "SGD32bit", **MOVING)),
 }

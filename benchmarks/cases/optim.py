@@ -1,6 +1,7 @@
 """Optimizer steps, against the implementations of torch and of other packages (fp32)."""
 
 import argparse
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from benchmarks import optim_peers
 from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
 from benchmarks.machine.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
-from benchmarks.optim_peers import MOVING, LARSByHand, Make, ThirdParty
+from benchmarks.optim_peers import MOVING, PROXIMAL, UNDECAYED, ByReference, LARSByHand, Make, ThirdParty
 from dltrain_ext import optim
 
 OVERVIEW = ["--elements", "8400000", "--seconds", "2", "--no-compile"]
@@ -28,6 +29,8 @@ def of_torch(kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Mak
         "foreach": {"foreach": True},
         "for-loop": {"foreach": False},
     }
+    if "fused" not in inspect.signature(kind).parameters:
+        del ways["fused"]
     return {f"torch {name}": lambda params, way=way: kind(params, **options, **way) for name, way in ways.items()}
 
 
@@ -42,7 +45,7 @@ class Kind:
     ours: Make
     peers: dict[str, Make]
     state: tuple[str, ...]
-    norms: bool = False  # a pass over parameter and gradient precedes the update
+    norms: int = 0  # streams that a pass for norms reads before the update
     rtol: float = 1e-6
     cancels: bool = False  # its sums may cancel, so errors are relative to the largest element
     third_parties: dict[str, ThirdParty] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class Kind:
     @property
     def bytes_moved(self) -> int:
         """Bytes that a step moves per element."""
-        return self.bytes_held + 4 * (1 + len(self.state)) + 8 * self.norms
+        return self.bytes_held + 4 * (1 + len(self.state)) + 4 * self.norms
 
 
 def usual(kind: type[torch.optim.Optimizer], torchs: type[torch.optim.Optimizer]) -> Kind:
@@ -74,7 +77,7 @@ def usual(kind: type[torch.optim.Optimizer], torchs: type[torch.optim.Optimizer]
     optimizer = kind([parameter])
     optimizer.step()
     state = tuple(key for key, value in optimizer.state[parameter].items() if value.shape == parameter.shape)
-    return Kind(kind.__name__, kind, of_torch(torchs), state)
+    return Kind(kind.__name__, kind, of_torch(torchs), state, cancels=kind is not optim.AdamW)
 
 
 OPTIMIZERS = {
@@ -98,10 +101,35 @@ OPTIMIZERS = {
         lambda params: optim.LARS(params, **MOVING),
         {"torch by hand": lambda params: LARSByHand(params, **MOVING)},
         ("momentum_buffer",),
-        norms=True,
+        norms=2,
         rtol=1e-4,  # torch's norms are sums in float32
         cancels=True,
         third_parties=optim_peers.LARS,
+    ),
+    "lion": Kind(
+        "Lion",
+        optim.Lion,
+        {"torch by hand": lambda params: ByReference(params, "lion", lr=1e-4)},
+        ("exp_avg",),
+        third_parties=optim_peers.LION,
+    ),
+    "lamb": Kind(
+        "LAMB",
+        lambda params: optim.LAMB(params, preset="paper", **UNDECAYED),
+        {"torch by hand": lambda params: ByReference(params, "lamb", **UNDECAYED)},
+        ("exp_avg", "exp_avg_sq"),
+        norms=4,
+        rtol=1e-4,  # torch's norms are sums in float32
+        cancels=True,
+        third_parties=optim_peers.LAMB,
+    ),
+    "ftrl": Kind(
+        "FTRL",
+        lambda params: optim.FTRL(params, **PROXIMAL),
+        {"torch by hand": lambda params: ByReference(params, "ftrl", **PROXIMAL)},
+        ("z", "n"),
+        cancels=True,
+        third_parties=optim_peers.FTRL,
     ),
 }
 OPTIMIZERS |= {
@@ -247,7 +275,8 @@ def measure(
             rows[side] = Row("", side, side == OURS, correct, f"{error:.1e}")
         if optimizer and rows[side].correct:
             steps[side] = optimizer.step
-            rows[side].figures["extra MiB"] = extra_memory(optimizer.step, device)
+    for side, step in steps.items():  # when all are verified, since it is one more step, also of the reference
+        rows[side].figures["extra MiB"] = extra_memory(step, device)
     del reference, values
     past_cache = kind.bytes_held * elements > last_level_cache(device)
     limit = MemoryLimit(device, reads) if past_cache else None
