@@ -66,11 +66,12 @@ class ByReference(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             options = {name: value for name, value in group.items() if name in ("lr", *self._rule.hyper)}
-            for p in group["params"]:
+            for index, p in enumerate(group["params"]):
                 state = self.state[p]
                 for key, initial, is_state in self._entries:
                     if key not in state:
-                        state[key] = torch.full(p.shape if is_state else (), initial, dtype=p.dtype, device=p.device)
+                        number = index if key == "number" else initial
+                        state[key] = torch.full(p.shape if is_state else (), number, dtype=p.dtype, device=p.device)
                 self._update([p], [p.grad], *([state[key]] for key, _, _ in self._entries), [], **options)
 
     @property

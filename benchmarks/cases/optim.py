@@ -123,6 +123,14 @@ OPTIMIZERS = {
         cancels=True,
         third_parties=optim_peers.LAMB,
     ),
+    "sgld": Kind(
+        "SGLD",
+        lambda params: optim.SGLD(params, lr=1e-3),
+        {"torch by hand": lambda params: ByReference(params, "sgld", lr=1e-3)},
+        (),
+        rtol=1e-5,
+        cancels=True,
+    ),
     "ftrl": Kind(
         "FTRL",
         lambda params: optim.FTRL(params, **PROXIMAL),

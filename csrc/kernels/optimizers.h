@@ -17,10 +17,11 @@
 #include "math/optim/radam.h"
 #include "math/optim/rmsprop.h"
 #include "math/optim/sgd.h"
+#include "math/optim/sgld.h"
 
 namespace dltrain {
 
 using Optimizers = std::tuple<math::AdamW, math::SGD, math::LARS, math::Adagrad, math::Adam, math::NAdam, math::RAdam, math::Adamax,
-                              math::RMSprop, math::Adadelta, math::Lion, math::LAMB, math::FTRL>;
+                              math::RMSprop, math::Adadelta, math::Lion, math::LAMB, math::FTRL, math::SGLD>;
 
 }  // namespace dltrain

@@ -13,12 +13,14 @@ from dltrain_ext.optim.nadam import NAdam
 from dltrain_ext.optim.radam import RAdam
 from dltrain_ext.optim.rmsprop import RMSprop
 from dltrain_ext.optim.sgd import SGD
+from dltrain_ext.optim.sgld import SGLD
 
 __all__ = [
     "FTRL",
     "LAMB",
     "LARS",
     "SGD",
+    "SGLD",
     "Adadelta",
     "Adagrad",
     "Adam",

@@ -13,7 +13,7 @@ class FTRL(FusedStep):
     """FTRL-Proximal, "follow the regularized leader", in one pass over all parameters of a group.
 
     With z and n from 0 on, s = (sqrt(n + g^2) - sqrt(n)) / lr, z <- z + g - s p, n <- n + g^2; then p is 0 where
-    |z| <= lambda_1, and else -(z - sign(z) lambda_1) / ((beta + sqrt(n)) / lr + lambda_2) (McMahan et al. 2013,
+    abs(z) <= lambda_1, and else -(z - sign(z) lambda_1) / ((beta + sqrt(n)) / lr + lambda_2) (McMahan et al. 2013,
     Algorithm 1). It gives sparse parameters, and is used for linear models. The parameter follows from z and n alone:
     one that starts at another value than 0 keeps that value only until the first step.
 

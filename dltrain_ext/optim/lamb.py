@@ -28,8 +28,8 @@ class LAMB(FusedStep):
     """AdamW whose step is as long, relative to the gradient's direction, as the tensor is large; in two passes.
 
     With u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p, from Adam's moments m and v, a step is
-    p <- p - lr r u, and the trust ratio r is |p| / |u|, or 1 if a norm is zero (You et al. 2020, Algorithm 2). Forms of
-    LAMB differ, so the form is selected by name:
+    p <- p - lr r u, and the trust ratio r is norm(p) / norm(u), or 1 if a norm is zero (You et al. 2020, Algorithm 2).
+    Forms of LAMB differ, so the form is selected by name:
 
     ============  =============  ================================================
     preset        max_grad_norm  trust ratio

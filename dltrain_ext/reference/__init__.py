@@ -16,6 +16,7 @@ from dltrain_ext.reference.optimizers import (
     radam_,
     rmsprop_,
     sgd_,
+    sgld_,
 )
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "radam_",
     "rmsprop_",
     "sgd_",
+    "sgld_",
     "sum_squares",
     "unscale_and_clip",
 ]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dltrain_ext.reference.codecs import philox
+
 Update = Callable[..., None]
 
 
@@ -404,3 +406,24 @@ def lars_(
         buffer.mul_(momentum).add_(d)
         d = d + momentum * buffer if nesterov else buffer
     p.sub_(outside * d)
+
+
+@_over_lists
+def sgld_(
+    p: Tensor,
+    g: Tensor,
+    step: Tensor,
+    number: Tensor,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    temperature: float = 1.0,
+    seed: float = 0.0,
+) -> None:
+    """SGLD (Welling & Teh 2011), with noise by Box & Muller 1958 from Philox's words of an element."""
+    step += 1
+    words = philox(int(seed), int(step.item()), int(number.item()), 0, 4 * p.numel()).view(-1, 4) >> 8
+    u, v = (words[:, 0] + 1) * 2.0**-24, words[:, 1] * 2.0**-24
+    noise = (-2 * u.double().log()).sqrt() * (2 * torch.pi * v.double()).cos()
+    noise = noise.to(p).view(p.shape)
+    p.sub_(lr / 2 * _decayed(p, g, weight_decay)).add_(noise, alpha=temperature * lr**0.5)

@@ -7,6 +7,7 @@
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/instruction_set.h"
 #include "kernels/cpu/tile.h"
+#include "kernels/element.h"
 #include "math/sum_squares.h"
 
 #ifndef DLT_INSTRUCTION_SET
@@ -88,25 +89,26 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
     const Element element = given;
     if (signature.is_plain()) {
       float* const data[] = {static_cast<float*>(row.data[K])...};
-      return over(element, data, begin, end);
+      return over(element, 0, data, begin, end);
     }
     alignas(cache_line) float buffer[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {
       const int64_t count = end - at < piece ? end - at : piece;
       const Stretch stretches[] = {{row.data[K], signature.formats[K], row.numel, at, count}...};
       float* const data[] = {widened(stretches[K], buffer[K])...};
-      over(element, data, 0, count);
+      over(element, at, data, 0, count);
       (narrow_if<Operation::writes(K)>(data[K], stretches[K]), ...);
       if (signature.copies) narrow_to(data[0], count, TypedPointer{row.copy, signature.copy}.from(at));
     }
   }
 
  private:
-  DLT_HD static void over(const Element& element, float* const* data, int64_t begin, int64_t end) {
+  // first: the index in the row of the element at 0.
+  DLT_HD static void over(const Element& element, int64_t first, float* const* data, int64_t begin, int64_t end) {
     float* const streams[] = {data[K]...};
     // The streams never overlap, so the compiler may vectorize the loop.
 #pragma GCC ivdep
-    for (int64_t i = begin; i < end; ++i) element(streams[K][i]...);
+    for (int64_t i = begin; i < end; ++i) apply(element, first + i, streams[K][i]...);
   }
 
   DLT_HD static void narrow_to(const float* values, int64_t count, const TypedPointer& to) {

@@ -7,6 +7,7 @@
 
 #include "kernels/codec.h"
 #include "kernels/codecs.h"
+#include "kernels/element.h"
 #include "kernels/operations.h"
 #include "tests/contexts.h"
 
@@ -327,7 +328,7 @@ TEST_P(ForEachOn, EqualsTheArithmeticOfOneElement) {
     for (size_t row = 0; row < sizes.size(); ++row) {
       for (int64_t i = 0; i < sizes[row]; ++i) {
         auto* const values = &expected[row * streams];
-        [&]<std::size_t... I>(std::index_sequence<I...>) { element(values[I][i]...); }(std::make_index_sequence<K>{});
+        [&]<std::size_t... I>(std::index_sequence<I...>) { apply(element, i, values[I][i]...); }(std::make_index_sequence<K>{});
         if (form.copies) values[K][i] = values[0][i];
       }
     }
