@@ -88,21 +88,22 @@ constexpr Flag flag_of() {
 // For each choice of optional states, the bits of all states that are then present, in ascending order.
 template <class Rule>
 constexpr auto choices_of() {
-  constexpr auto count = static_cast<unsigned>(Rule::states.size());
-  constexpr auto is_choice = [](unsigned bits) {
-    for (unsigned k = 0; k < count; ++k) {
-      if (!Rule::states[k].optional && !(bits >> k & 1)) return false;
-    }
-    return true;
+  struct Bits {
+    unsigned all = 0, required = 0, optional = 0;  // optional: how many
   };
-  constexpr auto optional = [] {
-    unsigned states = 0;
-    for (const State& state : Rule::states) states += state.optional;
-    return states;
+  constexpr Bits states = [] {
+    Bits found;
+    for (const State& state : Rule::states) {
+      const unsigned bit = found.all + 1;
+      found.all |= bit;
+      found.required |= state.optional ? 0 : bit;
+      found.optional += state.optional;
+    }
+    return found;
   }();
-  std::array<unsigned, 1u << optional> choices{};
-  for (unsigned bits = 0, next = 0; bits < 1u << count; ++bits) {
-    if (is_choice(bits)) choices[next++] = bits;
+  std::array<unsigned, 1u << states.optional> choices{};
+  for (unsigned bits = 0, next = 0; bits <= states.all; ++bits) {
+    if ((bits & states.required) == states.required) choices[next++] = bits;
   }
   return choices;
 }
