@@ -67,18 +67,24 @@ def by_kernel(text, heading):
 
 @pytest.fixture(scope="module")
 def kernels(tool):
-    """Return, for each kernel, bytes of local memory, registers, and the accesses by operation and width."""
+    """Return, for each kernel, bytes of local memory, registers, and accesses: by operation and width, and spills.
+
+    Spills are the accesses of local memory in the loop over elements: between wide accesses of global memory.
+    """
     usage = by_kernel(tool("--dump-resource-usage"), r"^ Function ")
     code = by_kernel(tool("--dump-sass"), r"^\s+Function : ")
     assert usage.keys() == code.keys() and {key[0] for key in code} >= set(ARCHITECTURES)
     found = {}
     for key, text in usage.items():
-        accesses = collections.Counter()
+        ordered = []
         for operation, modifiers in re.findall(r"\s(LDG?|STG?|LDL|STL)((?:\.[A-Z0-9]+)*) ", code[key]):
             width = next((int(m.lstrip("US")) for m in modifiers.split(".") if m.lstrip("US").isdecimal()), 32)
-            accesses[operation, width] += 1
+            ordered.append((operation, width))
+        wide = [i for i, (operation, width) in enumerate(ordered) if operation in ("LDG", "STG") and width == 128]
+        loop = ordered[wide[0] : wide[-1]] if wide else []
+        spills = sum(operation in ("LDL", "STL") for operation, _ in loop)
         stack, registers = re.search(r"STACK:(\d+)", text), re.search(r"REG:(\d+)", text)
-        found[key] = int(stack[1]), int(registers[1]), accesses
+        found[key] = int(stack[1]), int(registers[1]), spills, collections.Counter(ordered)
     return found
 
 
@@ -99,13 +105,13 @@ def unit_width(codec):
 
 
 def test_four_blocks_fit_and_local_memory_is_unused(kernels):
-    for (architecture, kernel, arguments), (stack, registers, accesses) in kernels.items():
+    for (architecture, kernel, arguments), (stack, registers, spills, accesses) in kernels.items():
         name = f"{architecture} {kernel} {arguments}: {registers} registers, {stack} bytes, {dict(accesses)}"
-        blocks = 2 if arguments.endswith("true") else 3 if "AdamW, 7u" in arguments else 4
+        streams, _ = STREAMS.get(arguments.rsplit(", ", 2)[0], (4, 0))
+        blocks = 2 if arguments.endswith("true") else 3 if streams > 4 else 4
         assert registers * THREADS * blocks <= REGISTERS, name
-        # pow, which is computed once per tensor, may store one number there.
-        assert stack <= (8 if "AdamW" in arguments else 0), name
-        assert all(accesses[operation, width] <= 1 for operation in ("LDL", "STL") for width in (32, 64, 128)), name
+        # An element's numbers, with their double arithmetic, are computed once per tensor, and may need some.
+        assert spills == 0 and stack <= (64 if arguments.startswith("Update") else 0), name
         assert not any(operation in ("LD", "ST") for operation, _ in accesses), name  # generic addressing
 
 
@@ -131,6 +137,6 @@ def test_optimizers_read_and_write_at_full_width(kernels, name):
     streams, written = STREAMS[name]
     found = {key: k for key, k in kernels.items() if key[2].startswith(name) and key[0] in ARCHITECTURES}
     assert sum(key[2].endswith("false") for key in found) == 2 * len(ARCHITECTURES)  # for short and for long lists
-    for _, _, accesses in found.values():
+    for *_, accesses in found.values():
         assert accesses["LDG", 128] >= streams and accesses["LDG", 64] >= 2 * streams, accesses
         assert accesses["STG", 128] >= written and accesses["STG", 64] >= 2 * written, accesses
