@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "bindings/comm/unobserved.h"
+#include "bindings/comm/gloo/unobserved.h"
 #include "bindings/execution_context.h"
 #include "core/in_time.h"
 

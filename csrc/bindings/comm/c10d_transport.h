@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "bindings/comm/gloo_waits.h"
+#include "bindings/comm/gloo/waits.h"
 #include "comm/transport/collectives.h"
 #include "comm/transport/transport.h"
 

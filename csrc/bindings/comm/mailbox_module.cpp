@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/comm/gloo_mailbox.h"
+#include "bindings/comm/gloo/mailbox.h"
 #include "bindings/interrupt.h"
 #include "bindings/module.h"
 

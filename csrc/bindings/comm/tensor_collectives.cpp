@@ -10,7 +10,7 @@
 #include <tuple>
 #include <utility>
 
-#include "bindings/comm/control_channel.h"
+#include "bindings/comm/gloo/control_channel.h"
 
 namespace dltrain::bindings {
 

@@ -1,4 +1,4 @@
-#include "bindings/comm/control_channel.h"
+#include "bindings/comm/gloo/control_channel.h"
 
 #include <ATen/ops/from_blob.h>
 

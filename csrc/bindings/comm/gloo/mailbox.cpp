@@ -1,4 +1,4 @@
-#include "bindings/comm/gloo_mailbox.h"
+#include "bindings/comm/gloo/mailbox.h"
 
 #include <ATen/ops/from_blob.h>
 
@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "bindings/comm/unobserved.h"
+#include "bindings/comm/gloo/unobserved.h"
 #include "comm/transport/gather.h"
 #include "comm/transport/transport.h"
 #include "core/check.h"

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "bindings/comm/gloo_waits.h"
+#include "bindings/comm/gloo/waits.h"
 #include "comm/transport/event_queue.h"
 #include "comm/transport/mailbox.h"
 #include "comm/transport/message_pool.h"

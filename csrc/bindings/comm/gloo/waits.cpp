@@ -1,4 +1,4 @@
-#include "bindings/comm/gloo_waits.h"
+#include "bindings/comm/gloo/waits.h"
 
 #include <ATen/ops/empty.h>
 #include <unistd.h>
