@@ -46,7 +46,7 @@ MODULES = {
     "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
-PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "selftest", "sim"}
+PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "reference", "selftest", "sim"}
 
 
 def sources() -> list[Path]:
