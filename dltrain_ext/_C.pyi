@@ -40,6 +40,7 @@ class FusedGroup:
         flagged: list[Tensor],
         flagged_from: int,
     ) -> list[Tensor]: ...
+    def take_norms(self, arguments: StepArguments, hyper: dict[str, float | bool], sums: Tensor) -> None: ...
     def release(self) -> None: ...
     def step(self, arguments: StepArguments, hyper: dict[str, float | bool]) -> None: ...
 
@@ -51,10 +52,11 @@ def optimizers() -> list[
         list[tuple[str, bool, float, bool]],
         list[tuple[str, float]],
         str | None,
+        int,
     ]
 ]:
     """Returns for each optimizer its name, hyper-parameters with their defaults, states (key, optional, initial,
-    nonnegative), counters (key, initial), and flag."""
+    nonnegative), counters (key, initial), flag, and the number of norms of a tensor that it needs."""
 
 def sum_squares_of(groups: Sequence[FusedGroup]) -> list[Tensor]:
     """Returns for each device the sum of squares of all gradients that the groups have read there, as float64."""

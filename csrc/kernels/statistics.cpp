@@ -28,7 +28,7 @@ void add_up(const ExecutionContext& context, double* numbers, int64_t count, con
   map_blocks(context, SumTiles::elements, SumTiles{numbers, count, statistics.sum_squares, statistics.found_inf});
 }
 
-void sum_squares(const ExecutionContext& context, const TensorList<1>& list, double* sums) { reduce(context, list, Squares{}, sums); }
+void sum_squares(const ExecutionContext& context, const TensorList<1>& list, double* sums) { reduce(context, list, Squares{sums}); }
 
 void sum_squares(const ExecutionContext& context, const std::vector<TensorList<1>>& lists, const Statistics& statistics) {
   int64_t rows = 0;

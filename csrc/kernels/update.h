@@ -23,14 +23,19 @@ struct Pointers<T, 0> {
   DLT_HD const T* operator[](int) const { return nullptr; }
 };
 
-// Counters and Sums are bases, because an empty base takes no space.
-template <class Rule, class Counters = Pointers<float, static_cast<int>(math::counters_of<Rule>().size())>,
-          class Sums = Pointers<double, math::norms_of<Rule>()>>
-struct NumbersOf : Counters, Sums {
+// Where the sums of squares of a row's norms are, one after another, in memory of its tensors' device.
+template <int norms>
+struct SumsAt {
+  double* sums = nullptr;  // null if the row does not have the rule's flag
+};
+template <>
+struct SumsAt<0> {};
+
+// The counters and the sums are bases, because an empty base takes no space.
+template <class Rule, class Counters = Pointers<float, static_cast<int>(math::counters_of<Rule>().size())>>
+struct NumbersOf : Counters, SumsAt<math::norms_of<Rule>()> {
   DLT_HD Counters& counters() { return *this; }
   DLT_HD const Counters& counters() const { return *this; }
-  DLT_HD Sums& sums() { return *this; }  // null if the row does not have the rule's flag
-  DLT_HD const Sums& sums() const { return *this; }
 };
 
 // The numbers of a tensor for the rule. The sums of its norms are read only if the flag is set.
@@ -38,7 +43,9 @@ template <class Rule>
 DLT_HD math::PerTensor per_tensor(const NumbersOf<Rule>& numbers, bool flag) {
   math::PerTensor tensor;
   for (int i = 0; i < numbers.counters().size; ++i) tensor.counters[i] = *numbers.counters()[i];
-  for (int i = 0; i < numbers.sums().size && flag; ++i) tensor.sums[i] = *numbers.sums()[i];
+  if constexpr (math::norms_of<Rule>() > 0) {
+    for (int i = 0; i < math::norms_of<Rule>() && flag; ++i) tensor.sums[i] = numbers.sums[i];
+  }
   tensor.flag = flag;
   return tensor;
 }
@@ -72,7 +79,7 @@ struct Update {
   static bool same(const Numbers& numbers, const Numbers& others) {
     bool equal = true;
     for (int i = 0; i < numbers.counters().size; ++i) equal = equal && *numbers.counters()[i] == *others.counters()[i];
-    for (int i = 0; i < numbers.sums().size; ++i) equal = equal && numbers.sums()[i] == others.sums()[i];
+    if constexpr (math::norms_of<Rule>() > 0) equal = equal && numbers.sums == others.sums;
     return equal;
   }
 };

@@ -324,6 +324,8 @@ class FusedStep(torch.optim.Optimizer):
                     for device in {p.device for p in params}:
                         starting += self._complete_state([p for p in params if p.device == device], group)
                     self._gather(fused, group, starting)
+            if self._shards is not None and self._rule.norms:
+                self._shards.take_norms([fused for fused, _ in groups], arguments, hypers, self._rule.norms)
         except Exception:
             for p, entry in before:
                 self._put_back(p, entry)

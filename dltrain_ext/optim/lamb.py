@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dltrain_ext.optim.fused import EVERY, NONE, FusedStep, check_nonnegative
 from dltrain_ext.optim.rule import RULES
-from dltrain_ext.optim.shards import any_sharded
 
 
 class Preset(NamedTuple):
@@ -55,8 +54,9 @@ class LAMB(FusedStep):
         master_weights, dtypes, devices: as in :class:`AdamW`; norms are those of the masters. The moments,
             ``state[p]["exp_avg"]`` and ``state[p]["exp_avg_sq"]``, are float32.
 
-    Norms are sums in double, the same for any number of threads. With a GradScaler the gradients are unscaled in the
-    same passes, and a step with ``found_inf != 0`` is skipped as a whole.
+    Norms are sums in double, the same for any number of threads. Those of DTensors are norms of the whole tensors: a
+    step has an all-reduce of two numbers for each parameter, over the ranks that share them. With a GradScaler the
+    gradients are unscaled in the same passes, and a step with ``found_inf != 0`` is skipped as a whole.
 
     Raises:
         ValueError: an argument out of its range, by name.
@@ -102,8 +102,6 @@ class LAMB(FusedStep):
             raise ValueError(f"max_grad_norm: expected 'auto', None or a number > 0, got {max_norm!r}")
         check_nonnegative(group, "eps", "weight_decay")
         super()._check_group(group)
-        if any_sharded(group["params"]):
-            raise ValueError("params: expected whole tensors, since a step takes their norms, got DTensors")
 
     @property
     def max_grad_norm(self) -> float | None:  # type: ignore[override]

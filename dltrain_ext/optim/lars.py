@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dltrain_ext.optim.fused import EVERY, NONE, FusedStep, as_float, check_nonnegative
 from dltrain_ext.optim.rule import RULES
-from dltrain_ext.optim.shards import any_sharded
 
 
 class Preset(NamedTuple):
@@ -59,8 +58,9 @@ class LARS(FusedStep):
         master_weights, dtypes, devices: as in :class:`AdamW`; norms are those of the masters. The momentum buffer,
             ``state[p]["momentum_buffer"]``, is float32.
 
-    Norms are computed in double, with the same bits for any number of threads. With a GradScaler the gradients are
-    unscaled in the same passes, and a step with ``found_inf != 0`` is skipped.
+    Norms are computed in double, with the same bits for any number of threads. Those of DTensors are norms of the whole
+    tensors: a step has an all-reduce of two numbers for each parameter, over the ranks that share them. With a
+    GradScaler the gradients are unscaled in the same passes, and a step with ``found_inf != 0`` is skipped.
 
     Raises:
         ValueError: an argument is out of its range; the message names it.
@@ -103,10 +103,6 @@ class LARS(FusedStep):
         given = [name for name in ("trust_coefficient", "eps") if group[name] is not None]
         check_nonnegative(group, "momentum", "weight_decay", *given)
         super()._check_group(group)
-        if any_sharded(group["params"]):
-            raise ValueError(
-                "params: expected whole tensors, since a step takes their norms, got DTensors; AdamW and SGD take them"
-            )
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("nesterov: expected False without momentum, got True")
 

@@ -22,17 +22,20 @@ class Counter(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """An optimizer's hyper-parameters with their defaults, its states and counters, and a flag that is set for some
-    tensors."""
+    """An optimizer's hyper-parameters with their defaults, its states and counters, a flag that is set for some
+    tensors, and how many norms of those tensors a step needs."""
 
     name: str
     hyper: dict[str, float | bool]
     states: tuple[State, ...]
     counters: tuple[Counter, ...]
     flag: str | None
+    norms: int
 
 
 RULES = {
-    name: Rule(name, hyper, tuple(State(*state) for state in states), tuple(Counter(*each) for each in counters), flag)
-    for name, hyper, states, counters, flag in _ops.optimizers()
+    name: Rule(
+        name, hyper, tuple(State(*each) for each in states), tuple(Counter(*each) for each in counters), flag, norms
+    )
+    for name, hyper, states, counters, flag, norms in _ops.optimizers()
 }

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Groups = tuple[dist.ProcessGroup, ...]
+Sharding = tuple[Groups, torch.device]
+"""The groups over whose ranks a tensor is sharded, none for a tensor that each rank has whole, and its device."""
 
 
 def _dtensor() -> Any:
@@ -43,8 +45,8 @@ def _groups_of(tensor: "DTensor") -> Groups:
 class Shards:
     """Replaces an optimizer's groups and state during a step: each DTensor becomes its part on this rank.
 
-    There is a group for each way in which parameters of a group are sharded, so that one sum over ranks makes its sum
-    of squares that of the whole tensors.
+    There is a group for each way in which parameters of a group are sharded, so that one sum over ranks makes its sums
+    of squares those of the whole tensors.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> None:
@@ -52,17 +54,17 @@ class Shards:
         self.groups: list[dict[str, Any]] = []
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._whole: dict[Tensor, DTensor] = {}  # by their part
-        self._sharded_over: list[Groups] = []
+        self._sharding: list[Sharding] = []  # of each group
         for group in groups:
-            by_groups: dict[Groups, list[Tensor]] = {}
+            by_sharding: dict[Sharding, list[Tensor]] = {}
             for p in group["params"]:
                 part, sharded_over = (self._enter(p), _groups_of(p)) if any_sharded([p]) else (p, ())
-                by_groups.setdefault(sharded_over, []).append(part)
+                by_sharding.setdefault((sharded_over, part.device), []).append(part)
                 if p in state:
                     self.state[part] = {name: local(value) for name, value in state[p].items()}
-            for sharded_over, params in by_groups.items():
+            for sharding, params in by_sharding.items():
                 self.groups.append({**group, "params": params})
-                self._sharded_over.append(sharded_over)
+                self._sharding.append(sharding)
 
     def _enter(self, p: "DTensor") -> Tensor:
         part: Tensor = local(p)
@@ -88,17 +90,39 @@ class Shards:
         """Returns sums of squares of the whole gradients that the groups have read, the same on every rank, to be
         added."""
         sums = []
-        for fused, group, sharded_over in zip(groups, self.groups, self._sharded_over, strict=True):
+        for fused, (sharded_over, device) in zip(groups, self._sharding, strict=True):
             found = _ops.sum_squares_of([fused])
             if sharded_over:
-                total = torch.zeros((), dtype=torch.float64, device=group["params"][0].device)
-                for number in found:
-                    total += number.to(total.device, non_blocking=True)
-                for ranks in sharded_over:
-                    dist.all_reduce(total, group=ranks)
-                found = [total]
+                found = found or [torch.zeros((), dtype=torch.float64, device=device)]
+                _all_reduce(found[0], sharded_over)
             sums += found
         return sums
+
+    def take_norms(
+        self,
+        groups: Sequence[_ops.FusedGroup],
+        arguments: Sequence[_ops.StepArguments],
+        hypers: Sequence[dict[str, Any]],
+        norms: int,
+    ) -> None:
+        """Computes the norms of the whole tensors, of which the groups have read the parts on this rank, for their next
+        step. Groups that are sharded alike share an all-reduce. ``norms`` is how many a tensor has."""
+        alike: defaultdict[Sharding, list[int]] = defaultdict(list)
+        for index, sharding in enumerate(self._sharding):
+            alike[sharding].append(index)
+        for (sharded_over, device), indices in alike.items():
+            if not sharded_over:
+                continue
+            sizes = [len(self.groups[index]["params"]) for index in indices]
+            sums = torch.zeros(sum(sizes), norms, dtype=torch.float64, device=device)
+            for index, part in zip(indices, torch.split(sums, sizes), strict=True):
+                groups[index].take_norms(arguments[index], hypers[index], part)
+            _all_reduce(sums, sharded_over)
+
+
+def _all_reduce(sums: Tensor, sharded_over: Groups) -> None:
+    for ranks in sharded_over:
+        dist.all_reduce(sums, group=ranks)
 
 
 def local(value: Any) -> Any:

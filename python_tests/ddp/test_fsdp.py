@@ -127,15 +127,6 @@ def test_half_parameters_have_sharded_masters():
     run_ranks(2, check_halves)
 
 
-def check_lars(rank, world_size):
-    with pytest.raises(ValueError, match="whole tensors.*got DTensors; AdamW and SGD"):
-        optim.LARS(make().parameters(), 1.0)
-
-
-def test_lars_needs_whole_tensors():
-    run_ranks(2, check_lars)
-
-
 def check_raw(rank, world_size, scaled):
     """With a lossless codec the results equal those of FSDP's own collectives, up to the last few bits."""
     replicas, shard, mesh = meshes(rank, world_size)

@@ -23,6 +23,10 @@ class FusedGroup {
   virtual py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
                           const py::list& flagged, int64_t flagged_from) = 0;
   virtual void collect(Gradients& into) const = 0;
+  // Computes the norms that step() would otherwise compute itself. sums: float64 zeros, [parameters, norms], on the device of all
+  // parameters. step() reads them, so that the caller may add to them before: for a parameter that is a part of a tensor, the sums of the
+  // other parts.
+  virtual void take_norms(const StepArguments& arguments, const py::dict& hyper, const at::Tensor& sums) = 0;
   virtual void step(const StepArguments& arguments, const py::dict& hyper) = 0;
   virtual void release() = 0;
 };
@@ -30,7 +34,8 @@ class FusedGroup {
 // The common part of the groups of all optimizers. Users may add, remove or replace parameters, and edit the state, so all of it is read
 // anew in every step: first Python's dicts, then the tensors, by several threads.
 //
-// `Updates` holds the updates of one step, and has clear(), append(others), collect(into) and run(rule, arguments).
+// `Updates` holds the updates of one step, and has clear(), append(others), collect(into), take_norms(rule, arguments, sums) and
+// run(rule, arguments).
 template <class Updates>
 class GroupOf : public FusedGroup {
  public:
@@ -53,6 +58,15 @@ class GroupOf : public FusedGroup {
   }
 
  protected:
+  template <class Rule>
+  void take_norms_of(const Rule& rule, StepArguments arguments, const at::Tensor& sums) {
+    const at::IntArrayRef shape = sums.sizes();
+    TORCH_CHECK_VALUE(sums.is_contiguous() && shape == at::IntArrayRef({static_cast<int64_t>(members_.size()), math::norms_of<Rule>()}),
+                      "sums: expected a contiguous tensor of ", members_.size(), " x ", math::norms_of<Rule>(), ", got shape ", shape);
+    py::gil_scoped_release no_gil;
+    ranges_.front().updates.take_norms(rule, arguments, sums);
+  }
+
   template <class Rule>
   void run(const Rule& rule, StepArguments arguments) {
     {

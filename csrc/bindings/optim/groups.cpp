@@ -25,6 +25,7 @@ void bind_groups(py::module_& module) {
   py::class_<FusedGroup>(module, "FusedGroup")
       .def("gather", &FusedGroup::gather, py::arg("state"), py::arg("params"), py::kw_only(), py::arg("masters"), py::arg("optional"),
            py::arg("flagged"), py::arg("flagged_from"))
+      .def("take_norms", &FusedGroup::take_norms, py::arg("arguments"), py::arg("hyper"), py::arg("sums"))
       .def("release", &FusedGroup::release)
       .def("step", &FusedGroup::step, py::arg("arguments"), py::arg("hyper"));
   module.def("sum_squares_of", sum_squares_of, py::arg("groups"));

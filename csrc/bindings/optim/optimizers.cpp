@@ -76,6 +76,9 @@ class RuleGroup : public GroupOf<RuleUpdates<Rule>> {
     return Base::read_all(state, params, counters | states << RuleUpdates<Rule>::counters, masters, take);
   }
 
+  void take_norms(const StepArguments& arguments, const py::dict& hyper, const at::Tensor& sums) override {
+    Base::take_norms_of(rule_of<Rule>(hyper), arguments, sums);
+  }
   void step(const StepArguments& arguments, const py::dict& hyper) override { Base::run(rule_of<Rule>(hyper), arguments); }
 };
 
@@ -100,7 +103,7 @@ py::list optimizers() {
     }
     for (const math::Counter& counter : math::counters_of<Rule>()) counters.append(py::make_tuple(interned(counter.key), counter.initial));
     const char* const flag = math::flag_of<Rule>().name;
-    all.append(py::make_tuple(Rule::name, hyper, states, counters, flag ? py::object(py::str(flag)) : py::none()));
+    all.append(py::make_tuple(Rule::name, hyper, states, counters, flag ? py::object(py::str(flag)) : py::none(), math::norms_of<Rule>()));
   });
   return all;
 }

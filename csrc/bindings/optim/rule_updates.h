@@ -45,6 +45,9 @@ class RuleUpdates {
     return added;
   }
 
+  void take_norms(const Rule& rule, StepArguments& arguments, const at::Tensor& sums) {
+    each([&](auto& updates) { updates.take_norms(rule, arguments, sums); });
+  }
   void run(const Rule& rule, StepArguments& arguments) {
     each([&](auto& updates) { updates.run(rule, arguments); });
   }

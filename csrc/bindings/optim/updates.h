@@ -66,10 +66,12 @@ class Updates {
     for (DeviceList& part : parts_) {
       part.list.clear();
       part.counts.clear();
+      part.indices.clear();
     }
     params_.clear();
     dense_grads_.clear();
     copies_.clear();
+    sums_.reset();
   }
 
   // flag: the rule's flag. Returns whether `layouts` allows this update; if not, nothing is added.
@@ -120,6 +122,7 @@ class Updates {
       part.counts.extend(counts, 1);
     }
     part.list.add(data, param.numel(), numbers, master ? written(param) : nullptr);
+    if constexpr (norms > 0) part.indices.push_back(index);
     params_.push_back(param.unsafeGetTensorImpl());
     return true;
   }
@@ -131,6 +134,7 @@ class Updates {
       DeviceList& own = of(part.device, part.list.signature(), part.flag);
       own.list.append(part.list);
       own.counts.append(part.counts);
+      own.indices.insert(own.indices.end(), part.indices.begin(), part.indices.end());
     }
     params_.insert(params_.end(), others.params_.begin(), others.params_.end());
   }
@@ -141,6 +145,22 @@ class Updates {
     }
   }
 
+  // Computes the norms that the rule needs for the updates, which read them in run(): those of the parameter with an index at sums[index].
+  // sums: float64, [parameters, norms]; rows of parameters that have no norms are not written.
+  void take_norms(const Rule& rule, StepArguments& arguments, const at::Tensor& sums) {
+    if constexpr (norms > 0) {
+      for (DeviceList& part : parts_) {
+        if (part.list.size() == 0 || !part.flag) continue;
+        TORCH_CHECK_VALUE(sums.device() == part.device, "sums: expected a tensor on ", part.device, ", got one on ", sums.device());
+        const auto guard = on_device(part.device);
+        auto* const first = sums.mutable_data_ptr<double>();
+        for (int64_t row = 0; row < part.list.size(); ++row) part.list.row(row).numbers.sums = first + part.indices[row] * norms;
+        reduce(caller_context(part.device), part.list, Norms<Rule, bits>{rule, arguments.on(part.device)});
+      }
+      sums_ = sums;
+    }
+  }
+
   // Runs the updates, and increments the versions of the parameters.
   void run(const Rule& rule, StepArguments& arguments) {
     for (DeviceList& part : parts_) {
@@ -148,8 +168,8 @@ class Updates {
       const auto guard = on_device(part.device);
       const ExecutionContext context = caller_context(part.device);
       const Step step = arguments.on(part.device);
+      const Memory own_sums = take_norms_if_missing(context, rule, step, part);
       if constexpr (counters > 0) for_each(context, part.counts, Advance<Rule>{rule, step.scalars});
-      const Memory norms = take_norms(context, rule, step, part);
       for_each(context, part.list, Operation{rule, step, part.flag});
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -163,7 +183,7 @@ class Updates {
  private:
   using Operation = Update<Rule, bits>;
   static constexpr int K = Operation::streams;
-  static constexpr int counters = static_cast<int>(math::counters_of<Rule>().size());
+  static constexpr int counters = static_cast<int>(math::counters_of<Rule>().size()), norms = math::norms_of<Rule>();
   using Tensors = std::array<const at::Tensor*, K>;
 
   struct DeviceList {
@@ -171,32 +191,29 @@ class Updates {
     bool flag;
     ListOf<Operation> list;
     TensorList<std::max(counters, 1)> counts;
+    std::vector<int64_t> indices;  // of the parameters, if the rule has norms
   };
 
   DeviceList& of(const at::Device& device, const Signature<K>& signature, bool flag) {
     for (DeviceList& part : parts_) {
       if (part.device == device && part.flag == flag && part.list.signature() == signature) return part;
     }
-    return parts_.emplace_back(DeviceList{device, flag, ListOf<Operation>(signature), TensorList<std::max(counters, 1)>()});
+    return parts_.emplace_back(DeviceList{device, flag, ListOf<Operation>(signature), {}, {}});
   }
 
   static const char* name(int k) { return k == 0 ? "params" : k == 1 ? "grads" : lists_of<Rule>()[Operation::state_of[k]].c_str(); }
 
   static bool may_be_half(int k) { return k < 2; }
 
-  // Computes the norms that the rule needs, if the flag is set, into memory to which the rows then point.
-  static Memory take_norms(const ExecutionContext& context, const Rule& rule, const Step& step, DeviceList& part) {
-    constexpr int sums = math::norms_of<Rule>();
+  // Computes the norms that the rule needs, if the flag is set and take_norms has not done so, into memory to which the rows then point.
+  static Memory take_norms_if_missing(const ExecutionContext& context, const Rule& rule, const Step& step, DeviceList& part) {
     Memory memory;
-    if constexpr (sums > 0) {
-      if (!part.flag) return memory;
-      const int64_t rows = part.list.size();
-      memory = Memory(context, sums * rows * static_cast<int64_t>(sizeof(double)));
-      auto* const results = static_cast<double*>(memory.data());
-      reduce(context, part.list, Norms<Rule, bits>{rule, step}, results);
-      for (int64_t row = 0; row < rows; ++row) {
-        for (int i = 0; i < sums; ++i) part.list.row(row).numbers.sums().values[i] = results + row * sums + i;
-      }
+    if constexpr (norms > 0) {
+      if (!part.flag || part.list.row(0).numbers.sums) return memory;
+      memory = Memory(context, norms * part.list.size() * static_cast<int64_t>(sizeof(double)));
+      auto* sums = static_cast<double*>(memory.data());
+      for (int64_t row = 0; row < part.list.size(); ++row, sums += norms) part.list.row(row).numbers.sums = sums;
+      reduce(context, part.list, Norms<Rule, bits>{rule, step});
     }
     return memory;
   }
@@ -244,6 +261,7 @@ class Updates {
   std::vector<DeviceList> parts_;
   std::vector<c10::TensorImpl*> params_;
   std::deque<at::Tensor> dense_grads_;
+  at::Tensor sums_;                                       // to which rows point after take_norms
   std::deque<std::pair<at::Tensor, at::Tensor>> copies_;  // written back after the step
 };
 

@@ -14,7 +14,7 @@ namespace dltrain::cpu {
 
 // The rows are divided into parts of fixed length, which are reduced in any order and then merged in the order of the parts.
 template <class Reduction>
-void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
+void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction) {
   constexpr int64_t length = 1 << 14, grain_size = 16;
   struct Partial {
     int64_t row, first, last;
@@ -32,9 +32,10 @@ void reduce(const ExecutionContext& context, const ListOf<Reduction>& list, cons
       loop.run(reduction.at(list.row(row).numbers), list.signature(), list.row(row), first, last, sums.data());
     }
   });
-  std::fill_n(results, list.size() * Reduction::sums, math::SumSquares::none());
+  const auto results = [&](int64_t row) { return reduction.results(row, list.row(row).numbers); };
+  for (int64_t row = 0; row < list.size(); ++row) std::fill_n(results(row), Reduction::sums, math::SumSquares::none());
   for (const Partial& part : parts) {
-    double* const sums = results + part.row * Reduction::sums;
+    double* const sums = results(part.row);
     for (int s = 0; s < Reduction::sums; ++s) sums[s] = math::SumSquares::merge(sums[s], part.sums[s]);
   }
 }

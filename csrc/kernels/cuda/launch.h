@@ -20,7 +20,7 @@ struct MapBlocks {
 };
 template <class Reduction>
 struct Reduce {
-  void (*enqueue)(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results);
+  void (*enqueue)(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction);
 };
 
 extern const Table<ForEach, Elementwise> for_each_table;

@@ -16,7 +16,7 @@ template <class Reduction>
 struct Parts {
   Reduction reduction;
   double* parts;
-  double* results;
+  int64_t first_row;
 };
 template <class Reduction>
 using BatchOf = Batch<Parts<Reduction>, ListOf<Reduction>>;
@@ -69,17 +69,17 @@ __global__ void __launch_bounds__(threads) rows_kernel(const __grid_constant__ B
         sum = math::SumSquares::merge(sum, batch.operation.parts[chunk * sums + s]);
       }
       sum = merge_threads(sum);
-      if (threadIdx.x == 0) batch.operation.results[index * sums + s] = sum;
+      if (threadIdx.x == 0) batch.operation.reduction.results(batch.operation.first_row + index, batch.rows[index])[s] = sum;
     }
   }
 }
 
 template <class Reduction>
-void enqueue(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction, double* results) {
+void enqueue(const ExecutionContext& context, const ListOf<Reduction>& list, const Reduction& reduction) {
   constexpr int sums = Reduction::sums;
-  in_batches<most<Parts<Reduction>, ListOf<Reduction>>>(list, Parts<Reduction>{reduction, {}, {}}, [&](auto& batch, int64_t first) {
+  in_batches<most<Parts<Reduction>, ListOf<Reduction>>>(list, Parts<Reduction>{reduction, nullptr, 0}, [&](auto& batch, int64_t first) {
     const Memory parts(context, batch.chunks * sums * static_cast<int64_t>(sizeof(double)));
-    batch.operation = {reduction, static_cast<double*>(parts.data()), results + first * sums};
+    batch.operation = {reduction, static_cast<double*>(parts.data()), first};
     launch(context, chunks_kernel<Reduction>, batch.chunks, batch, "starting reduce");
     launch(context, rows_kernel<Reduction>, batch.size, batch, "starting the second half of reduce");
   });
