@@ -1,10 +1,11 @@
 """Adagrad whose step updates a whole parameter group in one call."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 
 from dltrain_ext._arguments import check_numbers
 from dltrain_ext.optim.fused import FusedStep, as_float
@@ -15,8 +16,9 @@ class Adagrad(FusedStep, torch.optim.Adagrad):
     """``torch.optim.Adagrad``, in one pass over all parameters of a group.
 
     Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's (Duchi, Hazan & Singer 2011). Dtypes,
-    devices and ``master_weights`` are as in :class:`AdamW`. Sums are float32. Gradients must be dense and are only
-    read. ``foreach`` and ``fused`` are stored in the groups and have no effect.
+    devices and ``master_weights`` are as in :class:`AdamW`. Sums are float32. Gradients are only read. Sparse
+    gradients (COO, of float32 parameters, without weight decay) go through torch's own function. ``foreach`` and
+    ``fused`` are stored in the groups and have no effect.
 
     With a GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped.
 
@@ -69,3 +71,11 @@ class Adagrad(FusedStep, torch.optim.Adagrad):
 
     def _initial(self, group: dict[str, Any]) -> Mapping[str, float]:
         return {"sum": as_float(group, "initial_accumulator_value")}
+
+    def _update_sparse(self, params: Sequence[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        sums, steps = ([self.state[p][name] for p in params] for name in ("sum", "step"))
+        options = ("weight_decay", "lr_decay", "eps", "maximize")
+        given = {name: group[name] for name in options}
+        adagrad(
+            list(params), grads, sums, steps, has_sparse_grad=True, foreach=False, lr=as_float(group, "lr"), **given
+        )

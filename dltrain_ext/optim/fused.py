@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense, check_numbers
+from dltrain_ext.optim import sparse
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import Shards, any_sharded, local
 
@@ -104,6 +105,9 @@ class FusedStep(torch.optim.Optimizer):
     max_grad_norm: float | None = None
     """The 2-norm to which every step clips the gradients of all groups; None: they are not clipped."""
     _shards: Shards | None = None  # only during a step of DTensors
+    _sparse: Sequence[Sequence[Tensor]] = ()  # during a step, the parameters of each group whose gradient is sparse
+    _update_sparse: Callable[[Sequence[Tensor], list[Tensor], dict[str, Any]], None] | None = None
+    """Updates parameters of a group with these sparse gradients; None: the optimizer does not take any."""
     _rule: Rule
     _given: dict[str, Any] = {}  # options that torch's optimizer does not have
 
@@ -163,7 +167,8 @@ class FusedStep(torch.optim.Optimizer):
             if not isinstance(entry.get(name), Tensor):
                 continue  # the next step creates it, or raises an error
             value = local(entry[name])
-            check_dense(value, f"state[{name!r}]")
+            if not (self._update_sparse and value.is_sparse):
+                check_dense(value, f"state[{name!r}]")
             if entry[name].shape != p.shape:
                 expected, got = list(p.shape), list(entry[name].shape)
                 raise ValueError(f"state[{name!r}]: expected shape {expected}, got {got}")
@@ -231,7 +236,8 @@ class FusedStep(torch.optim.Optimizer):
         return (), NONE
 
     def _gather(self, fused: _ops.FusedGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Makes ``fused`` read the group; returns the parameters whose state is incomplete."""
+        """Makes ``fused`` read the group; returns the parameters whose state is incomplete or whose gradient is sparse,
+        which it has not read."""
         flagged, dimensions = self._flagged(group, starting)
         return fused.gather(
             self.state,
@@ -312,9 +318,13 @@ class FusedStep(torch.optim.Optimizer):
             # All groups are read before anything is changed, so that an error leaves everything as it was.
             incomplete = [self._gather(fused, group) for fused, group in groups]
             hypers = [self._hyper(group) for _, group in groups]
+            if any(incomplete):
+                self._sparse = [[p for p in params if sparse.has_sparse_grad(p)] for params in incomplete]
+                for (_, group), params in zip(groups, self._sparse, strict=True):
+                    sparse.check(group, params, type(self).__name__, supported=self._update_sparse is not None)
             scaling = (self.unscaler or self._scale_of_torch)([fused for fused, _ in groups])
             arguments = [self._arguments(group, *scaling) for _, group in groups]
-            _, found_inf = scaling
+            divisor, found_inf = scaling
             if found_inf is not None and (found_inf.is_cpu or any(incomplete)) and found_inf.item() != 0:
                 return
             for (fused, group), params in zip(groups, incomplete, strict=True):
@@ -331,9 +341,13 @@ class FusedStep(torch.optim.Optimizer):
                 self._put_back(p, entry)
             raise
         else:
+            for (_, group), params in zip(groups, self._sparse, strict=False):
+                if params and self._update_sparse:
+                    self._update_sparse(params, sparse.grads_of(params, divisor), group)
             for (fused, _), given, hyper in zip(groups, arguments, hypers, strict=True):
                 fused.step(given, hyper)
         finally:
+            self._sparse = ()
             for fused, _ in groups:
                 fused.release()
 
@@ -355,7 +369,8 @@ class FusedStep(torch.optim.Optimizer):
 
     def sum_squares(self, groups: Sequence[_ops.FusedGroup]) -> list[Tensor]:
         """Returns sums of squares of the gradients that the groups have read in this step: float64 numbers to add."""
-        return _ops.sum_squares_of(groups) if self._shards is None else self._shards.sum_squares(groups)
+        sums = _ops.sum_squares_of(groups) if self._shards is None else self._shards.sum_squares(groups)
+        return sums + [number for params in self._sparse for number in sparse.sum_squares(params)]
 
     def _scale_of_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
         found_inf = getattr(self, "found_inf", None)

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from dltrain_ext._arguments import check_numbers
 from dltrain_ext.optim.fused import NONE, FusedStep, as_float
 from dltrain_ext.optim.rule import RULES
+from dltrain_ext.optim.sparse import has_sparse_grad
 
 
 class SGD(FusedStep, torch.optim.SGD):
@@ -17,7 +19,9 @@ class SGD(FusedStep, torch.optim.SGD):
     Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's: momentum whose buffer does not contain
     the learning rate (Polyak 1964), Nesterov's form (Sutskever et al. 2013), dampening, and weight decay that is added
     to the gradient. Dtypes, devices and ``master_weights`` are as in :class:`AdamW`. Momentum buffers are float32.
-    Gradients are only read. ``foreach`` and ``fused`` are stored in the groups and have no effect.
+    Gradients are only read. Sparse gradients (COO, of float32 parameters, without weight decay) go through torch's own
+    function, whose momentum buffers are sparse for them. ``foreach`` and ``fused`` are stored in the groups and have no
+    effect.
 
     With a GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped.
 
@@ -66,9 +70,21 @@ class SGD(FusedStep, torch.optim.SGD):
         return starting, NONE
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
+        params = [p for p in params if not has_sparse_grad(p)]  # torch gives those a sparse buffer
         for p in params:
             if self.state[p].get("momentum_buffer", p) is None:  # some versions of torch write None
                 del self.state[p]["momentum_buffer"]
         starting = [p for p in params if "momentum_buffer" not in self.state[p]]
-        super()._complete_state(params, group)
+        if params:
+            super()._complete_state(params, group)
         return starting
+
+    def _update_sparse(self, params: Sequence[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        has_momentum = as_float(group, "momentum") != 0
+        buffers = [self.state[p].get("momentum_buffer") if has_momentum else None for p in params]
+        options = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+        given = {name: group[name] for name in options}
+        sgd(list(params), grads, buffers, has_sparse_grad=True, foreach=False, fused=False, **given)
+        for p, buffer in zip(params, buffers, strict=True):
+            if has_momentum:
+                self.state[p]["momentum_buffer"] = buffer

@@ -147,13 +147,6 @@ def test_errors_name_what_is_not_a_tensor(device):
         optimizer.step()
 
 
-def test_sparse_gradients_are_refused(device):
-    embedding = torch.nn.Embedding(10, 3, sparse=True, device=device)
-    embedding(torch.tensor([1, 2], device=device)).sum().backward()
-    with pytest.raises(TypeError, match=r"grads\[0\]: expected a plain dense tensor, got layout Sparse"):
-        optim.AdamW(embedding.parameters()).step()
-
-
 def test_constructor_errors():
     params = make_params([(2,)])
     with pytest.raises(ValueError, match="differentiable: expected False, got True"):

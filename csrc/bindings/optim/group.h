@@ -17,9 +17,9 @@ class FusedGroup {
  public:
   virtual ~FusedGroup() = default;
 
-  // Reads the parameters that have a gradient. Returns the parameters whose state is incomplete: the caller completes it, and calls gather
-  // again. optional: the keys of the optional states that the group has. The rule's flag is set for the parameters in `flagged`, and for
-  // those of at least flagged_from dimensions.
+  // Reads the parameters that have a gradient. Returns the parameters whose gradient is sparse (COO), which are not read, and those whose
+  // state is incomplete: the caller completes it, and calls gather again. optional: the keys of the optional states that the group has. The
+  // rule's flag is set for the parameters in `flagged`, and for those of at least flagged_from dimensions.
   virtual py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
                           const py::list& flagged, int64_t flagged_from) = 0;
   virtual void collect(Gradients& into) const = 0;
@@ -76,8 +76,8 @@ class GroupOf : public FusedGroup {
     release();
   }
 
-  // Calls take(updates, index, reading, layouts) for each parameter that has a gradient and a complete state; returns those whose state is
-  // not complete. keys: the bits of the keys that an entry must have.
+  // Calls take(updates, index, reading, layouts) for each parameter that has a dense gradient and a complete state; returns the others that
+  // have a gradient. keys: the bits of the keys that an entry must have.
   template <class Take>
   py::list read_all(const py::dict& state, const py::list& params, unsigned keys, bool masters, Take&& take) {
     release();
@@ -138,6 +138,10 @@ class GroupOf : public FusedGroup {
     TORCH_CHECK_TYPE(is_tensor(object), "params[", index, "]: expected a tensor, got ", Py_TYPE(object)->tp_name);
     const Reading<Updates::keys> reading = read(index, keys, masters);
     const at::Tensor &param = *reading.param, &grad = *reading.grad;
+    if (grad.layout() == at::kSparse) {
+      check_tensor(param, "params", index, param, true);
+      return false;
+    }
     if (reading.complete && is_counted(reading)) {
       take(ranges_.front().updates, index, reading, Layouts::any);
       ranges_.front().grads.push_back(grad);
