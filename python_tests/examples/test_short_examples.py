@@ -27,7 +27,8 @@ EXAMPLES = {
 }
 
 
-ELSEWHERE = {"elastic.py", "with_accelerate.py", "with_lightning.py", "with_trainer.py"}  # have own tests
+# These have tests of their own.
+ELSEWHERE = {"elastic.py", "schedules.py", "with_accelerate.py", "with_lightning.py", "with_trainer.py"}
 
 
 def numbers(said: str) -> list[str]:
