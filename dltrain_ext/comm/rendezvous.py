@@ -1,10 +1,12 @@
 """Ranks rendezvous at their group's store: each stores a text there and reads the texts of all."""
 
+import atexit
 import contextlib
 import functools
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
@@ -13,6 +15,17 @@ import torch.distributed as dist
 _POLLS = 0.001, 0.05  # seconds between two polls of the store: at first, and at most
 _LONG = timedelta(seconds=20)  # without a heartbeat, after which a rank is taken for dead
 _BEATS = 4  # heartbeats in that time
+_AT_EXIT = 5.0  # seconds that the end of the process waits for a store
+
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+@atexit.register
+def _join_threads() -> None:
+    """Waits for threads that use a store: one that returns from it while the interpreter ends aborts the process."""
+    end = time.monotonic() + _AT_EXIT
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Rendezvous:
@@ -89,7 +102,9 @@ class JointWork:
                 if succeeded:
                     self._leave()
 
-        threading.Thread(target=beat, name="dltrain_ext: at work", daemon=True).start()
+        thread = threading.Thread(target=beat, name="dltrain_ext: at work", daemon=True)
+        _threads.add(thread)
+        thread.start()
         try:
             yield
             succeeded = True

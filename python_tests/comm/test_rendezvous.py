@@ -1,5 +1,7 @@
 """Rendezvous: how ranks wait for each other at the store."""
 
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -81,3 +83,31 @@ def test_a_rank_that_fails_at_work_is_reported_at_once(error, said):
         return rendezvous.exchange("after")
 
     assert together(wait, fail, timeout=timedelta(hours=1)) == [["after", "after"]] * 2
+
+
+# The thread that clears the store is slowed down, so that it is still using the store when the process ends.
+ENDS_AT_ONCE = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from dltrain_ext.comm.rendezvous import JointWork, Rendezvous
+
+leave = JointWork._leave
+
+def slow_leave(self):
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        self._own.check(["x"])
+    leave(self)
+    print("left")
+
+JointWork._leave = slow_leave
+store = dist.TCPStore("localhost", 0, is_master=True)
+with Rendezvous(store, [0], 0, timedelta(seconds=10)).at_work():
+    pass
+"""
+
+
+def test_a_process_may_end_right_after_the_work():
+    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
