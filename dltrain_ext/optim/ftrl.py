@@ -54,3 +54,9 @@ class FTRL(FusedStep):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_nonnegative(group, "beta", "lambda_1", "lambda_2")
         super()._check_group(group)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        lr = group["lr"]
+        if not (isinstance(lr, Tensor) and lr.is_cuda) and lr == 0:
+            raise ValueError(f"lr: expected a number > 0, since FTRL divides by it, got {lr!r}")
+        return super()._hyper(group)

@@ -112,6 +112,7 @@ def test_lamb_wants_one_norm_for_all_groups():
         (optim.LAMB, {"adapt": 2}, "adapt: expected 'auto', True or False, got 2"),
         (optim.LAMB, {"max_grad_norm": 0.0}, "max_grad_norm: expected 'auto', None or a number > 0, got 0.0"),
         (optim.FTRL, {"lambda_1": float("nan")}, "lambda_1: expected a number, got nan"),
+        (optim.FTRL, {"lr": 0.0}, "lr: expected a number > 0, since FTRL divides by it, got 0.0"),
         (optim.FTRL, {"lr": torch.ones(2)}, r"lr: expected a tensor of one number, got shape \[2\]"),
     ],
 )
