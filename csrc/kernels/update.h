@@ -24,12 +24,15 @@ struct Pointers<T, 0> {
 };
 
 // Where the sums of squares of a row's norms are, one after another, in memory of its tensors' device.
-template <int norms>
+template <int count>
 struct SumsAt {
+  static constexpr int norms = count;
   double* sums = nullptr;  // null if the row does not have the rule's flag
 };
 template <>
-struct SumsAt<0> {};
+struct SumsAt<0> {
+  static constexpr int norms = 0;
+};
 
 // The counters and the sums are bases, because an empty base takes no space.
 template <class Rule, class Counters = Pointers<float, static_cast<int>(math::counters_of<Rule>().size())>>
@@ -43,8 +46,8 @@ template <class Rule>
 DLT_HD math::PerTensor per_tensor(const NumbersOf<Rule>& numbers, bool flag) {
   math::PerTensor tensor;
   for (int i = 0; i < numbers.counters().size; ++i) tensor.counters[i] = *numbers.counters()[i];
-  if constexpr (math::norms_of<Rule>() > 0) {
-    for (int i = 0; i < math::norms_of<Rule>() && flag; ++i) tensor.sums[i] = numbers.sums[i];
+  if constexpr (NumbersOf<Rule>::norms > 0) {
+    for (int i = 0; i < numbers.norms && flag; ++i) tensor.sums[i] = numbers.sums[i];
   }
   tensor.flag = flag;
   return tensor;
@@ -79,7 +82,7 @@ struct Update {
   static bool same(const Numbers& numbers, const Numbers& others) {
     bool equal = true;
     for (int i = 0; i < numbers.counters().size; ++i) equal = equal && *numbers.counters()[i] == *others.counters()[i];
-    if constexpr (math::norms_of<Rule>() > 0) equal = equal && numbers.sums == others.sums;
+    if constexpr (Numbers::norms > 0) equal = equal && numbers.sums == others.sums;
     return equal;
   }
 };

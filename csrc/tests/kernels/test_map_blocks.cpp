@@ -148,6 +148,23 @@ TEST_P(ReduceOn, TakesTheNormsOfAnUpdate) {
   }
 }
 
+// The first step of LAMB: its direction is 1 where the gradient is positive. The step itself counts.
+TEST_P(ReduceOn, TakesTheNormsOfAnUpdateThatIsNotYetCounted) {
+  using LAMBNorms = Norms<math::LAMB, 0b11>;
+  const Array<float> p(context(), {3.0f, 4.0f}), g(context(), {2.0f, 0.5f}), m(context(), {0.0f, 0.0f}), v(context(), {0.0f, 0.0f});
+  const Array<float> step(context(), {0.0f});
+  const Array<double> sums(context(), {-1.0, -1.0});
+  ListOf<LAMBNorms> list;
+  list.add({p.data(), g.data(), m.data(), v.data()}, 2, {{{step.data()}}, {sums.data()}});
+  math::LAMB rule;
+  rule.weight_decay = 0.0;
+  reduce(context(), list, LAMBNorms{rule, {}});
+  EXPECT_EQ(sums.values()[0], 25.0);
+  EXPECT_NEAR(sums.values()[1], 2.0, 1e-4);
+  EXPECT_EQ(step.values(), std::vector<float>{0.0f});
+  EXPECT_EQ(m.values(), (std::vector<float>{0.0f, 0.0f}));
+}
+
 TEST_P(ReduceOn, TakesMoreRowsThanOneLaunch) {
   const Array<float> values(context(), std::vector<float>(1100, 3.0f));
   TensorList<1> list;
