@@ -391,7 +391,7 @@ TEST_P(ForEachOn, AdaptsEachTensorByItsOwnSums) {
   const Array<double> sums(context(), {25.0, 1.0});
   using LARS = Update<math::LARS, 0b0>;
   ListOf<LARS> adapted, excluded;
-  adapted.add({p.data(), g.data()}, 2, {{}, {{sums.data(), sums.data() + 1}}});
+  adapted.add({p.data(), g.data()}, 2, {{}, {sums.data()}});
   excluded.add({p.data() + 2, g.data() + 2}, 1);
   math::LARS rule;
   rule.trust_coefficient = 0.1;
