@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import as_number, check_dense, check_numbers
+from dltrain_ext._arguments import as_number, check_dense
 from dltrain_ext.optim import sparse
+from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import Shards, any_sharded, local
 
@@ -22,61 +23,12 @@ Unscaler = Callable[[Sequence[_ops.FusedGroup]], tuple[Tensor | None, Tensor | N
 is skipped: one-element tensors on any device, or None."""
 
 
-def as_float(group: dict[str, Any], name: str) -> float:
-    """Returns a hyper-parameter; raises TypeError that names it if it is not a number."""
-    return as_number(group.get(name), name)
-
-
-def check_betas(betas: Any) -> None:
-    """Raises TypeError if these are not two numbers."""
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise TypeError(f"betas: expected two numbers, got {betas!r}")
-    check_numbers(betas=betas[0])
-    check_numbers(betas=betas[1])
-
-
-def betas_of(group: dict[str, Any]) -> tuple[float, float]:
-    """Raises TypeError or ValueError if these are not two numbers >= 0 and < 1."""
-    betas: Any = group.get("betas")
-    check_betas(betas)
-    beta1, beta2 = (as_number(beta, "betas") for beta in betas)
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ValueError(f"betas: expected two numbers >= 0 and < 1, got {betas!r}")
-    return beta1, beta2
-
-
-def check_nonnegative(group: dict[str, Any], *names: str) -> None:
-    """Checks the learning rate and these other options of an optimizer that torch does not have.
-
-    Raises TypeError or ValueError naming the option that is not a number >= 0, or not one number.
-    """
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
-    for name in ("lr", *names):
-        value = group[name]
-        check_numbers(**{name: value})
-        is_on_device = isinstance(value, Tensor) and not value.is_cpu  # reading it would wait for the device
-        if not is_on_device and not 0 <= value < math.inf:
-            raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
-
-
 def add_up(numbers: Sequence[Tensor]) -> Tensor:
     """Returns the sum of one-element tensors, float64, on the device of the first."""
     total = numbers[0] if numbers else torch.zeros((), dtype=torch.float64)
     for number in numbers[1:]:
         total = total + number.to(total.device, non_blocking=True)
     return total
-
-
-def _check_iterable(params: Any) -> None:
-    if not isinstance(params, Iterable):
-        raise TypeError(f"params: expected an iterable of tensors or of groups, got {type(params).__name__}")
-
-
-def _check_finite(numbers: Mapping[str, float]) -> None:
-    for name, number in numbers.items():
-        if not math.isfinite(number):
-            raise ValueError(f"{name}: expected a finite number, got {number}")
 
 
 def _is_on_cuda(lr: Any) -> bool:
@@ -100,8 +52,7 @@ class FusedStep(torch.optim.Optimizer):
     """
 
     unscaler: Unscaler | None = None
-    """Unscales the next step's gradients; if None, the attributes that a GradScaler sets do, ``grad_scale`` and
-    ``found_inf``."""
+    """Unscales the next step's gradients; if None, the attributes that a GradScaler sets do (``_unscale``)."""
     max_grad_norm: float | None = None
     """The 2-norm to which every step clips the gradients of all groups; None: they are not clipped."""
     _shards: Shards | None = None  # only during a step of DTensors
@@ -112,7 +63,7 @@ class FusedStep(torch.optim.Optimizer):
     _given: dict[str, Any] = {}  # options that torch's optimizer does not have
 
     def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
-        _check_iterable(args[0])
+        check_iterable(args[0])
         self._given = (
             {} if isinstance(master_weights, str) and master_weights == "auto" else {"master_weights": master_weights}
         )
@@ -145,7 +96,7 @@ class FusedStep(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             for group in self.param_groups:
                 self._check_group(group)
-                _check_finite({"lr": as_float(group, "lr"), **self._hyper(group)})
+                check_finite({"lr": as_float(group, "lr"), **self._hyper(group)})
             for p, entry in self.state.items():
                 self._check_entry(p, entry)
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -191,7 +142,7 @@ class FusedStep(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"param_group: expected a dict with params, got {type(param_group).__name__}")
-        _check_iterable(param_group["params"])
+        check_iterable(param_group["params"])
         self.defaults.update(self._given)  # nothing for the default, so that groups equal torch's
         super().add_param_group(param_group)
         try:
@@ -322,7 +273,7 @@ class FusedStep(torch.optim.Optimizer):
                 self._sparse = [[p for p in params if sparse.has_sparse_grad(p)] for params in incomplete]
                 for (_, group), params in zip(groups, self._sparse, strict=True):
                     sparse.check(group, params, type(self).__name__, supported=self._update_sparse is not None)
-            scaling = (self.unscaler or self._scale_of_torch)([fused for fused, _ in groups])
+            scaling = (self.unscaler or self._unscale)([fused for fused, _ in groups])
             arguments = [self._arguments(group, *scaling) for _, group in groups]
             divisor, found_inf = scaling
             if found_inf is not None and (found_inf.is_cpu or any(incomplete)) and found_inf.item() != 0:
@@ -372,7 +323,8 @@ class FusedStep(torch.optim.Optimizer):
         sums = _ops.sum_squares_of(groups) if self._shards is None else self._shards.sum_squares(groups)
         return sums + [number for params in self._sparse for number in sparse.sum_squares(params)]
 
-    def _scale_of_torch(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
+    def _unscale(self, groups: Sequence[_ops.FusedGroup]) -> tuple[Tensor | None, Tensor | None]:
+        """Is the unscaler if none is set: takes the attributes of a GradScaler, and clips to ``max_grad_norm``."""
         found_inf = getattr(self, "found_inf", None)
         # If there are no gradients, GradScaler sets the Python number 0.
         found_inf = found_inf if isinstance(found_inf, Tensor) else None

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dltrain_ext.optim.fused import EVERY, NONE, FusedStep, check_nonnegative
+from dltrain_ext.optim.fused import EVERY, NONE, FusedStep
+from dltrain_ext.optim.options import check_nonnegative
 from dltrain_ext.optim.rule import RULES
 
 

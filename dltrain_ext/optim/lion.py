@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dltrain_ext.optim.fused import FusedStep, check_nonnegative
+from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.options import check_nonnegative
 from dltrain_ext.optim.rule import RULES
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dltrain_ext._arguments import check_numbers
-from dltrain_ext.optim.fused import FusedStep, check_betas
+from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.options import check_betas
 from dltrain_ext.optim.rule import RULES
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from dltrain_ext._arguments import check_numbers
-from dltrain_ext.optim.fused import NONE, FusedStep, as_float
+from dltrain_ext.optim.fused import NONE, FusedStep
+from dltrain_ext.optim.options import as_float
 from dltrain_ext.optim.rule import RULES
 from dltrain_ext.optim.sparse import has_sparse_grad
 

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from dltrain_ext._arguments import check_number
-from dltrain_ext.optim.fused import FusedStep, check_nonnegative
+from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.options import check_nonnegative
 from dltrain_ext.optim.rule import RULES
 from dltrain_ext.optim.shards import any_sharded
 

@@ -140,7 +140,7 @@ def test_state_that_has_been_read_is_kept_until_the_step_is_done():
         for state in optimizer.state.values():
             state.clear()
         lives.extend(ref() is not None for ref in kept)
-        return optimizer._scale_of_torch(groups)
+        return optimizer._unscale(groups)
 
     for optimizer.unscaler in (None, judge):
         for p in params:

@@ -1,0 +1,58 @@
+"""Reads and checks the options of optimizers."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dltrain_ext._arguments import as_number, check_numbers
+
+
+def as_float(group: dict[str, Any], name: str) -> float:
+    """Returns a hyper-parameter; raises TypeError that names it if it is not a number."""
+    return as_number(group.get(name), name)
+
+
+def check_betas(betas: Any) -> None:
+    """Raises TypeError if these are not two numbers."""
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        raise TypeError(f"betas: expected two numbers, got {betas!r}")
+    check_numbers(betas=betas[0])
+    check_numbers(betas=betas[1])
+
+
+def betas_of(group: dict[str, Any]) -> tuple[float, float]:
+    """Raises TypeError or ValueError if these are not two numbers >= 0 and < 1."""
+    betas: Any = group.get("betas")
+    check_betas(betas)
+    beta1, beta2 = (as_number(beta, "betas") for beta in betas)
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas: expected two numbers >= 0 and < 1, got {betas!r}")
+    return beta1, beta2
+
+
+def check_nonnegative(group: dict[str, Any], *names: str) -> None:
+    """Checks the learning rate and these other options of an optimizer that torch does not have.
+
+    Raises TypeError or ValueError naming the option that is not a number >= 0, or not one number.
+    """
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
+    for name in ("lr", *names):
+        value = group[name]
+        check_numbers(**{name: value})
+        is_on_device = isinstance(value, Tensor) and not value.is_cpu  # reading it would wait for the device
+        if not is_on_device and not 0 <= value < math.inf:
+            raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
+
+
+def check_iterable(params: Any) -> None:
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params: expected an iterable of tensors or of groups, got {type(params).__name__}")
+
+
+def check_finite(numbers: Mapping[str, float]) -> None:
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{name}: expected a finite number, got {number}")
