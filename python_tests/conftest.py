@@ -20,6 +20,11 @@ from dltrain_ext import _ops
 OPTIONAL = {"expecttest", "hypothesis", "matplotlib", "numpy", "rich", "sklearn", "yaml"}
 
 
+# torch looks up the name of each client of a store. Where no name server answers, that is 5 s in which the store serves
+# nobody, and communicators of other tests miss their deadlines.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run all tests in several processes, two per core since many tests wait; not if the command line selects tests."""
