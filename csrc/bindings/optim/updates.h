@@ -12,11 +12,10 @@
 #include "bindings/execution_context.h"
 #include "bindings/optim/checks.h"
 #include "bindings/optim/step.h"
-#include "core/memory.h"
 #include "core/tensor_list.h"
-#include "kernels/for_each.h"
 #include "kernels/norms.h"
 #include "kernels/reduce.h"
+#include "kernels/take_step.h"
 #include "kernels/update.h"
 
 namespace dltrain::bindings {
@@ -167,10 +166,7 @@ class Updates {
       if (part.list.size() == 0) continue;
       const auto guard = on_device(part.device);
       const ExecutionContext context = caller_context(part.device);
-      const Step step = arguments.on(part.device);
-      const Memory own_sums = take_norms_if_missing(context, rule, step, part);
-      if constexpr (counters > 0) for_each(context, part.counts, Advance<Rule>{rule, step.scalars});
-      for_each(context, part.list, Operation{rule, step, part.flag});
+      take_step<Rule, bits>(context, rule, arguments.on(part.device), part.flag, part.list, part.counts);
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (const auto& [original, copy] : copies_) original.copy_(copy);
@@ -190,7 +186,7 @@ class Updates {
     at::Device device;
     bool flag;
     ListOf<Operation> list;
-    TensorList<std::max(counters, 1)> counts;
+    CountersOf<Rule> counts;
     std::vector<int64_t> indices;  // of the parameters, if the rule has norms
   };
 
@@ -204,19 +200,6 @@ class Updates {
   static const char* name(int k) { return k == 0 ? "params" : k == 1 ? "grads" : lists_of<Rule>()[Operation::state_of[k]].c_str(); }
 
   static bool may_be_half(int k) { return k < 2; }
-
-  // Computes the norms that the rule needs, if the flag is set and take_norms has not done so, into memory to which the rows then point.
-  static Memory take_norms_if_missing(const ExecutionContext& context, const Rule& rule, const Step& step, DeviceList& part) {
-    Memory memory;
-    if constexpr (norms > 0) {
-      if (!part.flag || part.list.row(0).numbers.sums) return memory;
-      memory = Memory(context, norms * part.list.size() * static_cast<int64_t>(sizeof(double)));
-      auto* sums = static_cast<double*>(memory.data());
-      for (int64_t row = 0; row < part.list.size(); ++row, sums += norms) part.list.row(row).numbers.sums = sums;
-      reduce(context, part.list, Norms<Rule, bits>{rule, step});
-    }
-    return memory;
-  }
 
   // Whether getting the pointer to the memory has no side effect. It has one if the memory is shared until the first write (copy-on-write).
   static bool has_memory(const at::Tensor& tensor) {
