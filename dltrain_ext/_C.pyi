@@ -1,6 +1,6 @@
 """The types of the compiled module, which csrc/bindings defines. Only _ops imports it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -282,6 +282,120 @@ class Mailbox:
     def close(self, grace: float = 1.0) -> None:
         """Returns when the peers have received all that was sent to them, or after so many seconds. To drop a mailbox
         without closing it looks to the peers as if the process had been killed."""
+
+def in_process_mailboxes(world_size: int) -> list[Mailbox]:
+    """The mailboxes of ranks that are all in this process."""
+
+class ServerBlock:
+    """A block of a store's server: its float32 values, the states and counters of its optimizer, the number of its
+    group, and the flag of the optimizer's rule in the first step and in later ones."""
+
+    def __init__(
+        self,
+        *,
+        value: Tensor,
+        group: int,
+        states: Sequence[Tensor],
+        counters: Sequence[Tensor],
+        flag_at_first: bool,
+        flag: bool,
+        is_first: bool,
+    ) -> None: ...
+
+class ServerRule:
+    """The optimizer of a group: its name, hyper-parameters, and the keys of the states that it has."""
+
+    def __init__(self, *, name: str, hyper: dict[str, float], states: Sequence[str], maximize: bool) -> None: ...
+
+class ServerSettings:
+    def __init__(
+        self,
+        *,
+        blocks: Sequence[ServerBlock],
+        rules: Sequence[ServerRule],
+        quorum: int,
+        window: int,
+        delay_compensation: float,
+        lockstep: bool,
+        records: bool,
+    ) -> None: ...
+
+class ClientBlock:
+    """A block as a worker has it: elements of one of its tensors, and its server. The residual is what encoding has
+    lost of the gradient, and the base is what the worker holds, where pulls send differences."""
+
+    def __init__(
+        self,
+        *,
+        key: int,
+        first: int,
+        server: int,
+        numel: int,
+        residual: Tensor | None = None,
+        base: Tensor | None = None,
+    ) -> None: ...
+
+class Handled:
+    """A message that a server has handled. what: 0 for a push, 1 for a pull, 2 if the worker has left."""
+
+    def __init__(self, what: int, worker: int, clock: int, first_block: int) -> None: ...
+    @property
+    def what(self) -> int: ...
+    @property
+    def worker(self) -> int: ...
+    @property
+    def clock(self) -> int: ...
+    @property
+    def first_block(self) -> int: ...
+
+class StoreTicket:
+    """A push or a pull that is under way."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Returns whether it is complete in so many seconds. Raises DistBackendError where it has failed."""
+    def is_done(self) -> bool: ...
+    def versions(self) -> tuple[int, int, bool]:
+        """Of a complete pull: the lowest and the highest version, and whether one was skipped."""
+
+class StoreNode:
+    """What one rank is in a store: a server, a worker, or both. It takes the mailbox."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        *,
+        workers: Sequence[int],
+        servers: Sequence[int],
+        push_codec: str,
+        pull_codec: str,
+        server: ServerSettings | None,
+        client: Sequence[ClientBlock] | None,
+        together: bool,
+        replayed: Sequence[Handled],
+    ) -> None: ...
+    def start(self) -> None:
+        """From now on a thread handles messages; without it, poll() does."""
+    def poll(self) -> bool: ...
+    def push(
+        self,
+        clock: int,
+        keys: Sequence[int],
+        values: Sequence[Tensor],
+        *,
+        factor: float,
+        rates: Sequence[float],
+        skips: bool = False,
+    ) -> StoreTicket: ...
+    def pull(self, clock: int, staleness: int | None, keys: Sequence[int], into: Sequence[Tensor]) -> StoreTicket: ...
+    def reasons(self, ticket: StoreTicket, patience: float) -> str:
+        """What a ticket waits for, in words. The servers have so many seconds to say it."""
+    def record(self) -> list[Handled]: ...
+    def versions(self, copy: Callable[[], None]) -> list[int]:
+        """The versions of the server's blocks. copy() is called at the same time, while no message is handled."""
+    def finish(self, timeout: float | None = None) -> bool:
+        """Tells the servers that this worker is done, and returns whether this rank's server has no worker left in so
+        many seconds."""
+    def close(self, grace: float = 1.0) -> None: ...
 
 def algorithms(collective: str, /) -> list[str]: ...
 def check_feedback(codec: str, stochastic: bool, expected: str, /) -> None: ...

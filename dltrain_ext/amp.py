@@ -281,6 +281,13 @@ class LossScaler(torch.amp.GradScaler):
         return {**state, "_skipped": None, "_overflows": None, "_total_norm": None}
 
 
+def note_skipped(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Has the scaler's next ``update()`` see that this optimizer's step was skipped, whatever its own gradients are."""
+    if scaler.is_enabled():
+        for flag in _flags(scaler._per_optimizer_states[id(optimizer)]):
+            flag.fill_(1)
+
+
 def _check_bounds(min_scale: float, max_scale: float, hysteresis: int) -> None:
     if not all(isinstance(number, int | float) for number in (min_scale, max_scale)):
         raise TypeError(f"min_scale, max_scale: expected numbers, got {min_scale!r}, {max_scale!r}")

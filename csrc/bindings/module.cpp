@@ -33,4 +33,5 @@ PYBIND11_MODULE(_C, module) {
   dltrain::bindings::bind_levels(module);
   dltrain::bindings::bind_communicator(module);
   dltrain::bindings::bind_mailbox(module);
+  dltrain::bindings::bind_store(module);
 }

@@ -17,6 +17,7 @@ void bind_buckets(py::module_& module);
 void bind_levels(py::module_& module);
 void bind_communicator(py::module_& module);
 void bind_mailbox(py::module_& module);
+void bind_store(py::module_& module);
 void bind_build(py::module_& module);
 
 // The names of the ops of the optimizers.

@@ -13,6 +13,7 @@
 #include "kernels/norms.h"
 #include "kernels/optimizers.h"
 #include "kernels/poison.h"
+#include "kernels/shadow.h"
 #include "kernels/unscale_and_clip.h"
 #include "kernels/update.h"
 
@@ -26,7 +27,7 @@ template <class Rule>
 using AdvanceOf = std::conditional_t<math::counters_of<Rule>().size() == 0, std::tuple<>, std::tuple<Advance<Rule>>>;
 template <class... Rules>
 auto elementwise_of(const std::tuple<Rules...>&)
-    -> decltype(std::tuple_cat(std::declval<std::tuple<Poison>>(), std::declval<AdvanceOf<Rules>>()...,
+    -> decltype(std::tuple_cat(std::declval<std::tuple<Poison, Subtract, Accumulate, Compensate>>(), std::declval<AdvanceOf<Rules>>()...,
                                std::declval<UpdatesOf<Rules>>()...));
 using Elementwise = decltype(elementwise_of(std::declval<Optimizers>()));
 

@@ -15,8 +15,9 @@ CPP_MODULES = {
     "math": {"core"},
     "kernels": {"math", "core"},
     "comm": {"kernels", "core"},
-    "bindings": {"comm", "kernels", "core"},
-    "tests": {"comm", "kernels", "math", "core"},
+    "ps": {"comm", "kernels", "core"},
+    "bindings": {"ps", "comm", "kernels", "core"},
+    "tests": {"ps", "comm", "kernels", "math", "core"},
 }
 
 # Inside comm: part -> the parts that it may use.
@@ -41,12 +42,13 @@ MODULES = {
     "compress": {"comm", "codecs", "_ops", "_arguments"},
     "ddp": {"compress", "comm", "amp", "_ops", "_arguments"},
     "fsdp": {"compress", "comm", "_arguments"},
+    "ps": {"amp", "optim", "comm", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
     "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
-PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "reference", "selftest", "sim"}
+PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "ps", "reference", "selftest", "sim"}
 
 
 def sources() -> list[Path]:

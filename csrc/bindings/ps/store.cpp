@@ -1,0 +1,308 @@
+// The node of a store as Python has it. It keeps the tensors alive whose memory the node uses.
+
+#include <ATen/core/Tensor.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/arguments.h"
+#include "bindings/comm/python_mailbox.h"
+#include "bindings/execution_context.h"
+#include "bindings/interrupt.h"
+#include "bindings/module.h"
+#include "ps/run/node.h"
+
+namespace dltrain::bindings {
+
+namespace {
+
+using std::chrono::milliseconds;
+using Tensors = std::vector<at::Tensor>;
+
+Deadline deadline_of(std::optional<double> seconds) {
+  return seconds ? dltrain::Clock::now() + std::chrono::ceil<dltrain::Clock::duration>(std::chrono::duration<double>(*seconds))
+                 : Deadline::max();
+}
+
+float* floats_of(const at::Tensor& tensor, const std::string& name, int64_t numel) {
+  return static_cast<float*>(elements_of({tensor, name, true}, at::kCPU, numel).data);
+}
+
+std::vector<float*> all_floats_of(const Tensors& tensors, const std::string& name, int64_t numel) {
+  std::vector<float*> all;
+  for (const at::Tensor& tensor : tensors) all.push_back(floats_of(tensor, name, numel));
+  return all;
+}
+
+struct ServerBlock {
+  at::Tensor value;
+  int group;
+  Tensors states, counters;
+  bool flag_at_first, flag, is_first;
+};
+
+struct ServerSettings {
+  std::vector<ServerBlock> blocks;
+  std::vector<ps::Rule> rules;  // by group
+  int quorum;
+  int64_t window;
+  float delay_compensation;
+  bool lockstep, records;
+};
+
+struct ClientBlock {
+  int key;        // of the caller's tensors
+  int64_t first;  // element of the key's tensor
+  int server;
+  int64_t numel;
+  std::optional<at::Tensor> residual, base;
+};
+
+std::unique_ptr<ps::Server> make_server(const ServerSettings& given, const std::vector<int>& workers, const Codec& push,
+                                        const Codec& pull) {
+  std::vector<ps::Server::Block> blocks;
+  std::vector<std::vector<ps::Updater::Slot>> slots(given.rules.size());
+  for (const ServerBlock& block : given.blocks) {
+    const int64_t numel = block.value.numel();
+    auto& own = slots.at(static_cast<size_t>(block.group));
+    blocks.push_back({floats_of(block.value, "value", numel), numel, block.group, static_cast<int>(own.size())});
+    own.push_back({blocks.back().value, numel, all_floats_of(block.states, "states", numel), all_floats_of(block.counters, "counters", 1),
+                   block.flag_at_first, block.flag, block.is_first});
+  }
+  std::vector<std::unique_ptr<ps::Updater>> updaters;
+  for (size_t group = 0; group < given.rules.size(); ++group) {
+    updaters.push_back(ps::make_updater(given.rules[group], std::move(slots[group])));
+  }
+  ps::Server::Options options{workers, given.quorum, given.window, &push, &pull, given.delay_compensation, given.lockstep, given.records};
+  return std::make_unique<ps::Server>(caller_context(at::kCPU), std::move(options), std::move(blocks), std::move(updaters));
+}
+
+std::unique_ptr<ps::Client> make_client(const std::vector<ClientBlock>& given, const std::vector<int>& servers, const Codec& push,
+                                        const Codec& pull, bool together) {
+  std::vector<ps::Client::Block> blocks;
+  std::vector<int> count(servers.size());
+  for (const ClientBlock& block : given) {
+    const auto memory = [&](const std::optional<at::Tensor>& tensor, const char* name) {
+      return tensor ? floats_of(*tensor, name, block.numel) : nullptr;
+    };
+    blocks.push_back({block.server, count.at(static_cast<size_t>(block.server))++, block.numel, memory(block.residual, "residual"),
+                      memory(block.base, "base")});
+  }
+  return std::make_unique<ps::Client>(caller_context(at::kCPU), ps::Client::Options{servers, &push, &pull, together}, std::move(blocks));
+}
+
+class StoreTicket {
+ public:
+  StoreTicket(std::shared_ptr<ps::Ticket> ticket) : ticket(std::move(ticket)) {}
+
+  bool wait(std::optional<double> timeout) const {
+    bool done = false;
+    {
+      const Interruptible interruptible([this] { ticket->fail("the wait was interrupted"); });
+      py::gil_scoped_release no_gil;
+      try {
+        done = ticket->wait(deadline_of(timeout));
+      } catch (const std::runtime_error& error) {
+        py::gil_scoped_acquire gil;
+        Interruptible::check();
+        C10_THROW_ERROR(DistBackendError, error.what());
+      }
+    }
+    Interruptible::check();
+    return done;
+  }
+
+  std::shared_ptr<ps::Ticket> ticket;
+};
+
+class StoreNode {
+ public:
+  StoreNode(PythonMailbox& mailbox, std::vector<int> workers, std::vector<int> servers, const std::string& push_codec,
+            const std::string& pull_codec, std::optional<ServerSettings> server, std::optional<std::vector<ClientBlock>> client,
+            bool together, std::vector<ps::Handled> replayed)
+      : server_(std::move(server)), client_(std::move(client)) {
+    const Codec &push = find_codec(push_codec), &pull = find_codec(pull_codec);
+    std::unique_ptr<ps::Server> serving;
+    std::unique_ptr<ps::Client> working;
+    if (server_) serving = make_server(*server_, workers, push, pull);
+    if (client_) {
+      working = make_client(*client_, servers, push, pull, together);
+      for (size_t i = 0; i < client_->size(); ++i) {
+        const auto key = static_cast<size_t>((*client_)[i].key);
+        if (by_key_.size() <= key) by_key_.resize(key + 1);
+        by_key_[key].push_back(static_cast<int>(i));
+      }
+    }
+    node_ = std::make_unique<ps::Node>(mailbox.take(), ps::Node::Ranks{std::move(workers), std::move(servers)}, std::move(serving),
+                                       std::move(working), std::move(replayed));
+  }
+  ~StoreNode() {
+    py::gil_scoped_release no_gil;
+    getpid() == process_ ? node_.reset() : static_cast<void>(node_.release());
+  }
+  StoreNode(const StoreNode&) = delete;
+  StoreNode& operator=(const StoreNode&) = delete;
+
+  void start() { node_->start(); }
+  bool poll() { return node_->poll(); }
+
+  StoreTicket push(int64_t clock, const std::vector<int>& keys, const Tensors& gradients, float factor, const std::vector<double>& rates,
+                   bool skips) {
+    const auto items = items_of(keys, gradients, "values", false);
+    py::gil_scoped_release no_gil;
+    return {at_work([&] { return node_->push(clock, items, factor, rates, skips); })};
+  }
+
+  StoreTicket pull(int64_t clock, std::optional<int64_t> staleness, const std::vector<int>& keys, Tensors into) {
+    const auto items = items_of(keys, into, "into", true);
+    const auto kept = std::make_shared<Tensors>(std::move(into));
+    py::gil_scoped_release no_gil;
+    return {at_work([&] { return node_->pull(clock, staleness, items, kept); })};
+  }
+
+  std::string reasons(const StoreTicket& ticket, double patience) {
+    py::gil_scoped_release no_gil;
+    return node_->reasons(ticket.ticket, milliseconds(static_cast<int64_t>(1000 * patience)));
+  }
+
+  std::vector<ps::Handled> record() {
+    std::vector<ps::Handled> record;
+    py::gil_scoped_release no_gil;
+    node_->with_server([&](const ps::Server* server) {
+      if (server) record = server->record();
+    });
+    return record;
+  }
+
+  // Of each block of the server, after which copy() is called while no message is handled.
+  std::vector<int64_t> versions(const std::function<void()>& copy) {
+    std::vector<int64_t> versions;
+    py::gil_scoped_release no_gil;
+    node_->with_server([&](const ps::Server* server) {
+      for (size_t block = 0; server && block < server->blocks(); ++block)
+        versions.push_back(server->core().version(static_cast<int>(block)));
+      py::gil_scoped_acquire gil;
+      copy();
+    });
+    return versions;
+  }
+
+  // Whether this rank's server has no worker left in time. Ctrl-C ends the wait.
+  bool finish(std::optional<double> timeout) {
+    bool done = false;
+    {
+      const Interruptible interruptible([this] { node_->close(milliseconds(0)); });
+      py::gil_scoped_release no_gil;
+      done = node_->finish(deadline_of(timeout));
+    }
+    Interruptible::check();
+    return done;
+  }
+
+  void close(double grace) {
+    py::gil_scoped_release no_gil;
+    node_->close(milliseconds(static_cast<int64_t>(1000 * grace)));
+  }
+
+ private:
+  std::vector<ps::Client::Item> items_of(const std::vector<int>& keys, const Tensors& tensors, const char* name, bool written) const {
+    TORCH_CHECK_VALUE(client_, name, ": expected none, because this rank only serves");
+    std::vector<ps::Client::Item> items;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (tensors[i].numel() == 0) continue;
+      const std::vector<int>& blocks = by_key_.at(static_cast<size_t>(keys[i]));
+      const ClientBlock& last = (*client_)[static_cast<size_t>(blocks.back())];
+      const TypedPointer elements = elements_of({tensors[i], name, written}, at::kCPU, last.first + last.numel);
+      for (const int block : blocks) items.push_back({block, elements.from((*client_)[static_cast<size_t>(block)].first)});
+    }
+    return items;
+  }
+
+  template <class Call>
+  static std::shared_ptr<ps::Ticket> at_work(Call&& call) {
+    try {
+      return call();
+    } catch (const std::invalid_argument&) {
+      throw;
+    } catch (const std::runtime_error& error) {
+      C10_THROW_ERROR(DistBackendError, error.what());
+    }
+  }
+
+  std::optional<ServerSettings> server_;  // whose tensors the node uses
+  std::optional<std::vector<ClientBlock>> client_;
+  std::vector<std::vector<int>> by_key_;  // the blocks of each key
+  std::unique_ptr<ps::Node> node_;
+  const pid_t process_ = getpid();
+};
+
+}  // namespace
+
+void bind_store(py::module_& module) {
+  py::class_<ServerBlock>(module, "ServerBlock")
+      .def(py::init([](at::Tensor value, int group, Tensors states, Tensors counters, bool flag_at_first, bool flag, bool is_first) {
+             return ServerBlock{std::move(value), group, std::move(states), std::move(counters), flag_at_first, flag, is_first};
+           }),
+           py::kw_only(), py::arg("value"), py::arg("group"), py::arg("states"), py::arg("counters"), py::arg("flag_at_first"),
+           py::arg("flag"), py::arg("is_first"));
+  py::class_<ps::Rule>(module, "ServerRule")
+      .def(py::init([](std::string name, std::map<std::string, double> hyper, std::vector<std::string> states, bool maximize) {
+             return ps::Rule{std::move(name), std::move(hyper), std::move(states), maximize};
+           }),
+           py::kw_only(), py::arg("name"), py::arg("hyper"), py::arg("states"), py::arg("maximize"));
+  py::class_<ServerSettings>(module, "ServerSettings")
+      .def(py::init([](std::vector<ServerBlock> blocks, std::vector<ps::Rule> rules, int quorum, int64_t window, float delay_compensation,
+                       bool lockstep, bool records) {
+             return ServerSettings{std::move(blocks), std::move(rules), quorum, window, delay_compensation, lockstep, records};
+           }),
+           py::kw_only(), py::arg("blocks"), py::arg("rules"), py::arg("quorum"), py::arg("window"), py::arg("delay_compensation"),
+           py::arg("lockstep"), py::arg("records"));
+  py::class_<ClientBlock>(module, "ClientBlock")
+      .def(py::init(
+               [](int key, int64_t first, int server, int64_t numel, std::optional<at::Tensor> residual, std::optional<at::Tensor> base) {
+                 return ClientBlock{key, first, server, numel, std::move(residual), std::move(base)};
+               }),
+           py::kw_only(), py::arg("key"), py::arg("first"), py::arg("server"), py::arg("numel"), py::arg("residual") = py::none(),
+           py::arg("base") = py::none());
+  py::class_<ps::Handled>(module, "Handled")
+      .def(py::init([](int what, int worker, int64_t clock, int first_block) {
+             return ps::Handled{static_cast<ps::Handled::What>(what), worker, clock, first_block};
+           }),
+           py::arg("what"), py::arg("worker"), py::arg("clock"), py::arg("first_block"))
+      .def_property_readonly("what", [](const ps::Handled& self) { return static_cast<int>(self.what); })
+      .def_readonly("worker", &ps::Handled::worker)
+      .def_readonly("clock", &ps::Handled::clock)
+      .def_readonly("first_block", &ps::Handled::first_block);
+  py::class_<StoreTicket>(module, "StoreTicket")
+      .def("wait", &StoreTicket::wait, py::arg("timeout") = py::none())
+      .def("is_done", [](const StoreTicket& self) { return self.ticket->is_done(); })
+      .def("versions", [](const StoreTicket& self) {
+        const ps::Ticket::Versions versions = self.ticket->versions();
+        return std::make_tuple(versions.lowest, versions.highest, versions.skipped);
+      });
+  py::class_<StoreNode>(module, "StoreNode")
+      .def(py::init<PythonMailbox&, std::vector<int>, std::vector<int>, const std::string&, const std::string&,
+                    std::optional<ServerSettings>, std::optional<std::vector<ClientBlock>>, bool, std::vector<ps::Handled>>(),
+           py::arg("mailbox"), py::kw_only(), py::arg("workers"), py::arg("servers"), py::arg("push_codec"), py::arg("pull_codec"),
+           py::arg("server"), py::arg("client"), py::arg("together"), py::arg("replayed"))
+      .def("start", &StoreNode::start)
+      .def("poll", &StoreNode::poll, py::call_guard<py::gil_scoped_release>())
+      .def("push", &StoreNode::push, py::arg("clock"), py::arg("keys"), py::arg("values"), py::kw_only(), py::arg("factor"),
+           py::arg("rates"), py::arg("skips") = false)
+      .def("pull", &StoreNode::pull, py::arg("clock"), py::arg("staleness"), py::arg("keys"), py::arg("into"))
+      .def("reasons", &StoreNode::reasons, py::arg("ticket"), py::arg("patience"))
+      .def("record", &StoreNode::record)
+      .def("versions", &StoreNode::versions, py::arg("copy"))
+      .def("finish", &StoreNode::finish, py::arg("timeout") = py::none())
+      .def("close", &StoreNode::close, py::arg("grace") = 1.0);
+}
+
+}  // namespace dltrain::bindings

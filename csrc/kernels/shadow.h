@@ -1,0 +1,56 @@
+#pragma once
+
+// Operations of for_each for a server that knows what each of its workers holds: the worker's shadow.
+
+#include "core/host_device.h"
+#include "core/tensor_list.h"
+#include "math/delay.h"
+
+namespace dltrain {
+
+// difference <- value - shadow
+struct Subtract {
+  static constexpr int streams = 3;
+  DLT_HD static constexpr bool writes(int k) { return k == 0; }
+  struct Element {
+    DLT_HD void operator()(float& difference, float value, float shadow) const { difference = value - shadow; }
+  };
+  using Numbers = None;
+
+  DLT_HD bool skip() const { return false; }
+  DLT_HD Element at(const None&) const { return {}; }
+  static bool same(const None&, const None&) { return true; }
+};
+
+// held <- held + difference, by the worker and for its shadow alike, so that both have the same bits.
+struct Accumulate {
+  static constexpr int streams = 2;
+  DLT_HD static constexpr bool writes(int k) { return k == 0; }
+  struct Element {
+    DLT_HD void operator()(float& held, float difference) const { held += difference; }
+  };
+  using Numbers = None;
+
+  DLT_HD bool skip() const { return false; }
+  DLT_HD Element at(const None&) const { return {}; }
+  static bool same(const None&, const None&) { return true; }
+};
+
+// The gradient of a worker is moved from the parameter that the worker holds to the present one.
+struct Compensate {
+  static constexpr int streams = 3;
+  DLT_HD static constexpr bool writes(int k) { return k == 0; }
+  struct Element {
+    float lambda;
+    DLT_HD void operator()(float& grad, float value, float shadow) const { grad = math::compensated(grad, value, shadow, lambda); }
+  };
+  using Numbers = None;
+
+  float lambda;
+
+  DLT_HD bool skip() const { return lambda == 0.0f; }
+  DLT_HD Element at(const None&) const { return {lambda}; }
+  static bool same(const None&, const None&) { return true; }
+};
+
+}  // namespace dltrain

@@ -1,0 +1,288 @@
+#include "ps/run/client.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "core/check.h"
+#include "kernels/for_each.h"
+#include "kernels/shadow.h"
+
+namespace dltrain::ps {
+
+namespace {
+
+constexpr int64_t bundle = 1 << 18;  // elements that travel together, so that one bundle is sent while another one is encoded
+
+}  // namespace
+
+bool Ticket::wait(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  const auto is_over = [&] { return failed_ || open_ == 0; };
+  if (deadline == Deadline::max()) {
+    changed_.wait(lock, is_over);
+  } else if (!changed_.wait_until(lock, deadline, is_over)) {
+    return false;
+  }
+  if (failed_) throw std::runtime_error(why_);
+  return true;
+}
+
+bool Ticket::is_done() const {
+  const std::lock_guard lock(mutex_);
+  return failed_ || open_ == 0;
+}
+
+void Ticket::fail(const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (failed_ || open_ == 0) return;
+  failed_ = true;
+  why_ = why;
+  changed_.notify_all();
+}
+
+Ticket::Versions Ticket::versions() const {
+  const std::lock_guard lock(mutex_);
+  return versions_;
+}
+
+void Ticket::add_part() {
+  const std::lock_guard lock(mutex_);
+  ++open_;
+}
+
+void Ticket::finish_part(const Message* values) {
+  const std::lock_guard lock(mutex_);
+  if (values) {
+    for (const int64_t version : values->numbers) {
+      versions_.lowest = has_versions_ ? std::min(versions_.lowest, version) : version;
+      versions_.highest = std::max(versions_.highest, version);
+      has_versions_ = true;
+    }
+    versions_.skipped |= values->skips;
+  }
+  if (--open_ > 0) return;
+  kept_.reset();
+  changed_.notify_all();
+}
+
+Client::Client(const ExecutionContext& context, Options options, std::vector<Block> blocks)
+    : context_(context),
+      options_(std::move(options)),
+      blocks_(std::move(blocks)),
+      by_server_(options_.ranks.size()),
+      lost_(options_.ranks.size()) {
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    std::vector<int>& own = by_server_[static_cast<size_t>(blocks_[i].server)];
+    check(blocks_[i].at_server == std::ssize(own), "blocks: expected those of a server in their order, got ", blocks_[i].at_server);
+    own.push_back(static_cast<int>(i));
+  }
+}
+
+std::vector<std::vector<Client::Item>> Client::bundles(std::span<const Item> items, bool together) const {
+  std::vector<std::vector<Item>> full;
+  std::vector<std::vector<Item>> open(options_.ranks.size());
+  std::vector<int64_t> numel(options_.ranks.size());
+  for (const Item& item : items) {
+    const Block& block = blocks_[static_cast<size_t>(item.block)];
+    const auto server = static_cast<size_t>(block.server);
+    open[server].push_back(item);
+    numel[server] += block.numel;
+    if (together || numel[server] < bundle) continue;
+    full.push_back(std::exchange(open[server], {}));
+    numel[server] = 0;
+  }
+  for (auto& rest : open) {
+    if (!rest.empty()) full.push_back(std::move(rest));
+  }
+  return full;
+}
+
+std::string Client::name_of(int server) const { return text("the server of rank ", options_.ranks[static_cast<size_t>(server)]); }
+
+int64_t Client::open_part(const std::shared_ptr<Ticket>& ticket, Part part) {
+  const std::lock_guard lock(mutex_);
+  const std::string& lost = lost_[static_cast<size_t>(part.server)];
+  if (!lost.empty()) throw std::runtime_error(lost);
+  ticket->add_part();
+  part.ticket = ticket;
+  parts_[next_id_] = std::move(part);
+  return next_id_++;
+}
+
+std::shared_ptr<Ticket> Client::push(int64_t clock, std::span<const Item> gradients, float factor, const std::vector<double>& rates,
+                                     bool skips, Sender& sender) {
+  const std::shared_ptr<Ticket> ticket(new Ticket);
+  ticket->add_part();  // until all are sent
+  for (const std::vector<Item>& items : bundles(gradients, false)) {
+    const int server = blocks_[static_cast<size_t>(items.front().block)].server;
+    Message message{.kind = Kind::push, .clock = clock, .skips = skips, .rates = rates};
+    int64_t bytes = 0;
+    for (const Item& item : items) {
+      const Block& block = blocks_[static_cast<size_t>(item.block)];
+      message.blocks.push_back(block.at_server);
+      bytes += skips ? 0 : aligned(options_.push_codec->bytes(block.numel));
+    }
+    Data data;
+    if (!skips) {
+      const std::shared_ptr<std::byte> memory = sender.allocate(bytes);
+      auto* to = reinterpret_cast<uint8_t*>(memory.get());
+      std::vector<Sum> sums;
+      for (const Item& item : items) {
+        const Block& block = blocks_[static_cast<size_t>(item.block)];
+        Sum encoding;
+        encoding.numel = block.numel;
+        encoding.own = item.elements;
+        encoding.scale = factor;
+        encoding.feedback.residual = {block.residual, Dtype::fp32};
+        encoding.message = to;
+        sums.push_back(encoding);
+        to += aligned(options_.push_codec->bytes(block.numel));
+      }
+      options_.push_codec->encode_sums(context_, sums);
+      data = {memory.get(), bytes, memory};
+    }
+    message.id = open_part(ticket, {.server = server});
+    sender.send(options_.ranks[static_cast<size_t>(server)], message, data);
+  }
+  ticket->finish_part(nullptr);
+  return ticket;
+}
+
+std::shared_ptr<Ticket> Client::pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Item> into,
+                                     std::shared_ptr<const void> kept, Sender& sender) {
+  const std::shared_ptr<Ticket> ticket(new Ticket(std::move(kept)));
+  ticket->add_part();
+  for (std::vector<Item>& items : bundles(into, options_.together)) {
+    const int server = blocks_[static_cast<size_t>(items.front().block)].server;
+    Message message{.kind = Kind::pull, .clock = clock, .staleness = staleness};
+    for (const Item& item : items) message.blocks.push_back(blocks_[static_cast<size_t>(item.block)].at_server);
+    message.id = open_part(ticket, {.server = server, .items = std::move(items), .is_pull = true});
+    sender.send(options_.ranks[static_cast<size_t>(server)], message);
+  }
+  ticket->finish_part(nullptr);
+  return ticket;
+}
+
+void Client::handle(int server, const Unpacked& message) {
+  const Message& given = message.message;
+  Part part;
+  {
+    const Lock lock(mutex_);
+    const auto found = parts_.find(given.id);
+    if (given.kind == Kind::reasons) {
+      if (found == parts_.end()) return;
+      found->second.lacking = given.numbers;
+      answered_.notify_all();
+      return;
+    }
+    if (given.kind == Kind::failed && found == parts_.end()) {
+      for (auto& [id, open] : parts_) {
+        if (open.server == server) open.ticket->fail(given.text);
+      }
+      return;
+    }
+    check(found != parts_.end() && found->second.server == server, "id: expected that of a push or a pull, got ", given.id);
+    part = std::move(found->second);
+    parts_.erase(found);
+    answered_.notify_all();
+  }
+  if (given.kind == Kind::failed) return part.ticket->fail(given.text);
+  if (part.is_pull) write(part, message);
+  part.ticket->finish_part(part.is_pull ? &given : nullptr);
+}
+
+void Client::write(const Part& part, const Unpacked& message) {
+  const Codec& raw = find_codec("raw");
+  const bool differs = message.message.differs;
+  const Codec& codec = differs ? *options_.pull_codec : raw;
+  const auto* from = reinterpret_cast<const uint8_t*>(message.data.data());
+  int64_t bytes = 0, numel = 0;
+  for (const Item& item : part.items) {
+    bytes += aligned(codec.bytes(blocks_[static_cast<size_t>(item.block)].numel));
+    numel += blocks_[static_cast<size_t>(item.block)].numel;
+  }
+  check(bytes == std::ssize(message.data), "values: expected ", bytes, " bytes, got ", message.data.size());
+  std::vector<Decoding> decoded, written;
+  TensorList<Accumulate::streams> held;
+  auto* difference = differs ? static_cast<float*>(differences_.reserve(context_, numel * static_cast<int64_t>(sizeof(float)))) : nullptr;
+  for (const Item& item : part.items) {
+    const Block& block = blocks_[static_cast<size_t>(item.block)];
+    if (differs) {
+      decoded.push_back({block.numel, from, {difference, Dtype::fp32}});
+      held.add({block.base, difference}, block.numel);
+      difference += block.numel;
+    } else if (block.base) {
+      decoded.push_back({block.numel, from, {block.base, Dtype::fp32}});
+    }
+    // The elements of a raw message are those of memory.
+    written.push_back({block.numel, block.base ? reinterpret_cast<const uint8_t*>(block.base) : from, item.elements});
+    from += aligned(codec.bytes(block.numel));
+  }
+  if (!decoded.empty()) codec.decode_all(context_, decoded);
+  if (held.size() > 0) for_each(context_, held, Accumulate{});
+  raw.decode_all(context_, written);
+}
+
+void Client::lose(int server, const std::string& why) {
+  std::vector<std::shared_ptr<Ticket>> failed;
+  std::string& lost = lost_[static_cast<size_t>(server)];
+  const Lock lock(mutex_);
+  if (!lost.empty()) return;
+  lost = text(name_of(server), " is lost, and with it ", by_server_[static_cast<size_t>(server)].size(), " of ", blocks_.size(),
+              " blocks of the store: ", why);
+  for (const auto& [id, part] : parts_) {
+    if (part.server == server) part.ticket->fail(lost);
+  }
+  answered_.notify_all();
+}
+
+void Client::fail_all(const std::string& why) {
+  const Lock lock(mutex_);
+  for (std::string& lost : lost_) {
+    if (lost.empty()) lost = why;
+  }
+  for (const auto& [id, part] : parts_) part.ticket->fail(why);
+  answered_.notify_all();
+}
+
+std::string Client::reasons(const std::shared_ptr<Ticket>& ticket, Deadline deadline, const std::vector<int>& worker_ranks,
+                            Sender& sender) {
+  std::vector<std::pair<int64_t, int>> asked;  // a part for each server, and the server
+  {
+    const Lock lock(mutex_);
+    std::vector<char> seen(options_.ranks.size());
+    for (const auto& [id, part] : parts_) {
+      if (part.ticket != ticket || std::exchange(seen[static_cast<size_t>(part.server)], 1)) continue;
+      asked.emplace_back(id, part.server);
+    }
+  }
+  for (const auto& [id, server] : asked) sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::question, .id = id});
+  Lock lock(mutex_);
+  answered_.wait_until(lock, deadline, [&] {
+    return std::all_of(asked.begin(), asked.end(), [&](const auto& each) {
+      const auto found = parts_.find(each.first);
+      return found == parts_.end() || found->second.lacking;
+    });
+  });
+  std::string said;
+  for (const auto& [id, server] : asked) {
+    const auto found = parts_.find(id);
+    if (found == parts_.end()) continue;
+    std::optional<std::vector<int64_t>>& lacking = found->second.lacking;
+    said += (said.empty() ? "" : "; ") + name_of(server);
+    if (!lacking) {
+      said += " does not answer";
+    } else if (lacking->empty()) {
+      said += " is about to answer";
+    } else {
+      said += " waits for pushes of rank";
+      for (const int64_t worker : *lacking)
+        said += text(worker == lacking->front() ? " " : ", ", worker_ranks.at(static_cast<size_t>(worker)));
+    }
+    lacking.reset();
+  }
+  return said;
+}
+
+}  // namespace dltrain::ps

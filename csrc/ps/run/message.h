@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace dltrain::ps {
+
+enum class Kind : int32_t {
+  push,      // worker to server: gradients of blocks
+  accepted,  // server to worker: it has the push
+  pull,      // worker to server
+  values,    // server to worker: what the pull has read
+  failed,    // server to worker: why it cannot have what it asked for
+  question,  // worker to server: which workers does the pull wait for?
+  reasons,   // the answer
+  done,      // worker to server: it will ask for nothing more
+};
+
+// What workers and servers send each other: a message of a mailbox that consists of these fields and of the encoded blocks. The data of a
+// block begins at a multiple of `alignment`.
+struct Message {
+  static constexpr int64_t alignment = 64;
+
+  Kind kind = Kind::push;
+  int64_t id = 0;     // of the push or the pull that it is about
+  int64_t clock = 0;  // of the worker
+  std::optional<int64_t> staleness = {};
+  bool skips = false;    // push: the gradients are not finite, and nothing follows; values: a version was skipped since the last pull
+  bool differs = false;  // values: what is to be added to what the worker holds, not the values themselves
+  std::vector<int32_t> blocks = {};   // by their number at the server
+  std::vector<int64_t> numbers = {};  // values: the versions of the blocks; reasons: the workers
+  std::vector<double> rates = {};     // push: the learning rate of each group
+  std::string text = {};              // failed: why
+};
+
+inline int64_t aligned(int64_t bytes) { return (bytes + Message::alignment - 1) / Message::alignment * Message::alignment; }
+
+// The fields as bytes, as many as a multiple of `alignment`; and back, where `data` is what follows. unpack throws std::invalid_argument
+// where these are not the bytes of a message.
+std::vector<std::byte> pack(const Message& message);
+struct Unpacked {
+  Message message;
+  std::span<const std::byte> data;
+};
+Unpacked unpack(std::span<const std::byte> bytes);
+
+// Sends a message to a rank: its fields, and data that stays where it is until `keep` is released.
+struct Data {
+  const std::byte* bytes = nullptr;
+  int64_t count = 0;
+  std::shared_ptr<const void> keep;
+};
+class Sender {
+ public:
+  virtual ~Sender() = default;
+  virtual void send(int rank, const Message& message, Data data = {}) = 0;
+  virtual std::shared_ptr<std::byte> allocate(int64_t bytes) = 0;
+};
+
+}  // namespace dltrain::ps

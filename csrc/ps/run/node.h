@@ -1,0 +1,100 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/transport/mailbox.h"
+#include "ps/run/client.h"
+#include "ps/run/server.h"
+
+namespace dltrain::ps {
+
+// What one rank is in a store: a server, a worker, or both, over one mailbox. A thread carries messages between the mailbox and them.
+//
+// With a record to replay, the server handles the messages of the workers in the order of the record, and then as they come.
+class Node final : public Sender {
+ public:
+  struct Ranks {
+    std::vector<int> workers, servers;
+  };
+
+  Node(std::unique_ptr<comm::Mailbox> mailbox, Ranks ranks, std::unique_ptr<Server> server, std::unique_ptr<Client> client,
+       std::vector<Handled> replayed = {});
+  ~Node() override;
+
+  // From now on a thread handles the messages. Without it, poll() does.
+  void start();
+  // Handles the messages that are there. Returns whether there were any.
+  bool poll();
+
+  std::shared_ptr<Ticket> push(int64_t clock, std::span<const Client::Item> gradients, float factor, const std::vector<double>& rates,
+                               bool skips);
+  std::shared_ptr<Ticket> pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Client::Item> into,
+                               std::shared_ptr<const void> kept);
+  // What a ticket waits for, in words.
+  std::string reasons(const std::shared_ptr<Ticket>& ticket, std::chrono::milliseconds patience);
+
+  // Tells the servers that this worker is done, and returns when this rank's server has no worker left, or false at the deadline.
+  bool finish(Deadline deadline);
+
+  // Calls visit while the server handles no message. Null where this rank is no server.
+  void with_server(const std::function<void(Server*)>& visit);
+
+  // Ends the sessions in good order.
+  void close(std::chrono::milliseconds grace);
+
+  void send(int rank, const Message& message, Data data) override;
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override { return mailbox_->allocate(bytes); }
+
+ private:
+  struct Outgoing {
+    std::vector<std::byte> fields;
+    Data data;
+  };
+  // What is for the server: a message, or the end of a session.
+  struct Arrived {
+    Handled described;
+    bool is_question = false;
+    int worker = -1;
+    Unpacked message;
+    std::shared_ptr<const void> memory;
+    std::string why;
+  };
+  using Event = comm::Mailbox::Event;
+
+  void run();
+  void handle(Event event);
+  void serve_in_order();
+  void lose(int rank, const std::string& why);
+  void leave(int worker, const std::string& why);
+  comm::Mailbox::SendResult try_send(int rank, const Outgoing& message);
+  bool flush();
+  bool is_carrier() const { return std::this_thread::get_id() == carrier_.load(); }
+
+  const std::unique_ptr<comm::Mailbox> mailbox_;
+  const Ranks ranks_;
+  std::vector<int> worker_of_, server_of_;  // by rank; -1 if it is none
+  const std::unique_ptr<Server> server_;
+  const std::unique_ptr<Client> client_;
+  const std::vector<Handled> replayed_;
+  size_t next_replayed_ = 0;
+  std::deque<Arrived> arrived_;  // and not yet handled, because the record has others before them
+  std::mutex handling_;          // held while a message is handled
+  std::vector<bool> is_gone_;    // by worker: it is done or lost; guarded by handling_
+  std::condition_variable gone_;
+  std::atomic<std::thread::id> carrier_;        // the thread that handles messages: it must not wait for the peers
+  std::mutex sending_;                          // guards what follows
+  std::vector<std::deque<Outgoing>> outgoing_;  // by rank: what its mailbox has not yet taken
+  std::thread thread_;
+};
+
+}  // namespace dltrain::ps

@@ -1,0 +1,123 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/execution_context.h"
+#include "core/memory.h"
+#include "kernels/codec.h"
+#include "ps/core/core.h"
+#include "ps/run/message.h"
+#include "ps/run/updater.h"
+
+namespace dltrain::ps {
+
+// One message that a server has handled, in a record of their order. What a server does depends on nothing else.
+struct Handled {
+  enum class What : int32_t { push, pull, leave };
+  What what = What::push;
+  int32_t worker = -1;
+  int64_t clock = 0;
+  int32_t first_block = -1;
+  bool operator==(const Handled&) const = default;
+};
+
+// A server of a store: it adds up the gradients that workers push, updates its blocks, and sends them to the workers that pull. Its Core
+// decides when. It has no thread: whoever calls it has one.
+class Server {
+ public:
+  struct Block {
+    float* value = nullptr;
+    int64_t numel = 0;
+    int group = 0;  // whose updater and learning rate it has
+    int slot = 0;   // in that updater
+  };
+  struct Options {
+    std::vector<int> ranks;  // of the workers
+    int quorum = Core::all;
+    int64_t window = 64;
+    const Codec* push_codec = nullptr;
+    const Codec* pull_codec = nullptr;
+    float delay_compensation = 0.0f;  // lambda
+    bool lockstep = false;            // all workers pull each version once, so they hold the same, and get the same message
+    bool records = false;
+  };
+
+  Server(const ExecutionContext& context, Options options, std::vector<Block> blocks, std::vector<std::unique_ptr<Updater>> updaters);
+
+  // A message of a worker. The memory of its data is released when its gradients are applied.
+  void handle(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender);
+  void leave(int worker, const std::string& why, Sender& sender);
+
+  const Core& core() const { return core_; }
+  size_t blocks() const { return blocks_.size(); }
+  const std::vector<Handled>& record() const { return record_; }
+
+ private:
+  // A contribution that is not yet applied.
+  struct Held {
+    std::shared_ptr<const void> memory;
+    const uint8_t* data = nullptr;
+    std::shared_ptr<const std::vector<double>> rates;
+    bool skips = false;
+  };
+  struct Waiting {
+    int worker = -1;
+    int64_t id = 0;
+    std::vector<int> blocks;
+  };
+  // What a worker holds, or all of them in lockstep: for each block its version, or -1, and the values.
+  struct Shadow {
+    std::vector<int64_t> versions;
+    Memory values;
+  };
+  // A message that all workers get.
+  struct Reply {
+    std::vector<int> blocks = {};
+    std::vector<int64_t> versions = {}, bases = {};  // of the blocks; of what the workers hold, if the message is a difference
+    Message message = {};
+    Data data = {};
+  };
+
+  void push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender);
+  void pull(int worker, const Message& message, Sender& sender);
+  void perform(Sender& sender);
+  void apply();
+  const float* gradient_of(const Action& action, float* sum, std::vector<Sum>& sums, std::vector<std::vector<const uint8_t*>>& lists);
+  void drop(const Action& action, Sender& sender);
+  void answer(const Waiting& pull, Sender& sender);
+  Reply reply(int worker, const std::vector<int>& blocks, Sender& sender);
+  void write_difference(const std::vector<int>& blocks, Shadow& shadow, uint8_t* to);
+  void write_values(const std::vector<int>& blocks, float* const* from, uint8_t* to) const;
+  float* shadow_of(Shadow& shadow, int block) const;
+  Shadow& shadow_for(int worker);
+  bool has_shadows() const { return options_.pull_codec->is_lossy() || options_.delay_compensation != 0.0f; }
+  std::string lost(int worker) const;
+
+  const ExecutionContext context_;
+  const Options options_;
+  const std::vector<Block> blocks_;
+  std::vector<int64_t> firsts_;  // of each block, in memory that has all of them
+  std::vector<std::unique_ptr<Updater>> updaters_;
+  Core core_;
+  std::vector<Action> actions_;
+  std::vector<Action> applied_;  // that are applied together
+  std::vector<bool> in_applied_;
+  std::vector<int64_t> skipped_;  // of each block: the last version that was skipped, or -1
+  std::unordered_map<int64_t, Held> held_;
+  std::unordered_map<int64_t, Waiting> waiting_;
+  std::unordered_map<int, Reply> replies_;           // in lockstep, by the first block
+  std::vector<Shadow> shadows_;                      // by worker, or one in lockstep
+  std::vector<std::vector<int64_t>> versions_held_;  // by worker, in lockstep: of each block
+  std::vector<std::string> lost_;                    // by worker: why it has left; empty if it has not
+  Buffer sums_, differences_;
+  std::vector<Handled> record_;
+  int64_t next_id_ = 0;
+};
+
+}  // namespace dltrain::ps

@@ -1,0 +1,8 @@
+"""A parameter server: a sharded key-value store with clocks, and optimizers whose update runs on its servers."""
+
+from dltrain_ext.ps.optimizer import Optimizer
+from dltrain_ext.ps.replaying import Record, replay
+from dltrain_ext.ps.store import Store, serve
+from dltrain_ext.ps.work import Work
+
+__all__ = ["Optimizer", "Record", "Store", "Work", "replay", "serve"]

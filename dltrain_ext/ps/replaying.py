@@ -1,0 +1,164 @@
+"""Records of the order in which servers have handled messages, and runs that repeat that order."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext.ps.connecting import blocks_of, is_lossy, make_node, shard_of
+from dltrain_ext.ps.settings import Settings
+
+_PUSH = 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """The order of what the servers of a store have handled.
+
+    Attributes:
+        settings: those of the store.
+        handled: for each server's rank, the messages: what it was (0: push, 1: pull, 2: the worker has left), the
+            number of the worker, its clock, and the first block.
+    """
+
+    settings: Settings
+    handled: Mapping[int, Sequence[tuple[int, int, int, int]]]
+
+    @staticmethod
+    def of(node: "_ops.StoreNode", rank: int, settings: Settings) -> "Record":
+        handled = [(each.what, each.worker, each.clock, each.first_block) for each in node.record()]
+        return Record(settings, {rank: handled} if rank in settings.servers else {})
+
+    def gather(self, group: dist.ProcessGroup | None = None) -> "Record":
+        """Returns the records of all ranks of a group as one. It is a collective call."""
+        all_handled: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(all_handled, dict(self.handled), group=group)
+        return Record(self.settings, {rank: order for some in all_handled for rank, order in some.items()})
+
+    def save(self, path: "str | os.PathLike[str]") -> None:
+        """Writes a JSON file."""
+        Path(path).write_text(json.dumps({"settings": self.settings.text(), "handled": dict(self.handled)}))
+
+    @staticmethod
+    def load(path: "str | os.PathLike[str]") -> "Record":
+        """Reads what :meth:`save` has written."""
+        said = json.loads(Path(path).read_text())
+        handled = {int(rank): [tuple(each) for each in order] for rank, order in said["handled"].items()}
+        return Record(Settings.of(said["settings"]), handled)
+
+    def pushes(self, worker: int) -> int:
+        """Returns how many clocks of a worker the servers have seen."""
+        clocks = [
+            clock for order in self.handled.values() for what, who, clock, _ in order if (what, who) == (_PUSH, worker)
+        ]
+        return max(clocks, default=-1) + 1
+
+
+def replay(
+    record: Record,
+    values: Mapping[str, Tensor],
+    gradients: Callable[[int, int, dict[str, Tensor]], Mapping[str, Tensor]],
+    *,
+    rates: Callable[[int, int], Sequence[float]] | None = None,
+    error_feedback: bool = True,
+) -> dict[str, Tensor]:
+    """Repeats a run in this process: its servers handle the workers' messages in the recorded order.
+
+    With the same values and gradients the result has the same bits as the run. With other settings or gradients it
+    shows what another method makes of the same order of arrival: a record can also be written by hand.
+
+    Args:
+        record: of all servers.
+        values: the first values, by name.
+        gradients: ``gradients(worker, clock, values)`` returns the gradients that a worker, by its number, pushes at a
+            clock when it holds these values. It is called once for each worker and clock.
+        rates: ``rates(worker, clock)`` returns the learning rates of the groups; None: those of the settings.
+        error_feedback: as in the run.
+
+    Returns:
+        The values of the servers at the end.
+
+    Raises:
+        ValueError: no run has this order: the servers wait for a message that nobody sends.
+    """
+    settings = record.settings
+    blocks = blocks_of(settings)
+    names = [key.name for key in settings.keys]
+    size = max(*settings.servers, *settings.workers) + 1
+    shards, nodes = {}, []
+    for rank, mailbox in enumerate(_ops.in_process_mailboxes(size)):
+        shard = shards[rank] = shard_of(rank, settings, blocks)
+        if shard is not None:
+            for block, own in zip(shard.blocks, shard.values, strict=True):
+                whole = values[names[block.key]].detach().reshape(-1).float()
+                own.copy_(whole[block.first : block.first + block.numel])
+        order = [_ops.Handled(*each) for each in record.handled.get(rank, ())]
+        node, _ = make_node(
+            mailbox,
+            rank,
+            settings,
+            blocks,
+            shard,
+            error_feedback=error_feedback and is_lossy(settings.push_codec),
+            replayed=order,
+        )
+        nodes.append(node)
+    fixed = [float(group["lr"]) for group in settings.groups]
+    factor = 1.0 / (settings.quorum or len(settings.workers))
+    keys = list(range(len(names)))
+    workers = [
+        _Worker(number, nodes[rank], record.pushes(number), {name: torch.empty(values[name].shape) for name in names})
+        for number, rank in enumerate(settings.workers)
+    ]
+    for worker in workers:
+        worker.pull(0, keys, settings)
+    while not all(worker.is_over for worker in workers):
+        found = [node.poll() for node in nodes]
+        ready = [worker for worker in workers if worker.has_values()]
+        if not ready and not any(found):
+            waiting = [settings.workers[worker.number] for worker in workers if not worker.is_over]
+            raise ValueError(
+                f"record: expected an order that a run can have, got one in which ranks {waiting} wait for ever"
+            )
+        for worker in ready:
+            if worker.clock == worker.pushes:
+                worker.is_over = True
+                continue
+            given = gradients(worker.number, worker.clock, worker.held)
+            tensors = [given[name].detach().contiguous() for name in names]
+            finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
+            rate = fixed if rates is None else list(rates(worker.number, worker.clock))
+            worker.node.push(worker.clock, keys, tensors, factor=factor, rates=rate, skips=not finite)
+            worker.clock += 1
+            worker.pull(worker.clock, keys, settings)
+    result = {name: torch.empty(values[name].shape) for name in names}
+    for shard in shards.values():
+        for block, own in zip(shard.blocks, shard.values, strict=True) if shard is not None else ():
+            result[names[block.key]].view(-1)[block.first : block.first + block.numel].copy_(own)
+    for node in nodes:
+        node.close(0.0)
+    return result
+
+
+class _Worker:
+    def __init__(self, number: int, node: "_ops.StoreNode", pushes: int, held: dict[str, Tensor]):
+        self.number, self.node, self.pushes, self.held = number, node, pushes, held
+        self.clock, self.is_over = 0, False
+        self._ticket: Any = None
+
+    def pull(self, clock: int, keys: list[int], settings: Settings) -> None:
+        self._ticket = self.node.pull(clock, settings.staleness, keys, list(self.held.values()))
+
+    def has_values(self) -> bool:
+        if self.is_over or self._ticket is None or not self._ticket.is_done():
+            return False
+        self._ticket.wait(0.0)
+        self._ticket = None
+        return True

@@ -1,0 +1,371 @@
+"""A key-value store of tensors that is divided among servers."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext._arguments import as_number, check_dense, check_number
+from dltrain_ext.codecs import CODECS
+from dltrain_ext.ps.connecting import Group, blocks_of, is_lossy, make_node, receive_values, send_values, shard_of
+from dltrain_ext.ps.layout import Key
+from dltrain_ext.ps.replaying import Record
+from dltrain_ext.ps.serving import PLAIN, PLAIN_OPTIONS, completed, optimizer_named
+from dltrain_ext.ps.settings import SERVES, Settings
+from dltrain_ext.ps.work import Work
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_GRACE = 5.0  # s in which the peers receive the last messages
+
+
+class Store:
+    """A sharded key-value store with clocks. Keys are names, values are tensors, and servers have them in float32.
+
+    A version of a key is made when ``quorum`` contributions are in: they are averaged, and the optimizer updates the
+    key with the average, on the server. Every worker has a clock for each key, the number of its own pushes. A pull
+    waits until the key contains the worker's own pushes and, with a staleness s, all pushes of other workers whose
+    clock is below the worker's minus s (stale synchronous parallel; Ho et al. 2013):
+
+    ===================  ========  =========  =====================================================================
+    mode                 quorum    staleness  a pull at clock c reads
+    ===================  ========  =========  =====================================================================
+    synchronous          "all"     0          version c, made of the pushes of clock c - 1 of all workers
+    bounded staleness    1         s          all pushes of clocks below c - s, and perhaps later ones
+    asynchronous         1         None       what is there
+    ===================  ========  =========  =====================================================================
+
+    Large tensors are divided, so each server has about as many bytes. All ranks of the group that do not call
+    :func:`serve` make the store, in the same order and with the same arguments.
+
+    Args:
+        group: the process group, with any backend; the default group if None. Messages travel over Gloo.
+        servers: the ranks in the group that serve; None: all of them. A rank that serves may be a worker, too; one that
+            calls :func:`serve` is none.
+        optimizer: a class of ``dltrain_ext.optim`` except SGLD, which updates the values with the pushed gradients; its
+            options are ``options``. None: what is pushed is added to the values, averaged over the quorum.
+        quorum: ``"all"``, or how many contributions make a version.
+        codec: the codec of pushes and, where ``pull_codec`` is None, of pulls. With a codec that is not exact, pulls
+            send the difference to what the worker holds, which its server knows bit for bit, so what one pull loses is
+            in the next one. Gradients have error feedback.
+        pull_codec: the codec of pulls.
+        error_feedback: keep what encoding loses of a push, and add it to the next one.
+        delay_compensation: the factor lambda of delay-compensated SGD (Zheng et al. 2017, Eq. 10), with quorum 1. The
+            server adds lambda g^2 (w - w_bak) to a gradient g, where w_bak is what the worker that sent it holds.
+        timeout: how long a call waits; the group's own timeout if None.
+        window: how many pushes of a worker a server keeps before it refuses them.
+        record: keep the order in which the servers handle messages, for :meth:`record` and :func:`replay`.
+
+    A server keeps its values and the optimizer's state; with a ``pull_codec`` that is not exact, or with delay
+    compensation, also one copy of its values for each worker (one for all workers in synchronous mode). A worker keeps
+    one copy of the values if the ``pull_codec`` is not exact, and one with error feedback.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        servers: Sequence[int] | None = None,
+        *,
+        optimizer: type | None = None,
+        quorum: str | int = "all",
+        staleness: int | None = 0,
+        codec: str = "raw",
+        pull_codec: str | None = None,
+        error_feedback: bool = True,
+        delay_compensation: float = 0.0,
+        timeout: timedelta | None = None,
+        window: int = 64,
+        record: bool = False,
+        **options: Any,
+    ):
+        self._name = PLAIN if optimizer is None else _name_of(optimizer)
+        self._options = {**PLAIN_OPTIONS, **options} if optimizer is None else options
+        self._group, self._servers, self._timeout = group, servers, timeout
+        pull_codec = codec if pull_codec is None else pull_codec
+        for argument, value in (("codec", codec), ("pull_codec", pull_codec)):
+            if value not in CODECS:
+                raise ValueError(f"{argument}: expected one of {', '.join(CODECS)}, got {value!r}")
+        if quorum != "all" and (type(quorum) is not int or quorum < 1):
+            raise ValueError(f"quorum: expected 'all' or an int of at least 1, got {quorum!r}")
+        _check_staleness(staleness)
+        if not as_number(delay_compensation, "delay_compensation") >= 0:
+            raise ValueError(f"delay_compensation: expected a number >= 0, got {delay_compensation!r}")
+        if delay_compensation and quorum != 1:
+            raise ValueError(f"delay_compensation: expected 0 with quorum {quorum!r}, got {delay_compensation!r}")
+        check_number(window, "window", 2**20)
+        self._quorum = 0 if quorum == "all" else int(quorum)
+        self._staleness, self._codec, self._pull_codec = staleness, codec, pull_codec
+        self._error_feedback = error_feedback and is_lossy(codec)
+        if self._error_feedback:
+            _ops.check_feedback(codec, False, "error_feedback: expected False")
+        if is_lossy(pull_codec):
+            _ops.check_feedback(pull_codec, False, "pull_codec: expected another one")
+        self._delay_compensation, self._window, self._records = float(delay_compensation), window, record
+        self._node: _ops.StoreNode | None = None
+
+    def init(
+        self, values: Mapping[str, Tensor], groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]] | None = None
+    ) -> None:
+        """Makes the keys. It is a collective call; afterwards ``values`` are those of the first worker on all workers.
+
+        Args:
+            values: the tensors by name: dense, of float32, float16 or bfloat16, in any shape and on any device. All
+                workers have the same names and shapes, in the same order.
+            groups: options of the optimizer, and the names of the keys for which they replace the store's; None: one
+                group of all keys.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid, or differs between the workers.
+            torch.distributed.DistBackendError: a rank did not come.
+        """
+        if self._node is not None:
+            raise RuntimeError("init: expected to be called once, the store has keys")
+        check_values(values, "values")
+        given = [({}, list(values))] if groups is None else groups
+        group_of = {name: number for number, (_, names) in enumerate(given) for name in names}
+        if group_of.keys() != values.keys():
+            raise ValueError(f"groups: expected each key of values once, got {sorted(group_of)}")
+        self._connection = connection = Group(self._group, self._timeout)
+        ranks = range(len(connection.ranks))
+        servers = tuple(ranks if self._servers is None else self._servers)
+        if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(ranks):
+            raise ValueError(f"servers: expected different ranks below {len(ranks)}, got {self._servers!r}")
+        self._settings = settings = connection.agree(
+            Settings(
+                servers=servers,
+                workers=(),
+                keys=tuple(Key(name, tuple(value.shape), group_of[name]) for name, value in values.items()),
+                optimizer=self._name,
+                groups=tuple(completed(self._name, {**self._options, **options}) for options, _ in given),
+                staleness=self._staleness,
+                quorum=self._quorum,
+                lockstep=self._quorum == 0 and self._staleness == 0,
+                push_codec=self._codec,
+                pull_codec=self._pull_codec,
+                delay_compensation=self._delay_compensation,
+                window=self._window,
+                records=self._records,
+            ).text()
+        )
+        self._blocks = blocks = blocks_of(settings)
+        self._shard = shard = shard_of(connection.rank, settings, blocks)
+        first = settings.workers[0]
+
+        def give(mailbox: "_ops.Mailbox") -> None:
+            if connection.rank == first:
+                send_values(mailbox, settings, blocks, values)
+            if shard is not None:
+                receive_values(mailbox, shard, connection.timeout)
+
+        mailbox = connection.connect(first, give)
+        self._node, self._residuals = make_node(
+            mailbox, connection.rank, settings, blocks, shard, error_feedback=self._error_feedback
+        )
+        self._begin(self._node, connection.timeout)
+        self._node.start()
+        self.pull(values).wait()
+
+    @property
+    def options(self) -> tuple[Mapping[str, Any], ...]:
+        """The options of the optimizer for each group of keys."""
+        self._made()
+        return self._settings.groups
+
+    def _begin(self, node: "_ops.StoreNode", timeout: timedelta) -> None:
+        self._numbers = {key.name: number for number, key in enumerate(self._settings.keys)}
+        self._clocks = dict.fromkeys(self._numbers, 0)
+        self._rates = [float(group["lr"]) for group in self._settings.groups]
+        self._wait = timeout
+        self._finalizer = weakref.finalize(self, node.close, 0.0)
+
+    def push(
+        self,
+        values: Mapping[str, Tensor],
+        clock: int | None = None,
+        *,
+        rates: Sequence[float] | None = None,
+        weight: float | None = None,
+        finite: bool = True,
+    ) -> Work:
+        """Sends gradients, or what is to be added, to their servers. When it returns, ``values`` may change.
+
+        Args:
+            values: tensors by name, with the shapes of the keys.
+            clock: how often this worker has pushed these keys before; None: it is counted.
+            rates: the learning rate of each group for the versions to which this push contributes; None: as before. If
+                a version is made of several pushes, the last one's count.
+            weight: the factor of this contribution; None: one over the number of contributions of a version.
+            finite: False: the values are not finite, and are not read. A version of which one contribution is not
+                finite changes nothing, and the workers learn it from their next pull.
+
+        Returns:
+            A :class:`Work` that is complete when all servers have the push.
+        """
+        node = self._made()
+        numbers, clock = self._named(values, "values", clock)
+        if rates is not None:
+            if len(rates) != len(self._rates):
+                raise ValueError(f"rates: expected {len(self._rates)}, got {rates!r}")
+            self._rates = [as_number(rate, "rates") for rate in rates]
+        shares = self._settings.quorum or len(self._settings.workers)
+        weight = 1.0 / shares if weight is None else weight
+        tensors = [_plain(value) for value in values.values()]
+        ticket = node.push(clock, numbers, tensors, factor=weight, rates=self._rates, skips=not finite)
+        for name in values:
+            self._clocks[name] += 1
+        return Work(f"push of clock {clock}", node, [ticket], self._wait)
+
+    def pull(self, into: Mapping[str, Tensor], clock: int | None = None, staleness: int | str | None = "store") -> Work:
+        """Reads values from their servers.
+
+        Args:
+            into: the tensors that are written, by name, with the shapes of the keys.
+            clock: how many of this worker's pushes the values must contain; None: all of them.
+            staleness: how many clocks other workers may be behind; None: any number. By default the store's.
+
+        Returns:
+            A :class:`Work`. When ``wait`` returns, the tensors are written, and ``versions`` says what was read.
+        """
+        node = self._made()
+        allowed = self._staleness if isinstance(staleness, str) else staleness
+        _check_staleness(allowed)
+        numbers, clock = self._named(into, "into", clock, pulls=True)
+        targets = [(value, _target(value)) for value in into.values()]
+        ticket = node.pull(clock, allowed, numbers, [target for _, target in targets])
+
+        def write() -> None:
+            with torch.no_grad():
+                for value, target in targets:
+                    if target.data_ptr() != value.data_ptr():
+                        value.copy_(target)
+                    else:
+                        torch.autograd.graph.increment_version(value)
+
+        return Work(f"pull of clock {clock}", node, [ticket], self._wait, write)
+
+    def _named(
+        self, values: Mapping[str, Tensor], argument: str, clock: int | None, pulls: bool = False
+    ) -> tuple[list[int], int]:
+        """Returns the numbers of the keys, and their clock."""
+        check_values(values, argument)
+        keys = self._settings.keys
+        for name, value in values.items():
+            if name not in self._numbers:
+                raise ValueError(f"{argument}: expected keys of the store, got {name!r}")
+            expected = keys[self._numbers[name]].shape
+            if tuple(value.shape) != expected:
+                raise ValueError(f"{argument}[{name!r}]: expected shape {list(expected)}, got {list(value.shape)}")
+        clocks = {self._clocks[name] for name in values}
+        if clock is None:
+            if len(clocks) > 1:
+                raise ValueError(f"clock: expected one where keys have been pushed {sorted(clocks)} times, got None")
+            (clock,) = clocks
+        check_number(clock, "clock", 2**62)
+        if not pulls and clocks != {clock}:
+            raise ValueError(f"clock: expected the number of earlier pushes, {sorted(clocks)}, got {clock}")
+        if pulls and any(clock > earlier for earlier in clocks):
+            raise ValueError(f"clock: expected at most the number of pushes, {min(clocks)}, got {clock}")
+        return [self._numbers[name] for name in values], clock
+
+    def _made(self) -> "_ops.StoreNode":
+        if self._node is None:
+            raise RuntimeError("store: expected one with keys, call init first")
+        if not self._finalizer.alive:
+            raise dist.DistBackendError("the store is closed")
+        return self._node
+
+    def record(self) -> Record:
+        """Returns the order in which this rank's server has handled messages. It is empty without ``record=True``, and
+        on a rank that does not serve; :meth:`Record.gather` collects those of all ranks."""
+        return Record.of(self._made(), self._connection.rank, self._settings)
+
+    def close(self, timeout: timedelta | None = None) -> None:
+        """Ends the store in good order: it returns when all workers have closed theirs, if this rank serves.
+
+        Raises:
+            torch.distributed.DistBackendError: a worker has not closed in time; the connections are closed anyway.
+        """
+        if self._node is None or not self._finalizer.alive:
+            return
+        seconds = (self._wait if timeout is None else timeout).total_seconds()
+        done = self._node.finish(seconds)
+        self._finalizer.detach()
+        self._node.close(_GRACE)
+        if not done:
+            raise dist.DistBackendError(f"close: a worker has not closed its store in {seconds:g} s")
+
+
+def serve(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> None:
+    """Serves a store on this rank, which is no worker of it, until all its workers have closed it or are lost.
+
+    It is a collective call with :meth:`Store.init` of the workers, which name this rank among their ``servers``.
+
+    Args:
+        group: that of the store.
+        timeout: how long the other ranks are waited for in the beginning; the group's own timeout if None.
+
+    Raises:
+        ValueError: this rank is not among the servers.
+        torch.distributed.DistBackendError: a rank did not come.
+    """
+    connection = Group(group, timeout)
+    settings = connection.agree(SERVES)
+    blocks = blocks_of(settings)
+    shard = shard_of(connection.rank, settings, blocks)
+    assert shard is not None
+
+    def give(mailbox: "_ops.Mailbox") -> None:
+        receive_values(mailbox, shard, connection.timeout)
+
+    mailbox = connection.connect(settings.workers[0], give)
+    node, _ = make_node(mailbox, connection.rank, settings, blocks, shard)
+    node.start()
+    try:
+        node.finish(None)
+    finally:
+        node.close(_GRACE)
+
+
+def check_values(values: Any, argument: str) -> None:
+    """Raises TypeError or ValueError that names the value which is no dense tensor of floats."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{argument}: expected a dict of tensors, got {type(values).__name__}")
+    if not values:
+        raise ValueError(f"{argument}: expected at least one tensor, got none")
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{argument}: expected names as keys, got {name!r}")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{argument}[{name!r}]: expected a tensor, got {type(value).__name__}")
+        check_dense(value, f"{argument}[{name!r}]")
+        if value.dtype not in _FLOATS:
+            raise TypeError(f"{argument}[{name!r}]: expected float32, float16 or bfloat16, got {value.dtype}")
+
+
+def _name_of(optimizer: Any) -> str:
+    if not isinstance(optimizer, type):
+        raise TypeError(f"optimizer: expected a class of dltrain_ext.optim or None, got {optimizer!r}")
+    return optimizer_named(optimizer.__name__).__name__
+
+
+def _check_staleness(staleness: Any) -> None:
+    if staleness is not None and (type(staleness) is not int or staleness < 0):
+        raise ValueError(f"staleness: expected an int of at least 0, or None, got {staleness!r}")
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.detach().to("cpu").contiguous()
+
+
+def _target(value: Tensor) -> Tensor:
+    """Returns the tensor itself, if it can be written in place, or memory for it."""
+    value = value.detach()
+    in_place = value.is_cpu and value.is_contiguous()
+    return value if in_place else torch.empty(value.shape, dtype=value.dtype)

@@ -1,0 +1,70 @@
+"""The handle of a push or a pull that is under way."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from dltrain_ext import _ops
+
+_PATIENCE = 1.0  # s that the servers have to say what a pull waits for
+
+
+class Versions(NamedTuple):
+    """What a pull has read.
+
+    Attributes:
+        lowest, highest: the versions of its keys; they are equal if all keys are of one version.
+        skipped: whether the last version of a key was skipped, because a worker had gradients that are not finite.
+    """
+
+    lowest: int
+    highest: int
+    skipped: bool
+
+
+class Work:
+    """A push or a pull that is under way. A push is complete when all servers have it, a pull when it is written."""
+
+    def __init__(
+        self,
+        what: str,
+        node: "_ops.StoreNode",
+        tickets: "list[_ops.StoreTicket]",
+        timeout: timedelta,
+        write: Callable[[], None] | None = None,
+    ):
+        self._what, self._node, self._tickets, self._timeout, self._write = what, node, tickets, timeout, write
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until it is complete.
+
+        Args:
+            timeout: how long to wait; the store's timeout if None.
+
+        Returns:
+            True.
+
+        Raises:
+            torch.distributed.DistBackendError: a server or a worker that it needs is lost, or it is not complete in
+                time; the message names the ranks that it waits for.
+        """
+        seconds = (self._timeout if timeout is None else timeout).total_seconds()
+        for ticket in self._tickets:
+            if not ticket.wait(seconds):
+                why = self._node.reasons(ticket, _PATIENCE)
+                raise dist.DistBackendError(f"{self._what}: not complete after {seconds:g} s: {why}")
+        if self._write is not None:
+            self._write()
+            self._write = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether it is complete or has failed."""
+        return all(ticket.is_done() for ticket in self._tickets)
+
+    @property
+    def versions(self) -> Versions:
+        """What a complete pull has read."""
+        return Versions(*self._tickets[0].versions())
