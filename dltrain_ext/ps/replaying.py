@@ -1,5 +1,6 @@
 """Records of the order in which servers have handled messages, and runs that repeat that order."""
 
+import collections
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dltrain_ext import _ops
 from dltrain_ext.ps.connecting import blocks_of, is_lossy, make_node, shard_of
 from dltrain_ext.ps.settings import Settings
 
-_PUSH = 0
+_PUSH, _PULL = 0, 1
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,16 @@ class Record:
         handled = {int(rank): [tuple(each) for each in order] for rank, order in said["handled"].items()}
         return Record(Settings.of(said["settings"]), handled)
 
-    def pushes(self, worker: int) -> int:
-        """Returns how many clocks of a worker the servers have seen."""
-        clocks = [
-            clock for order in self.handled.values() for what, who, clock, _ in order if (what, who) == (_PUSH, worker)
-        ]
-        return max(clocks, default=-1) + 1
+    def clocks(self, worker: int) -> list[int]:
+        """Returns how often a worker pulls at each of its clocks, between two pushes."""
+        pushes, pulls = 0, collections.Counter[tuple[int, int, int]]()
+        for rank, order in self.handled.items():
+            for what, who, clock, block in order:
+                if who == worker and what == _PUSH:
+                    pushes = max(pushes, clock + 1)
+                elif who == worker and what == _PULL:
+                    pulls[clock, rank, block] += 1
+        return [max((n for (at, *_), n in pulls.items() if at == clock), default=0) for clock in range(pushes + 1)]
 
 
 def replay(
@@ -114,30 +119,29 @@ def replay(
     factor = 1.0 / (settings.quorum or len(settings.workers))
     keys = list(range(len(names)))
     workers = [
-        _Worker(number, nodes[rank], record.pushes(number), {name: torch.empty(values[name].shape) for name in names})
+        _Worker(nodes[rank], record.clocks(number), {name: torch.empty(values[name].shape) for name in names})
         for number, rank in enumerate(settings.workers)
     ]
-    for worker in workers:
-        worker.pull(0, keys, settings)
     while not all(worker.is_over for worker in workers):
         found = [node.poll() for node in nodes]
-        ready = [worker for worker in workers if worker.has_values()]
-        if not ready and not any(found):
-            waiting = [settings.workers[worker.number] for worker in workers if not worker.is_over]
-            raise ValueError(
-                f"record: expected an order that a run can have, got one in which ranks {waiting} wait for ever"
-            )
-        for worker in ready:
-            if worker.clock == worker.pushes:
-                worker.is_over = True
+        moved = [worker.pull_next(keys, settings.staleness) for worker in workers]
+        for number, worker in enumerate(workers):
+            if worker.is_over:
+                worker.node.finish(0.0)  # later messages of others may come after this in the record
+            if not worker.may_push:
                 continue
-            given = gradients(worker.number, worker.clock, worker.held)
+            given = gradients(number, worker.clock, worker.held)
             tensors = [given[name].detach().contiguous() for name in names]
             finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
-            rate = fixed if rates is None else list(rates(worker.number, worker.clock))
+            rate = fixed if rates is None else list(rates(number, worker.clock))
             worker.node.push(worker.clock, keys, tensors, factor=factor, rates=rate, skips=not finite)
             worker.clock += 1
-            worker.pull(worker.clock, keys, settings)
+            moved.append(True)
+        if not any(found) and not any(moved):
+            waiting = [rank for rank, worker in zip(settings.workers, workers, strict=True) if not worker.is_over]
+            raise ValueError(
+                f"record: expected an order that a run can have, got one that ranks {waiting} cannot finish"
+            )
     result = {name: torch.empty(values[name].shape) for name in names}
     for shard in shards.values():
         for block, own in zip(shard.blocks, shard.values, strict=True) if shard is not None else ():
@@ -148,17 +152,31 @@ def replay(
 
 
 class _Worker:
-    def __init__(self, number: int, node: "_ops.StoreNode", pushes: int, held: dict[str, Tensor]):
-        self.number, self.node, self.pushes, self.held = number, node, pushes, held
-        self.clock, self.is_over = 0, False
-        self._ticket: Any = None
+    """A worker of a replay, which pulls as often at each clock as the record says."""
 
-    def pull(self, clock: int, keys: list[int], settings: Settings) -> None:
-        self._ticket = self.node.pull(clock, settings.staleness, keys, list(self.held.values()))
+    def __init__(self, node: "_ops.StoreNode", pulls: list[int], held: dict[str, Tensor]):
+        self.node, self.held, self.clock = node, held, 0
+        self._pulls = pulls
+        self._ticket: _ops.StoreTicket | None = None
 
-    def has_values(self) -> bool:
-        if self.is_over or self._ticket is None or not self._ticket.is_done():
+    def pull_next(self, keys: list[int], staleness: int | None) -> bool:
+        """Begins the next pull of this clock, if none is under way. Returns whether anything has changed."""
+        if self._ticket is not None:
+            if not self._ticket.is_done():
+                return False
+            self._ticket.wait(0.0)
+            self._ticket = None
+            return True
+        if self._pulls[self.clock] == 0:
             return False
-        self._ticket.wait(0.0)
-        self._ticket = None
+        self._pulls[self.clock] -= 1
+        self._ticket = self.node.pull(self.clock, staleness, keys, list(self.held.values()))
         return True
+
+    @property
+    def may_push(self) -> bool:
+        return self._ticket is None and self._pulls[self.clock] == 0 and not self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        return self.clock == len(self._pulls) - 1 and self._ticket is None and self._pulls[self.clock] == 0

@@ -154,6 +154,7 @@ class Store:
                 records=self._records,
             ).text()
         )
+        self._check_quorum(self._staleness)
         self._blocks = blocks = blocks_of(settings)
         self._shard = shard = shard_of(connection.rank, settings, blocks)
         first = settings.workers[0]
@@ -236,6 +237,7 @@ class Store:
         node = self._made()
         allowed = self._staleness if isinstance(staleness, str) else staleness
         _check_staleness(allowed)
+        self._check_quorum(allowed)
         numbers, clock = self._named(into, "into", clock, pulls=True)
         targets = [(value, _target(value)) for value in into.values()]
         ticket = node.pull(clock, allowed, numbers, [target for _, target in targets])
@@ -274,6 +276,14 @@ class Store:
             raise ValueError(f"clock: expected at most the number of pushes, {min(clocks)}, got {clock}")
         return [self._numbers[name] for name in values], clock
 
+    def _check_quorum(self, staleness: int | None) -> None:
+        """Raises ValueError if the quorum cannot be reached, or a reader could wait for a push that is in no version."""
+        quorum, workers = self._settings.quorum, len(self._settings.workers)
+        if quorum > workers:
+            raise ValueError(f"quorum: expected at most the number of workers, {workers}, got {quorum}")
+        if 1 < quorum < workers and staleness is not None:
+            raise ValueError(f"staleness: expected None with a quorum of {quorum} of {workers}, got {staleness}")
+
     def _made(self) -> "_ops.StoreNode":
         if self._node is None:
             raise RuntimeError("store: expected one with keys, call init first")
@@ -282,9 +292,11 @@ class Store:
         return self._node
 
     def record(self) -> Record:
-        """Returns the order in which this rank's server has handled messages. It is empty without ``record=True``, and
-        on a rank that does not serve; :meth:`Record.gather` collects those of all ranks."""
-        return Record.of(self._made(), self._connection.rank, self._settings)
+        """Returns the order in which this rank's server has handled messages, also after :meth:`close`. It is empty
+        without ``record=True``, and on a rank that does not serve; :meth:`Record.gather` collects those of all ranks."""
+        if self._node is None:
+            raise RuntimeError("record: expected a store with keys, call init first")
+        return Record.of(self._node, self._connection.rank, self._settings)
 
     def close(self, timeout: timedelta | None = None) -> None:
         """Ends the store in good order: it returns when all workers have closed theirs, if this rank serves.
@@ -302,7 +314,7 @@ class Store:
             raise dist.DistBackendError(f"close: a worker has not closed its store in {seconds:g} s")
 
 
-def serve(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> None:
+def serve(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> Record:
     """Serves a store on this rank, which is no worker of it, until all its workers have closed it or are lost.
 
     It is a collective call with :meth:`Store.init` of the workers, which name this rank among their ``servers``.
@@ -310,6 +322,9 @@ def serve(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None =
     Args:
         group: that of the store.
         timeout: how long the other ranks are waited for in the beginning; the group's own timeout if None.
+
+    Returns:
+        The order in which it has handled messages; it is empty without ``record=True`` of the workers.
 
     Raises:
         ValueError: this rank is not among the servers.
@@ -329,6 +344,7 @@ def serve(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None =
     node.start()
     try:
         node.finish(None)
+        return Record.of(node, connection.rank, settings)
     finally:
         node.close(_GRACE)
 
