@@ -20,13 +20,16 @@ CPP_MODULES = {
     "tests": {"ps", "comm", "kernels", "math", "core"},
 }
 
-# Inside comm: part -> the parts that it may use.
-PARTS_OF_COMM = {
-    "plan": set(),
-    "program": {"plan"},
-    "transport": {"plan"},  # error texts of messages name their call
-    "fault": set(),
-    "run": {"program", "plan", "transport", "fault"},
+# Inside a module: part -> the parts that it may use.
+PARTS = {
+    "comm": {
+        "plan": set(),
+        "program": {"plan"},
+        "transport": {"plan"},  # error texts of messages name their call
+        "fault": set(),
+        "run": {"program", "plan", "transport", "fault"},
+    },
+    "ps": {"core": set(), "run": {"core"}},
 }
 
 # Python module -> the modules of the package that it may use
@@ -59,12 +62,13 @@ def wrong_includes(path: Path) -> Iterator[str]:
     module, part, *_ = path.relative_to(ROOT / "csrc").parts
     text = path.read_text()
     for included in re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.M):
+        its_module, its_part, *_ = *included.split("/"), ""
         if not (ROOT / "csrc" / included).is_file():
             yield f"{included} is not written from csrc/ on"
-        elif included.split("/")[0] not in CPP_MODULES[module] | {module}:
+        elif its_module not in CPP_MODULES[module] | {module}:
             yield f"{module} may not use {included}"
-        elif module == "comm" == included.split("/")[0] and included.split("/")[1] not in PARTS_OF_COMM[part] | {part}:
-            yield f"comm/{part} may not use {included}"
+        elif module in PARTS and its_module == module and its_part not in PARTS[module][part] | {part}:
+            yield f"{module}/{part} may not use {included}"
     for included in re.findall(r"^\s*#\s*include\s+<([^>]+)>", text, re.M):
         if module != "bindings" and re.match(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h|pyconfig\.h", included):
             yield f"{module} may not use torch or Python, but includes <{included}>"
@@ -83,9 +87,10 @@ def test_every_cpp_module_is_listed():
     assert {path.relative_to(ROOT / "csrc").parts[0] for path in sources()} <= CPP_MODULES.keys()
 
 
-def test_topologies_include_no_codec_and_no_transport():
-    for path in (ROOT / "csrc" / "comm" / "plan").iterdir():
-        assert not re.findall(r'#include "(?!comm/plan/|core/)', path.read_text()), path
+@pytest.mark.parametrize("folder", ["comm/plan", "ps/core"])
+def test_topologies_and_clocks_include_no_codec_and_no_transport(folder):
+    for path in (ROOT / "csrc" / folder).iterdir():
+        assert not re.findall(rf'#include "(?!{folder}/|core/)', path.read_text()), path
 
 
 def imports(path: Path) -> set[str]:

@@ -1,6 +1,7 @@
 #include "ps/core/core.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "core/check.h"
@@ -45,17 +46,22 @@ void Core::push(int key, const Contribution& contribution, std::vector<Action>& 
   waiting_[place] = {clock, id, arrivals_++, link};
   link = place;
   if (its.last == before) its.last = place;
-  if (clock != its.applied) return;
-  add_candidate(key, worker);
-  make_versions(key, actions);
+  bool has_changed = options_.quorum != all;
+  if (clock == its.applied) {
+    add_candidate(key, worker);
+    has_changed |= make_versions(key, actions);
+  }
+  if (!has_changed) return;
+  keys_[key].last_watcher = -1;
+  for (int reader = std::exchange(keys_[key].first_watcher, -1); reader >= 0;) {
+    advance(std::exchange(reader, readers_[reader].next), actions);
+  }
 }
 
 void Core::pull(Pull pull, std::vector<Action>& actions) {
   check_worker(pull.worker);
   check(pull.clock >= 0, "clock: expected at least 0, got ", pull.clock);
   check(!pull.staleness || *pull.staleness >= 0, "staleness: expected none or at least 0, got ", pull.staleness.value_or(0));
-  check(!pull.staleness || options_.quorum <= 1 || options_.quorum == options_.workers, "staleness: expected none with a quorum of ",
-        options_.quorum, " of ", options_.workers, " workers, got ", pull.staleness.value_or(0));
   for (const int key : pull.keys) check_key(key);
   check(find(pull.id) < 0, "pull: expected an id that no waiting pull has, got ", pull.id);
   int lost = left_[pull.worker] ? pull.worker : -1;
@@ -76,7 +82,7 @@ void Core::leave(int worker, std::vector<Action>& actions) {
   left_[worker] = true;
   // All readers are looked at below, when all versions have been made.
   for (Key& key : keys_) key.first_watcher = key.last_watcher = -1;
-  if (options_.quorum != all) quorum_ = std::min<int>(quorum_, std::max<int>(1, std::count(left_.begin(), left_.end(), false)));
+  if (options_.quorum != all) quorum_ = std::min(quorum_, std::max(1, static_cast<int>(std::count(left_.begin(), left_.end(), false))));
   for (int k = 0; k < options_.keys; ++k) {
     Key& key = keys_[k];
     const int64_t last = received(k, worker);
@@ -120,17 +126,10 @@ std::vector<int> Core::lacking(int64_t pull) const {
   const Pull& its = readers_[reader].pull;
   std::vector<bool> lacks(options_.workers);
   for (const int key : its.keys) {
-    int64_t made = 0;  // the clock up to which pushes have come whose version has not been made
     for (int worker = 0; worker < options_.workers; ++worker) {
-      const int64_t clock = needed(its, worker);
-      if (received(key, worker) < clock) {
-        lacks[worker] = true;
-      } else if (progress(key, worker).applied < clock) {
-        made = std::max(made, clock);
-      }
-    }
-    for (int worker = 0; made > 0 && worker < options_.workers; ++worker) {
-      if (options_.quorum == all ? received(key, worker) < made : !left_[worker] && !is_candidate(key, worker)) lacks[worker] = true;
+      // The versions that the reader needs have the pushes of all.
+      const int64_t clock = needed(its, options_.quorum == all ? its.worker : worker);
+      if (received(key, worker) < clock) lacks[worker] = true;
     }
   }
   std::vector<int> workers;
@@ -148,15 +147,18 @@ std::vector<int64_t> Core::state() const {
     numbers.insert(numbers.end(), {key.version, key.limit, key.limited_by, key.candidates});
     for (int i = 0; i < key.candidates; ++i) numbers.push_back(candidates_[first_of(k) + i]);
     for (int reader = key.first_watcher; reader >= 0; reader = readers_[reader].next) numbers.push_back(readers_[reader].pull.id);
-    std::vector<std::pair<const Waiting*, int>> arrived;
+    std::vector<std::pair<int64_t, std::array<int64_t, 3>>> arrived;
     for (int worker = 0; worker < options_.workers; ++worker) {
       const Progress& its = progress(k, worker);
       numbers.push_back(its.applied);
-      for (int i = its.first; i >= 0; i = waiting_[i].next) arrived.emplace_back(&waiting_[i], worker);
+      for (int i = its.first; i >= 0; i = waiting_[i].next) {
+        const auto& [clock, id, arrival, next] = waiting_[i];
+        // Where versions have one worker, or all in their order, it does not count who came first.
+        arrived.push_back({options_.quorum > 1 ? arrival : 0, {worker, clock, id}});
+      }
     }
-    // Of the arrivals only the order counts.
-    std::sort(arrived.begin(), arrived.end(), [](const auto& a, const auto& b) { return a.first->arrival < b.first->arrival; });
-    for (const auto& [its, worker] : arrived) numbers.insert(numbers.end(), {worker, its->clock, its->id});
+    std::sort(arrived.begin(), arrived.end());
+    for (const auto& [arrival, its] : arrived) numbers.insert(numbers.end(), its.begin(), its.end());
   }
   for (const Reader& reader : readers_) {
     numbers.push_back(reader.waits);
@@ -183,6 +185,12 @@ int64_t Core::received(int key, int worker) const {
   int64_t clock = its.applied;
   for (int i = its.first; i >= 0 && waiting_[i].clock == clock; i = waiting_[i].next) ++clock;
   return clock;
+}
+
+// How many of them a reader has.
+int64_t Core::counted(int key, int worker) const {
+  const Progress& its = progress(key, worker);
+  return options_.quorum == all || its.first < 0 ? its.applied : received(key, worker);
 }
 
 // How many pushes of the worker the pull waits for, of each key.
@@ -213,8 +221,10 @@ void Core::add_candidate(int key, int worker) {
   candidates[place] = worker;
 }
 
-void Core::make_versions(int key, std::vector<Action>& actions) {
+// Returns whether there are any.
+bool Core::make_versions(int key, std::vector<Action>& actions) {
   Key& its = keys_[key];
+  const int64_t before = its.version;
   while (its.candidates == quorum_) {
     std::vector<Contribution> made;
     made.reserve(its.candidates);
@@ -230,11 +240,8 @@ void Core::make_versions(int key, std::vector<Action>& actions) {
       if (is_candidate(key, contribution.worker)) add_candidate(key, contribution.worker);
     }
     actions.push_back({Action::Kind::apply, key, ++its.version, std::move(made)});
-    its.last_watcher = -1;
-    for (int reader = std::exchange(its.first_watcher, -1); reader >= 0;) {
-      advance(std::exchange(reader, readers_[reader].next), actions);
-    }
   }
+  return its.version > before;
 }
 
 // Has the reader watch the first key that it lacks. What it once had it will not lack later, so it never looks back.
@@ -245,10 +252,9 @@ void Core::advance(int reader, std::vector<Action>& actions) {
   const bool own_only = options_.quorum == all || !pull.staleness || pull.clock <= *pull.staleness;
   for (; its.position < pull.keys.size(); ++its.position, its.worker = 0) {
     const int key = pull.keys[its.position];
-    const Progress* const progressed = &progress(key, 0);
-    bool lacks = progressed[pull.worker].applied < pull.clock;
+    bool lacks = counted(key, pull.worker) < pull.clock;
     if (!own_only) {
-      while (its.worker < options_.workers && progressed[its.worker].applied >= needed(pull, its.worker)) ++its.worker;
+      while (its.worker < options_.workers && counted(key, its.worker) >= needed(pull, its.worker)) ++its.worker;
       lacks |= its.worker < options_.workers;
     }
     if (!lacks) continue;

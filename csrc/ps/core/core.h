@@ -16,8 +16,9 @@ struct Contribution {
 };
 
 // A reader with `clock` pushes of its own. It waits for all of them and, with a staleness s, for the pushes of every other worker whose
-// clock is below clock - s. A staleness needs a quorum of 1 or of all workers: with 2 of 3, two could wait for the push of the third, which
-// waits for one more of theirs.
+// clock is below clock - s. With quorum `all` and 1 it waits until these are applied. With a greater quorum it waits until they have come,
+// because what waits for a quorum could wait for ever: of 3 workers that push 3 keys to a quorum of 2, each may be left over at one key,
+// and then all three would wait for a push that another one makes only after its pull.
 struct Pull {
   int64_t id = 0;  // chosen by the caller; different for all pulls that wait
   int worker = -1;
@@ -40,7 +41,7 @@ struct Action {
   int64_t version = 0;  // of the key, after it was applied
   std::vector<Contribution> contributions;
   int64_t pull = 0;
-  int worker = -1;
+  int worker = -1;  // the reader that is answered, or who has left
 };
 
 // The clocks of one server of a store: which pushes make a version of a key, and when a pull may be answered. A state machine: it has no
@@ -73,7 +74,7 @@ class Core {
   int64_t version(int key) const;
   // How many pushes of the worker the key contains.
   int64_t applied(int key, int worker) const;
-  // The workers whose pushes a waiting pull lacks, in ascending order: its own, those of others, or those that a quorum lacks.
+  // The workers whose pushes a waiting pull lacks, in ascending order.
   std::vector<int> lacking(int64_t pull) const;
   // All that later actions depend on: cores with equal numbers act alike from here on. So a search meets each state once.
   std::vector<int64_t> state() const;
@@ -111,10 +112,11 @@ class Core {
   const Progress& progress(int key, int worker) const { return progress_[first_of(key) + worker]; }
   int64_t received(int key, int worker) const;
   int64_t needed(const Pull& pull, int worker) const;
+  int64_t counted(int key, int worker) const;
   bool is_candidate(int key, int worker) const;
   int find(int64_t pull) const;
   void add_candidate(int key, int worker);
-  void make_versions(int key, std::vector<Action>& actions);
+  bool make_versions(int key, std::vector<Action>& actions);
   void advance(int reader, std::vector<Action>& actions);
   void finish(int reader, Action::Kind kind, int worker, std::vector<Action>& actions);
   void drop(int key, int worker, int64_t from, std::vector<Contribution>& dropped);
