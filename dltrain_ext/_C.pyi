@@ -1,6 +1,6 @@
 """The types of the compiled module, which csrc/bindings defines. Only _ops imports it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -356,6 +356,8 @@ class StoreTicket:
     def is_done(self) -> bool: ...
     def versions(self) -> tuple[int, int, bool]:
         """Of a complete pull: the lowest and the highest version, and whether one was skipped."""
+    def states(self) -> list[tuple[int, list[int], Tensor]]:
+        """Of a complete save: the number of each server, the versions of its blocks, and its numbers."""
 
 class StoreNode:
     """What one rank is in a store: a server, a worker, or both. It takes the mailbox."""
@@ -387,11 +389,13 @@ class StoreNode:
         skips: bool = False,
     ) -> StoreTicket: ...
     def pull(self, clock: int, staleness: int | None, keys: Sequence[int], into: Sequence[Tensor]) -> StoreTicket: ...
+    def save(self, with_data: bool) -> StoreTicket:
+        """Waits until all workers have called this. The ticket then has the states of the servers, if wanted."""
+    def restore(self, server: int, updated: bool, numbers: Tensor) -> None:
+        """Gives the server with this number the numbers of a state. updated: some step has been made with them."""
     def reasons(self, ticket: StoreTicket, patience: float) -> str:
         """What a ticket waits for, in words. The servers have so many seconds to say it."""
     def record(self) -> list[Handled]: ...
-    def versions(self, copy: Callable[[], None]) -> list[int]:
-        """The versions of the server's blocks. copy() is called at the same time, while no message is handled."""
     def finish(self, timeout: float | None = None) -> bool:
         """Tells the servers that this worker is done, and returns whether this rank's server has no worker left in so
         many seconds."""

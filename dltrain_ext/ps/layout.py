@@ -29,6 +29,17 @@ class Block(NamedTuple):
     server: int
 
 
+def first_blocks(blocks: Sequence[Block]) -> list[int]:
+    """Returns the number of the first block of each message in which these blocks of one server are pushed."""
+    firsts, numel = [], LARGEST
+    for number, block in enumerate(blocks):
+        if numel >= LARGEST:
+            firsts.append(number)
+            numel = 0
+        numel += block.numel
+    return firsts
+
+
 def lay_out(keys: Sequence[Key], servers: int, whole: Sequence[bool]) -> list[Block]:
     """Returns the blocks of all keys, in their order, so that each server has about as many elements.
 

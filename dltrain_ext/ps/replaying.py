@@ -3,7 +3,7 @@
 import collections
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.ps.connecting import blocks_of, is_lossy, make_node, shard_of
+from dltrain_ext.ps.layout import Key, first_blocks
+from dltrain_ext.ps.serving import completed
 from dltrain_ext.ps.settings import Settings
 
 _PUSH, _PULL = 0, 1
@@ -36,6 +38,53 @@ class Record:
     def of(node: "_ops.StoreNode", rank: int, settings: Settings) -> "Record":
         handled = [(each.what, each.worker, each.clock, each.first_block) for each in node.record()]
         return Record(settings, {rank: handled} if rank in settings.servers else {})
+
+    @staticmethod
+    def written(
+        order: Iterable[tuple[str, int]],
+        values: Mapping[str, Tensor],
+        optimizer: type,
+        *,
+        quorum: str | int = 1,
+        staleness: int | None = None,
+        codec: str = "raw",
+        delay_compensation: float = 0.0,
+        **options: Any,
+    ) -> "Record":
+        """Returns the record of a run that has not taken place, with one server.
+
+        Args:
+            order: ``("push", worker)`` and ``("pull", worker)``, by the numbers of the workers from 0 on. Each worker
+                begins with a pull, and each of its pushes is followed by one.
+            values: as for :func:`replay`.
+            optimizer, quorum, staleness, codec, delay_compensation, options: as in :class:`Store`.
+        """
+        order = list(order)
+        workers = 1 + max(worker for _, worker in order)
+        settings = Settings(
+            servers=(workers,),
+            workers=tuple(range(workers)),
+            keys=tuple(Key(name, tuple(value.shape), 0) for name, value in values.items()),
+            optimizer=optimizer.__name__,
+            groups=(completed(optimizer.__name__, options),),
+            staleness=staleness,
+            quorum=0 if quorum == "all" else int(quorum),
+            lockstep=quorum == "all" and staleness == 0,
+            push_codec=codec,
+            pull_codec=codec,
+            delay_compensation=delay_compensation,
+            window=64,
+            records=False,
+        )
+        firsts = first_blocks(blocks_of(settings))
+        pushed = [0] * workers
+        handled = []
+        for what, worker in order:
+            clock, is_push = pushed[worker], what == "push"
+            some = firsts if is_push or settings.lockstep else firsts[:1]
+            handled += [(_PUSH if is_push else _PULL, worker, clock, first) for first in some]
+            pushed[worker] += is_push
+        return Record(settings, {workers: handled})
 
     def gather(self, group: dist.ProcessGroup | None = None) -> "Record":
         """Returns the records of all ranks of a group as one. It is a collective call."""

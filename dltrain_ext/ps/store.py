@@ -12,6 +12,8 @@ from torch import Tensor
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense, check_number
 from dltrain_ext.codecs import CODECS
+from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.ps.checkpoint import Whole, assemble, divide, local_optimizer
 from dltrain_ext.ps.connecting import Group, blocks_of, is_lossy, make_node, receive_values, send_values, shard_of
 from dltrain_ext.ps.layout import Key
 from dltrain_ext.ps.replaying import Record
@@ -38,6 +40,9 @@ class Store:
     bounded staleness    1         s          all pushes of clocks below c - s, and perhaps later ones
     asynchronous         1         None       what is there
     ===================  ========  =========  =====================================================================
+
+    With a quorum between 1 and all, a push may be in no version for a while; a pull then waits until the servers have
+    the pushes, not until they are applied.
 
     Large tensors are divided, so each server has about as many bytes. All ranks of the group that do not call
     :func:`serve` make the store, in the same order and with the same arguments.
@@ -154,7 +159,8 @@ class Store:
                 records=self._records,
             ).text()
         )
-        self._check_quorum(self._staleness)
+        if self._quorum > len(settings.workers):
+            raise ValueError(f"quorum: expected at most the {len(settings.workers)} workers, got {self._quorum}")
         self._blocks = blocks = blocks_of(settings)
         self._shard = shard = shard_of(connection.rank, settings, blocks)
         first = settings.workers[0]
@@ -172,6 +178,17 @@ class Store:
         self._begin(self._node, connection.timeout)
         self._node.start()
         self.pull(values).wait()
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        self._made()
+        return len(self._settings.workers)
+
+    @property
+    def quorum(self) -> int:
+        """How many contributions make a version; 0 for those of all workers."""
+        return self._quorum
 
     @property
     def options(self) -> tuple[Mapping[str, Any], ...]:
@@ -237,7 +254,6 @@ class Store:
         node = self._made()
         allowed = self._staleness if isinstance(staleness, str) else staleness
         _check_staleness(allowed)
-        self._check_quorum(allowed)
         numbers, clock = self._named(into, "into", clock, pulls=True)
         targets = [(value, _target(value)) for value in into.values()]
         ticket = node.pull(clock, allowed, numbers, [target for _, target in targets])
@@ -276,14 +292,6 @@ class Store:
             raise ValueError(f"clock: expected at most the number of pushes, {min(clocks)}, got {clock}")
         return [self._numbers[name] for name in values], clock
 
-    def _check_quorum(self, staleness: int | None) -> None:
-        """Raises ValueError if the quorum cannot be reached, or a reader could wait for a push that is in no version."""
-        quorum, workers = self._settings.quorum, len(self._settings.workers)
-        if quorum > workers:
-            raise ValueError(f"quorum: expected at most the number of workers, {workers}, got {quorum}")
-        if 1 < quorum < workers and staleness is not None:
-            raise ValueError(f"staleness: expected None with a quorum of {quorum} of {workers}, got {staleness}")
-
     def _made(self) -> "_ops.StoreNode":
         if self._node is None:
             raise RuntimeError("store: expected one with keys, call init first")
@@ -291,9 +299,37 @@ class Store:
             raise dist.DistBackendError("the store is closed")
         return self._node
 
+    def save(self, *, with_data: bool = True) -> "Whole | None":
+        """Returns what all servers have, at one moment: all workers call this, and none of them pushes meanwhile. What
+        is in no version yet is not part of it. Without data it only waits for the other workers."""
+        node = self._made()
+        ticket = node.save(with_data)
+        Work("save", node, [ticket], self._wait).wait()
+        return assemble(self._settings, self._blocks, ticket.states()) if with_data else None
+
+    def restore(self, optimizer: FusedStep, params: Mapping[str, Tensor], *, updated: bool) -> None:
+        """Gives the servers the values and the state of an optimizer that ``local_optimizer`` of this store has made,
+        before anything was pushed. All workers call this, with the same numbers."""
+        node = self._made()
+        if any(self._clocks.values()):
+            raise RuntimeError("load_state_dict: expected an optimizer that has made no step yet")
+        if self._connection.rank == self._settings.workers[0]:
+            for server, numbers in enumerate(divide(self._settings, self._blocks, optimizer, params)):
+                node.restore(server, updated, numbers)
+        self.save(with_data=False)
+
+    def local_optimizer(self, values: Mapping[str, Tensor]) -> tuple[FusedStep, dict[str, Any]]:
+        """Returns an optimizer like that of the servers, with parameters of its own that have these values."""
+        self._made()
+        return local_optimizer(self._settings, values)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Returns what encoding has lost of this worker's pushes: memory of the store, in pieces by key."""
+        return {f"{self._settings.keys[key].name}/{first}": lost for (key, first), lost in self._residuals.items()}
+
     def record(self) -> Record:
         """Returns the order in which this rank's server has handled messages, also after :meth:`close`. It is empty
-        without ``record=True``, and on a rank that does not serve; :meth:`Record.gather` collects those of all ranks."""
+        without ``record=True``, and on a rank that does not serve; :meth:`Record.gather` collects all ranks' records."""
         if self._node is None:
             raise RuntimeError("record: expected a store with keys, call init first")
         return Record.of(self._node, self._connection.rank, self._settings)

@@ -1,6 +1,7 @@
 // The node of a store as Python has it. It keeps the tensors alive whose memory the node uses.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -168,6 +169,18 @@ class StoreNode {
     return {at_work([&] { return node_->pull(clock, staleness, items, kept); })};
   }
 
+  StoreTicket save(bool with_data) {
+    py::gil_scoped_release no_gil;
+    return {at_work([&] { return node_->save(with_data); })};
+  }
+
+  void restore(int server, bool updated, const at::Tensor& numbers) {
+    const auto kept = std::make_shared<at::Tensor>(numbers);
+    const auto* bytes = reinterpret_cast<const std::byte*>(elements_of({numbers, "numbers"}, at::kCPU, numbers.numel()).data);
+    py::gil_scoped_release no_gil;
+    node_->restore(server, updated, {bytes, static_cast<int64_t>(numbers.nbytes()), kept});
+  }
+
   std::string reasons(const StoreTicket& ticket, double patience) {
     py::gil_scoped_release no_gil;
     return node_->reasons(ticket.ticket, milliseconds(static_cast<int64_t>(1000 * patience)));
@@ -180,19 +193,6 @@ class StoreNode {
       if (server) record = server->record();
     });
     return record;
-  }
-
-  // Of each block of the server, after which copy() is called while no message is handled.
-  std::vector<int64_t> versions(const std::function<void()>& copy) {
-    std::vector<int64_t> versions;
-    py::gil_scoped_release no_gil;
-    node_->with_server([&](const ps::Server* server) {
-      for (size_t block = 0; server && block < server->blocks(); ++block)
-        versions.push_back(server->core().version(static_cast<int>(block)));
-      py::gil_scoped_acquire gil;
-      copy();
-    });
-    return versions;
   }
 
   // Whether this rank's server has no worker left in time. Ctrl-C ends the wait.
@@ -284,9 +284,20 @@ void bind_store(py::module_& module) {
   py::class_<StoreTicket>(module, "StoreTicket")
       .def("wait", &StoreTicket::wait, py::arg("timeout") = py::none())
       .def("is_done", [](const StoreTicket& self) { return self.ticket->is_done(); })
-      .def("versions", [](const StoreTicket& self) {
-        const ps::Ticket::Versions versions = self.ticket->versions();
-        return std::make_tuple(versions.lowest, versions.highest, versions.skipped);
+      .def("versions",
+           [](const StoreTicket& self) {
+             const ps::Ticket::Versions versions = self.ticket->versions();
+             return std::make_tuple(versions.lowest, versions.highest, versions.skipped);
+           })
+      .def("states", [](const StoreTicket& self) {
+        std::vector<std::tuple<int, std::vector<int64_t>, at::Tensor>> states;
+        for (const ps::Ticket::State& state : self.ticket->states()) {
+          const auto numel = static_cast<int64_t>(state.numbers.size() / sizeof(float));
+          at::Tensor numbers = at::empty({numel}, at::kFloat);
+          std::copy_n(reinterpret_cast<const float*>(state.numbers.data()), numel, numbers.mutable_data_ptr<float>());
+          states.emplace_back(state.server, state.versions, std::move(numbers));
+        }
+        return states;
       });
   py::class_<StoreNode>(module, "StoreNode")
       .def(py::init<PythonMailbox&, std::vector<int>, std::vector<int>, const std::string&, const std::string&,
@@ -298,9 +309,10 @@ void bind_store(py::module_& module) {
       .def("push", &StoreNode::push, py::arg("clock"), py::arg("keys"), py::arg("values"), py::kw_only(), py::arg("factor"),
            py::arg("rates"), py::arg("skips") = false)
       .def("pull", &StoreNode::pull, py::arg("clock"), py::arg("staleness"), py::arg("keys"), py::arg("into"))
+      .def("save", &StoreNode::save, py::arg("with_data"))
+      .def("restore", &StoreNode::restore, py::arg("server"), py::arg("updated"), py::arg("numbers"))
       .def("reasons", &StoreNode::reasons, py::arg("ticket"), py::arg("patience"))
       .def("record", &StoreNode::record)
-      .def("versions", &StoreNode::versions, py::arg("copy"))
       .def("finish", &StoreNode::finish, py::arg("timeout") = py::none())
       .def("close", &StoreNode::close, py::arg("grace") = 1.0);
 }

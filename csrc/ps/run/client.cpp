@@ -66,6 +66,11 @@ void Ticket::finish_part(const Message* values) {
   changed_.notify_all();
 }
 
+void Ticket::add_state(State state) {
+  const std::lock_guard lock(mutex_);
+  states_.push_back(std::move(state));
+}
+
 Client::Client(const ExecutionContext& context, Options options, std::vector<Block> blocks)
     : context_(context),
       options_(std::move(options)),
@@ -164,6 +169,17 @@ std::shared_ptr<Ticket> Client::pull(int64_t clock, std::optional<int64_t> stale
   return ticket;
 }
 
+std::shared_ptr<Ticket> Client::save(bool with_data, Sender& sender) {
+  const std::shared_ptr<Ticket> ticket(new Ticket);
+  ticket->add_part();
+  for (int server = 0; server < std::ssize(options_.ranks); ++server) {
+    const int64_t id = open_part(ticket, {.server = server});
+    sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::save, .id = id, .with_data = with_data});
+  }
+  ticket->finish_part(nullptr);
+  return ticket;
+}
+
 void Client::handle(int server, const Unpacked& message) {
   const Message& given = message.message;
   Part part;
@@ -189,6 +205,7 @@ void Client::handle(int server, const Unpacked& message) {
   }
   if (given.kind == Kind::failed) return part.ticket->fail(given.text);
   if (part.is_pull) write(part, message);
+  if (given.kind == Kind::state) part.ticket->add_state({server, given.numbers, {message.data.begin(), message.data.end()}});
   part.ticket->finish_part(part.is_pull ? &given : nullptr);
 }
 

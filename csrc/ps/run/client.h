@@ -25,6 +25,13 @@ class Ticket {
  public:
   // Returns whether it is complete, or false at the deadline. Throws std::runtime_error where it has failed.
   bool wait(Deadline deadline);
+  // Of a complete save: the state of each server that has one.
+  struct State {
+    int server;
+    std::vector<int64_t> versions;
+    std::vector<std::byte> numbers;
+  };
+  const std::vector<State>& states() const { return states_; }
   bool is_done() const;
   void fail(const std::string& why);
 
@@ -40,6 +47,7 @@ class Ticket {
   explicit Ticket(std::shared_ptr<const void> kept = {}) : kept_(std::move(kept)) {}
   void add_part();
   void finish_part(const Message* values);
+  void add_state(State state);
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
@@ -47,6 +55,7 @@ class Ticket {
   bool failed_ = false, has_versions_ = false;
   std::string why_;
   Versions versions_;
+  std::vector<State> states_;
   std::shared_ptr<const void> kept_;  // the memory into which a pull writes, until it is complete
 };
 
@@ -80,6 +89,8 @@ class Client {
   // Writes into the items when the values come, and keeps their memory until then.
   std::shared_ptr<Ticket> pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Item> into,
                                std::shared_ptr<const void> kept, Sender& sender);
+
+  std::shared_ptr<Ticket> save(bool with_data, Sender& sender);
 
   void handle(int server, const Unpacked& message);
   // The server is lost: what it has not answered fails, and so do later calls that need it.

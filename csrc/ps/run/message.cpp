@@ -16,7 +16,7 @@ struct Fixed {
   uint32_t mark = ps::mark;
   Kind kind = Kind::push;
   int64_t id = 0, clock = 0, staleness = -1;
-  uint32_t skips = 0, differs = 0;
+  uint32_t skips = 0, differs = 0, with_data = 0, unused = 0;
   std::array<int64_t, 4> counts{};  // of blocks, numbers, rates, and bytes of text
 };
 static_assert(std::is_trivially_copyable_v<Fixed>);
@@ -31,6 +31,7 @@ std::vector<std::byte> pack(const Message& message) {
   fixed.staleness = message.staleness.value_or(-1);
   fixed.skips = message.skips;
   fixed.differs = message.differs;
+  fixed.with_data = message.with_data;
   fixed.counts = {std::ssize(message.blocks), std::ssize(message.numbers), std::ssize(message.rates), std::ssize(message.text)};
   std::vector<std::byte> bytes;
   const auto append = [&](const void* data, size_t count) {
@@ -73,6 +74,7 @@ Unpacked unpack(std::span<const std::byte> bytes) {
   if (fixed.staleness >= 0) message.staleness = fixed.staleness;
   message.skips = fixed.skips != 0;
   message.differs = fixed.differs != 0;
+  message.with_data = fixed.with_data != 0;
   take_all(message.blocks, fixed.counts[0]);
   take_all(message.numbers, fixed.counts[1]);
   take_all(message.rates, fixed.counts[2]);

@@ -19,6 +19,9 @@ enum class Kind : int32_t {
   question,  // worker to server: which workers does the pull wait for?
   reasons,   // the answer
   done,      // worker to server: it will ask for nothing more
+  save,      // worker to server: it pushes nothing more until it has the state
+  state,     // server to worker, when all workers have asked: all that the server has
+  restore,   // worker to server, before any push: what a state has had
 };
 
 // What workers and servers send each other: a message of a mailbox that consists of these fields and of the encoded blocks. The data of a
@@ -30,10 +33,11 @@ struct Message {
   int64_t id = 0;     // of the push or the pull that it is about
   int64_t clock = 0;  // of the worker
   std::optional<int64_t> staleness = {};
-  bool skips = false;    // push: the gradients are not finite, and nothing follows; values: a version was skipped since the last pull
-  bool differs = false;  // values: what is to be added to what the worker holds, not the values themselves
+  bool skips = false;      // push: the gradients are not finite, and nothing follows; values: a version was skipped since the last pull
+  bool with_data = false;  // save: the worker wants the state, too, and not only to wait for the other workers
+  bool differs = false;    // values: what is to be added to what the worker holds, not the values themselves
   std::vector<int32_t> blocks = {};   // by their number at the server
-  std::vector<int64_t> numbers = {};  // values: the versions of the blocks; reasons: the workers
+  std::vector<int64_t> numbers = {};  // values, state: the versions of the blocks; reasons: the workers
   std::vector<double> rates = {};     // push: the learning rate of each group
   std::string text = {};              // failed: why
 };

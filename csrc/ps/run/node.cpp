@@ -63,7 +63,8 @@ void Node::handle(Event event) {
     Unpacked message = unpack({event.data.get(), static_cast<size_t>(event.bytes)});
     const Message& given = message.message;
     const bool is_done = given.kind == Kind::done;
-    for_server = is_done || given.kind == Kind::push || given.kind == Kind::pull || given.kind == Kind::question;
+    const bool has_order = given.kind == Kind::push || given.kind == Kind::pull;
+    for_server = is_done || has_order || given.kind == Kind::question || given.kind == Kind::save || given.kind == Kind::restore;
     if (!for_server) {
       check(client_ && server >= 0, "message: expected none for a worker from rank ", rank);
       return client_->handle(server, message);
@@ -72,7 +73,7 @@ void Node::handle(Event event) {
     if (is_done) return leave(worker, "it has closed its store");
     const Handled described{given.kind == Kind::push ? Handled::What::push : Handled::What::pull, worker, given.clock,
                             given.blocks.empty() ? -1 : given.blocks.front()};
-    arrived_.push_back({described, given.kind == Kind::question, worker, std::move(message), std::move(event.data), {}});
+    arrived_.push_back({described, !has_order, worker, std::move(message), std::move(event.data), {}});
     serve_in_order();
   } catch (const std::exception& error) {
     const std::string why = text("what rank ", rank, " sent could not be handled: ", error.what());
@@ -81,17 +82,17 @@ void Node::handle(Event event) {
   }
 }
 
-// Handles what has come, as far as the record allows it. Questions are not in the record.
+// Handles what has come, as far as the record allows it.
 void Node::serve_in_order() {
   const auto may_be_next = [&](const Arrived& each) {
-    return each.is_question || next_replayed_ >= replayed_.size() || each.described == replayed_[next_replayed_];
+    return each.has_no_order || next_replayed_ >= replayed_.size() || each.described == replayed_[next_replayed_];
   };
   for (;;) {
     const auto next = std::find_if(arrived_.begin(), arrived_.end(), may_be_next);
     if (next == arrived_.end()) return;
     Arrived taken = std::move(*next);
     arrived_.erase(next);
-    if (!taken.is_question && next_replayed_ < replayed_.size()) ++next_replayed_;
+    if (!taken.has_no_order && next_replayed_ < replayed_.size()) ++next_replayed_;
     if (taken.described.what == Handled::What::leave) {
       server_->leave(taken.worker, taken.why, *this);
     } else {
@@ -138,6 +139,12 @@ std::shared_ptr<Ticket> Node::push(int64_t clock, std::span<const Client::Item> 
 std::shared_ptr<Ticket> Node::pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Client::Item> into,
                                    std::shared_ptr<const void> kept) {
   return client_->pull(clock, staleness, into, std::move(kept), *this);
+}
+
+std::shared_ptr<Ticket> Node::save(bool with_data) { return client_->save(with_data, *this); }
+
+void Node::restore(int server, bool updated, Data numbers) {
+  send(ranks_.servers.at(static_cast<size_t>(server)), {.kind = Kind::restore, .with_data = updated}, std::move(numbers));
 }
 
 std::string Node::reasons(const std::shared_ptr<Ticket>& ticket, milliseconds patience) {

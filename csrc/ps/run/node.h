@@ -40,6 +40,10 @@ class Node final : public Sender {
                                bool skips);
   std::shared_ptr<Ticket> pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Client::Item> into,
                                std::shared_ptr<const void> kept);
+  // Waits until all workers have called this; the ticket then has the states of the servers, if they are wanted.
+  std::shared_ptr<Ticket> save(bool with_data);
+  // Gives a server the numbers of a state. updated: some step has been made with them.
+  void restore(int server, bool updated, Data numbers);
   // What a ticket waits for, in words.
   std::string reasons(const std::shared_ptr<Ticket>& ticket, std::chrono::milliseconds patience);
 
@@ -63,7 +67,7 @@ class Node final : public Sender {
   // What is for the server: a message, or the end of a session.
   struct Arrived {
     Handled described;
-    bool is_question = false;
+    bool has_no_order = false;  // it is not in a record
     int worker = -1;
     Unpacked message;
     std::shared_ptr<const void> memory;

@@ -26,6 +26,7 @@ Server::Server(const ExecutionContext& context, Options options, std::vector<Blo
       core_(core_options(options_, blocks_.size())),
       in_applied_(blocks_.size()),
       skipped_(blocks_.size(), -1),
+      saving_(options_.ranks.size()),
       lost_(options_.ranks.size()) {
   int64_t first = 0;
   for (const Block& block : blocks_) {
@@ -50,6 +51,8 @@ void Server::handle(int worker, Unpacked message, const std::shared_ptr<const vo
     }
     return sender.send(options_.ranks[static_cast<size_t>(worker)], reasons);
   }
+  if (given.kind == Kind::save) return save(worker, given, sender);
+  if (given.kind == Kind::restore) return restore(message);
   const bool is_push = given.kind == Kind::push;
   check(is_push || given.kind == Kind::pull, "kind: expected a push or a pull, got ", static_cast<int>(given.kind));
   check(!given.blocks.empty(), "blocks: expected at least one, got none");
@@ -88,6 +91,80 @@ void Server::leave(int worker, const std::string& why, Sender& sender) {
   if (options_.records) record_.push_back({Handled::What::leave, worker, 0, -1});
   core_.leave(worker, actions_);
   perform(sender);
+  send_states(sender);
+}
+
+// Calls visit(numbers, count) for the values of a block, its states and its counters.
+template <class Visit>
+void Server::for_each_number_of(int block, Visit&& visit) {
+  const Block& own = blocks_[static_cast<size_t>(block)];
+  Updater::Slot& slot = updaters_[static_cast<size_t>(own.group)]->slots()[static_cast<size_t>(own.slot)];
+  visit(own.value, own.numel);
+  for (float* const state : slot.states) visit(state, own.numel);
+  for (float* const counter : slot.counters) visit(counter, 1);
+}
+
+void Server::save(int worker, const Message& message, Sender& sender) {
+  saving_[static_cast<size_t>(worker)] = message;
+  send_states(sender);
+}
+
+// The state is one version, because no worker pushes before it has it.
+void Server::send_states(Sender& sender) {
+  bool is_asked = false;
+  for (size_t worker = 0; worker < saving_.size(); ++worker) {
+    if (!saving_[worker] && lost_[worker].empty()) return;
+    is_asked |= saving_[worker] && saving_[worker]->with_data;
+  }
+  Message state{.kind = Kind::state};
+  int64_t count = 0;
+  for (int block = 0; block < std::ssize(blocks_); ++block) {
+    state.blocks.push_back(block);
+    state.numbers.push_back(core_.version(block));
+    for_each_number_of(block, [&](const float*, int64_t numel) { count += numel; });
+  }
+  Data data;
+  if (is_asked) {
+    data.count = count * static_cast<int64_t>(sizeof(float));
+    const std::shared_ptr<std::byte> memory = sender.allocate(data.count);
+    std::byte* to = memory.get();
+    for (const int block : state.blocks) {
+      for_each_number_of(block, [&](const float* numbers, int64_t numel) {
+        const size_t bytes = static_cast<size_t>(numel) * sizeof(float);
+        std::memcpy(to, numbers, bytes);
+        to += bytes;
+      });
+    }
+    data.bytes = memory.get();
+    data.keep = memory;
+  }
+  for (size_t worker = 0; worker < saving_.size(); ++worker) {
+    if (!saving_[worker]) continue;
+    state.id = saving_[worker]->id;
+    sender.send(options_.ranks[worker], state, saving_[worker]->with_data ? data : Data{});
+    saving_[worker].reset();
+  }
+}
+
+void Server::restore(const Unpacked& message) {
+  int64_t bytes = 0;
+  for (int block = 0; block < std::ssize(blocks_); ++block) {
+    check(core_.version(block) == 0, "restore: expected a store into which nothing was pushed, got version ", core_.version(block));
+    for_each_number_of(block, [&](const float*, int64_t numel) { bytes += numel * static_cast<int64_t>(sizeof(float)); });
+  }
+  check(bytes == std::ssize(message.data), "restore: expected ", bytes, " bytes, got ", message.data.size());
+  const std::byte* from = message.data.data();
+  for (int block = 0; block < std::ssize(blocks_); ++block) {
+    for_each_number_of(block, [&](float* numbers, int64_t numel) {
+      std::memcpy(numbers, from, static_cast<size_t>(numel) * sizeof(float));
+      from += numel * static_cast<int64_t>(sizeof(float));
+    });
+    const Block& own = blocks_[static_cast<size_t>(block)];
+    updaters_[static_cast<size_t>(own.group)]->slots()[static_cast<size_t>(own.slot)].is_first = !message.message.with_data;
+  }
+  for (Shadow& shadow : shadows_) shadow.versions.clear();
+  for (auto& held : versions_held_) held.assign(blocks_.size(), -1);
+  replies_.clear();
 }
 
 std::string Server::lost(int worker) const {

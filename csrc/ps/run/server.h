@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -54,8 +55,6 @@ class Server {
   void handle(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender);
   void leave(int worker, const std::string& why, Sender& sender);
 
-  const Core& core() const { return core_; }
-  size_t blocks() const { return blocks_.size(); }
   const std::vector<Handled>& record() const { return record_; }
 
  private:
@@ -86,6 +85,11 @@ class Server {
 
   void push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender);
   void pull(int worker, const Message& message, Sender& sender);
+  void save(int worker, const Message& message, Sender& sender);
+  void send_states(Sender& sender);
+  void restore(const Unpacked& message);
+  template <class Visit>
+  void for_each_number_of(int block, Visit&& visit);
   void perform(Sender& sender);
   void apply();
   const float* gradient_of(const Action& action, float* sum, std::vector<Sum>& sums, std::vector<std::vector<const uint8_t*>>& lists);
@@ -114,6 +118,7 @@ class Server {
   std::unordered_map<int, Reply> replies_;           // in lockstep, by the first block
   std::vector<Shadow> shadows_;                      // by worker, or one in lockstep
   std::vector<std::vector<int64_t>> versions_held_;  // by worker, in lockstep: of each block
+  std::vector<std::optional<Message>> saving_;       // by worker: what it has asked for
   std::vector<std::string> lost_;                    // by worker: why it has left; empty if it has not
   Buffer sums_, differences_;
   std::vector<Handled> record_;

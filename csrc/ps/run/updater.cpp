@@ -23,6 +23,8 @@ class UpdaterOf final : public Updater {
     }
   }
 
+  std::vector<Slot>& slots() override { return slots_; }
+
   void step(const ExecutionContext& context, std::span<const Item> items, double lr) override {
     const Step step{lr, maximize_, {}};
     for (const bool flag : {false, true}) {

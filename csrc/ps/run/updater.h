@@ -28,6 +28,7 @@ class Updater {
   };
 
   virtual ~Updater() = default;
+  virtual std::vector<Slot>& slots() = 0;
   virtual void step(const ExecutionContext& context, std::span<const Item> items, double lr) = 0;
 };
 

@@ -1,0 +1,63 @@
+"""Ranks of one host that add up their gradients before one of them pushes them."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dltrain_ext import comm
+
+
+class Host:
+    """The ranks of a group that share this rank's host: consecutive ones, of which the first is the leader.
+
+    Making one is a collective call of all ranks of the group.
+
+    Attributes:
+        leaders: the process group of the leaders of all hosts; None on other ranks.
+        is_leader: whether this rank is one.
+        share: the number of ranks of this host over the mean number of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks_per_host: int, timeout: timedelta):
+        ranks = dist.get_process_group_ranks(group)
+        hosts = [ranks[first : first + ranks_per_host] for first in range(0, len(ranks), ranks_per_host)]
+        own = next(host for host in hosts if dist.get_rank() in host)
+        self._first = own[0]
+        self.is_leader = own[0] == dist.get_rank()
+        self.share = len(own) * len(hosts) / len(ranks)
+        # First the group of which each rank has one: the names of groups depend on how many a rank has.
+        self._communicator = comm.Communicator(self._new_group(own, timeout), timeout=timeout, ranks_per_host=1)
+        self.leaders = self._new_group([host[0] for host in hosts], timeout) if self.is_leader else None
+
+    @staticmethod
+    def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        return made
+
+    def reduce(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns on the leader the mean of the gradients of the host's ranks, in float32."""
+        flat = torch.cat([gradient.detach().to("cpu", torch.float32).reshape(-1) for gradient in gradients.values()])
+        self._communicator.reduce(flat, self._first, op="avg")
+        mean, at = {}, 0
+        for name, gradient in gradients.items():
+            mean[name] = flat[at : at + gradient.numel()].view(gradient.shape)
+            at += gradient.numel()
+        return mean
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Gives the leader's tensors to the other ranks."""
+        with torch.no_grad():
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+                some = [tensor for tensor in tensors if tensor.dtype == dtype]
+                flat = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in some])
+                self._communicator.broadcast(flat, self._first)
+                at = 0
+                for tensor in some:
+                    tensor.copy_(flat[at : at + tensor.numel()].view(tensor.shape))
+                    at += tensor.numel()
+
+    def close(self) -> None:
+        self._communicator.close()
