@@ -158,6 +158,27 @@ def simulate(
 ) -> Estimate:
     """Does what sim.simulate does. ``encode`` and ``decode`` are seconds per element."""
 
+def simulate_servers(
+    world_size: int,
+    servers: int,
+    numel: int,
+    *,
+    codec: str,
+    segments: int,
+    latency: float,
+    bandwidth: float,
+    ranks_per_host: int,
+    inside_latency: float,
+    inside_bandwidth: float,
+    burst: float,
+    overhead: float,
+    copy: float,
+    cores: int,
+    encode: float,
+    decode: float,
+) -> Estimate:
+    """Does what sim.parameter_server does with servers, in one level."""
+
 class Level:
     """Ranks that are connected to each other."""
 

@@ -1,4 +1,4 @@
-"""SIMULATED, not timed: all-reduces and training steps on modelled networks, compared with published figures."""
+"""SIMULATED, not timed: all-reduces, servers and training steps on modelled networks, beside published figures."""
 
 import argparse
 from collections.abc import Iterator
@@ -7,13 +7,14 @@ from pathlib import Path
 
 from benchmarks.cases.allreduce import RAW_ALONE, size
 from benchmarks.harness import Failure, Keep, Progress, at_least, choices
-from benchmarks.simulated import literature, measured
+from benchmarks.simulated import literature, measured, topologies
 from benchmarks.simulated.workloads import BACKWARD, RESNET50, TRANSFORMER, Workload, transformer_compute
 from benchmarks.simulation import Cell, Section, Simulation
 from dltrain_ext import codecs, comm, sim
 
-ALL_REDUCE, BREAK_EVEN, TRAINING, PUBLISHED, MEASURED = PARTS = (
+ALL_REDUCE, TOPOLOGIES, BREAK_EVEN, TRAINING, PUBLISHED, MEASURED = PARTS = (
     "all-reduce",
+    "topologies",
     "break-even",
     "training",
     "published",
@@ -95,6 +96,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     )
     parts = {
         ALL_REDUCE: lambda: all_reduces(options, names, largest, network, progress),
+        TOPOLOGIES: lambda: topologies.compare(network, largest, options.nbytes, options.resnet_step, progress),
         BREAK_EVEN: lambda: break_evens(options, names, largest, network, progress),
         TRAINING: lambda: training(options, names, largest, network, progress),
         PUBLISHED: literature.compare,
@@ -228,6 +230,14 @@ def make_notes(options: argparse.Namespace, network: sim.Network) -> list[str]:
         notes.append(
             f"{ALL_REDUCE}: ms for {options.nbytes / 1e6:g} MB in fp32, links of {options.bandwidth:g} Gbit/s, with "
             "one level or with two (within and between hosts), whichever is faster"
+        )
+    if TOPOLOGIES in options.parts:
+        notes.append(
+            f"{TOPOLOGIES}: ms for {options.nbytes / 1e6:g} MB in fp32, raw, links of {options.bandwidth:g} Gbit/s, "
+            f"with one level or two, whichever is faster; ranks on up to {topologies.HOSTS} hosts or on one each, and "
+            f"servers on more hosts. A step computes for {resnet.compute:g} s, or {topologies.FACTOR} times as long "
+            f"with a probability of {topologies.LATE:.0%}, and then exchanges. {topologies.ASYNCHRONOUS.capitalize()}: "
+            f"up to {topologies.HOSTS} servers; the exchange of one worker alone, and a step of one among all"
         )
     if BREAK_EVEN in options.parts:
         notes.append(

@@ -15,6 +15,7 @@ from benchmarks.simulation import Simulation
 
 OF_SECTIONS = {
     "all-reduce": ("simulated-allreduce", simulated.all_reduces),
+    "topologies": ("simulated-topologies", simulated.topologies),
     "training": ("simulated-efficiency", simulated.efficiency),
 }
 

@@ -45,6 +45,24 @@ def all_reduces(section: Section) -> Figure:
     return figure
 
 
+def topologies(section: Section) -> Figure:
+    """Draw a row of panels for each figure, with a column for each layout and a curve for each topology."""
+    layouts, figures, names = (unique(section, name) for name in ("hosts", "what", "topology"))
+    figure = new_figure(2.4 * len(figures) + 0.8, f"{SIMULATED}: time of an exchange and of a step, by topology")
+    grid = figure.subplots(len(figures), len(layouts), squeeze=False, sharex=True, sharey="row")
+    for what, line in zip(figures, grid, strict=True):
+        for layout, axes in zip(layouts, line, strict=True):
+            rows = [row for row in section.rows if (row["hosts"], row["what"]) == (layout, what)]
+            curves(axes, rows, "topology", names, "ms")
+            axes.set_yscale("log")
+        line[0].set_ylabel(f"{what}, ms")
+    for layout, upper, lower in zip(layouts, grid[0], grid[-1], strict=True):
+        upper.set_title(f"hosts: {layout}")
+        lower.set_xlabel("ranks")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside right center")
+    return figure
+
+
 def unique(section: Section, name: str) -> list[Cell]:
     return list(dict.fromkeys(row[name] for row in section.rows))
 

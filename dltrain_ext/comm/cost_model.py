@@ -162,8 +162,7 @@ def simulate(
         raise TypeError(f"late: expected a sequence of seconds, got {late!r}")
     if algorithm == "native":
         raise ValueError("algorithm: expected one that is a plan, got 'native'")
-    if not isinstance(levels, int) or levels not in (1, 2):
-        raise ValueError(f"levels: expected 1 or 2, got {levels!r}")
+    _check_levels(levels, world_size, network)
     if levels == 2 and collective != "all_reduce":
         raise ValueError(f"levels: expected 1 for {collective}, got 2")
     numel = (nbytes + 3) // 4
@@ -188,7 +187,6 @@ def _in_one_level(
     late: Sequence[float],
     collective: str = "all_reduce",
 ) -> Estimate:
-    speed = network.speed(codec)
     found = _ops.simulate(
         collective,
         algorithm,
@@ -196,20 +194,75 @@ def _in_one_level(
         numel,
         codec=codec,
         segments=segments,
-        latency=network.latency,
-        bandwidth=network.bandwidth,
-        ranks_per_host=network.ranks_per_host,
-        inside_latency=network.inside_latency,
-        inside_bandwidth=network.inside_bandwidth,
-        burst=network.burst,
-        overhead=network.overhead,
-        copy=network.copy,
-        cores=network.cores,
-        encode=1 / speed.encode,
-        decode=1 / speed.decode,
         late=list(late),
+        **_costs(network, codec),
     )
     return Estimate(found.seconds, found.wire_bytes, found.algorithm, found.segments, found.rounds)
+
+
+def _costs(network: Network, codec: str) -> dict[str, Any]:
+    speed = network.speed(codec)
+    names = [each.name for each in fields(network) if each.name not in ("memory_bandwidth", "speeds")]
+    costs = {name: getattr(network, name) for name in names}
+    return {**costs, "encode": 1 / speed.encode, "decode": 1 / speed.decode}
+
+
+def parameter_server(
+    world_size: int,
+    nbytes: int,
+    *,
+    servers: int | None = None,
+    codec: str = "raw",
+    network: Network | None = None,
+    segments: int | None = None,
+    levels: int = 1,
+) -> Estimate:
+    """Returns an estimate of the time in which all workers push gradients to a parameter server and pull the result.
+
+    Each piece of the tensor is pushed to the server that holds it, which adds up the messages of all workers and then
+    sends the piece to all of them. Pushes and pulls of different pieces overlap. The servers' links are the bottleneck:
+    ``world_size * nbytes / servers`` pass each of them, in each direction (Li et al., OSDI 2014). The time of the
+    optimizer, which runs on the servers, is not included.
+
+    Args:
+        world_size: the number of workers, at least 1.
+        nbytes: size of the gradients, and of what is pulled, in fp32.
+        servers: the number of hosts that only serve, in addition to those of the workers; 1 is the all-to-one server.
+            None: every worker also serves its share, which is the all-reduce ``"direct"``.
+        codec: the codec of pushes and pulls, one of ``codecs.CODECS``.
+        network: the network; ``Network()`` if None. A server has a link of its own.
+        segments: the number of pieces of each server. None: pieces of about 1 MiB, at most 64 of them. If all workers
+            serve, as for :func:`simulate`.
+        levels: 2 if the ranks of a host first add up their gradients, and one of them pushes and pulls.
+
+    Returns:
+        An :class:`Estimate`. ``algorithm`` is ``"parameter_server"``, or ``"direct"`` if every worker serves;
+        ``wire_bytes`` is sent by a worker or by a server, whichever sends more.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
+    """
+    if servers is None:
+        return simulate("direct", world_size, nbytes, codec=codec, network=network, segments=segments, levels=levels)
+    network = network_of(network)
+    check_number(nbytes, "nbytes", 2**48)
+    check_number(world_size, "world_size", 2**16 + 1)
+    check_number(servers, "servers", 2**16 + 1)
+    if segments is not None:
+        check_number(segments, "segments", 2**16)
+    check_names("auto", codec)
+    _check_levels(levels, world_size, network)
+    numel = (nbytes + 3) // 4
+    workers = math.ceil(world_size / network.ranks_per_host) if levels == 2 else world_size
+    link = replace(network, ranks_per_host=1) if levels == 2 else network
+    found = _ops.simulate_servers(workers, servers, numel, codec=codec, segments=segments or 0, **_costs(link, codec))
+    seconds = found.seconds
+    if levels == 2:
+        pieces = _ops.two_level_pieces(numel)
+        inside = _inside_hosts(network, numel // pieces)
+        between = seconds / pieces
+        seconds = inside + between + (pieces - 1) * max(inside, between)
+    return Estimate(seconds, found.wire_bytes, found.algorithm, found.segments, found.rounds)
 
 
 def _in_two_levels(
@@ -217,28 +270,38 @@ def _in_two_levels(
 ) -> Estimate:
     """Pieces go through the three stages one after another, so that both levels are busy at the same time."""
     per_host = network.ranks_per_host
-    if not 1 < per_host < world_size:
-        raise ValueError(
-            f"levels: expected 1 where there are not several hosts of several ranks, got 2 for {world_size} ranks, "
-            f"{per_host} per host"
-        )
     pieces = _ops.two_level_pieces(numel)
     length = numel // pieces
     hosts = math.ceil(world_size / per_host)
     shards = world_size - (hosts - 1) * per_host  # the number of ranks of the last host, which may be smaller
     # That many ranks of a host each work on a shard of the piece, and share the host's link.
     shared = replace(network, bandwidth=network.bandwidth / shards, burst=network.burst / shards, ranks_per_host=1)
-    intra_host = [
-        _in_one_level("direct", per_host, length * per_host // shards, "raw", network, 1, (), half).seconds
-        for half in ("reduce_scatter", "all_gather")
-    ]
+    intra_host = _inside_hosts(network, length * per_host // shards)
     inter_host, later = (
         _in_one_level(algorithm, hosts, length // shards, codec, link, segments, ())
         for link in (shared, replace(shared, burst=0))  # the first piece has used up the burst
     )
-    slowest = max(sum(intra_host), later.seconds)
-    seconds = max(late, default=0.0) + sum(intra_host) + inter_host.seconds + (pieces - 1) * slowest
+    slowest = max(intra_host, later.seconds)
+    seconds = max(late, default=0.0) + intra_host + inter_host.seconds + (pieces - 1) * slowest
     return replace(inter_host, seconds=seconds, wire_bytes=inter_host.wire_bytes * pieces)
+
+
+def _inside_hosts(network: Network, numel: int) -> float:
+    """Returns the seconds in which the ranks of a host add up their tensors, and later hand on the result."""
+    return sum(
+        _in_one_level("direct", network.ranks_per_host, numel, "raw", network, 1, (), half).seconds
+        for half in ("reduce_scatter", "all_gather")
+    )
+
+
+def _check_levels(levels: int, world_size: int, network: Network) -> None:
+    if not isinstance(levels, int) or levels not in (1, 2):
+        raise ValueError(f"levels: expected 1 or 2, got {levels!r}")
+    if levels == 2 and not 1 < network.ranks_per_host < world_size:
+        raise ValueError(
+            f"levels: expected 1 where there are not several hosts of several ranks, got 2 for {world_size} ranks, "
+            f"{network.ranks_per_host} per host"
+        )
 
 
 def _check_positive(given: object, *names: str, zero: bool = False) -> None:

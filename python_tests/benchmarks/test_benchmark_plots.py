@@ -75,7 +75,8 @@ def simulation() -> Simulation:
     plans = [{"codec": "int8", "plan": plan, "ranks": n, "ms": n * 1.0} for plan in ("ring", "tree") for n in ranks]
     step = {"model": "ResNet-50", "link, Gbit/s": 10.0, "codec": "int8", "efficiency %": 90}
     steps = [step | {"ranks": n} for n in ranks]
-    sections = {"all-reduce": plans, "training": steps, "published": [{"what": "no plot"}]}
+    times = [{"hosts": "one per rank", "what": "step", "topology": "one server", "ranks": n, "ms": n} for n in ranks]
+    sections = {"all-reduce": plans, "topologies": times, "training": steps, "published": [{"what": "no plot"}]}
     return Simulation("SIMULATED", {name: Section(rows, ["codec"]) for name, rows in sections.items()}, [])
 
 
@@ -103,6 +104,7 @@ CASES: Mapping[str, tuple[Table | Simulation, dict[str, list[str]]]] = {
         simulation(),
         {
             "simulated-allreduce": ["SIMULATED, not measured", "ring", "tree", "int8"],
+            "simulated-topologies": ["SIMULATED, not measured", "one server", "hosts: one per rank", "step, ms"],
             "simulated-efficiency": ["SIMULATED, not measured", "ResNet-50", "10 Gbit/s"],
         },
     ),

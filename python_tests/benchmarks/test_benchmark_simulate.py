@@ -7,16 +7,25 @@ import commands
 import pytest
 from ranks import ROOT
 
-from dltrain_ext import codecs, comm
+from benchmarks.report import number
+from benchmarks.simulated import topologies
+from dltrain_ext import codecs, comm, sim
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
 RESULTS = ROOT / "benchmarks" / "results" / "simulate"
-PARTS = ["all-reduce", "break-even", "training", "published", "measured"]
+PARTS = ["all-reduce", "topologies", "break-even", "training", "published", "measured"]
 
 
 def run(*arguments: object) -> commands.Done:
     return commands.benchmarks("simulate", "--quick", *arguments)
+
+
+def tables(heading: str) -> list[list[list[str]]]:
+    """Return the cells of the tables below a heading of docs/simulation.md, without their headers."""
+    section = (ROOT / "docs" / "simulation.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    found = [part.splitlines()[2:] for part in section.strip().split("\n\n") if part.startswith("|")]
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in lines] for lines in found]
 
 
 def sections(path: Path) -> dict[str, list[dict[str, object]]]:
@@ -33,7 +42,7 @@ def test_all_parts_are_shown_as_simulated(tmp_path: Path) -> None:
     found = sections(tmp_path / "out.json")
     assert list(found) == PARTS
     assert not any("samples" in row for rows in found.values() for row in rows)
-    for name in ("simulated-allreduce.png", "simulated-efficiency.png"):
+    for name in ("simulated-allreduce.png", "simulated-topologies.png", "simulated-efficiency.png"):
         assert (tmp_path / name).stat().st_size > 10_000
 
     assert {row["plan"] for row in found["all-reduce"]} == set(comm.ALGORITHMS)
@@ -69,6 +78,36 @@ def test_options_select_what_is_simulated(tmp_path: Path) -> None:
     assert {row["memory GB/s"] for row in found["break-even"]} == {5.0}
 
 
+def test_the_docs_contain_the_topologies(tmp_path: Path) -> None:
+    done = commands.benchmarks("simulate", "--parts", "topologies", "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = sections(tmp_path / "out.json")["topologies"]
+    found = {(row["hosts"], row["ranks"], row["what"], row["topology"]): row["ms"] for row in rows}
+    many = [(layout, ranks) for layout in ("up to 16", "one per rank") for ranks in (64, 256, 1024)]
+    columns = [("one per rank", 4), ("one per rank", 16), *many]
+    for what, table in zip(("exchange", "step"), tables("Topologies compared"), strict=True):
+        assert [line[0] for line in table] == list(topologies.TOPOLOGIES)
+        for name, *cells in table:
+            assert cells == [number(found[layout, ranks, what, name]) for layout, ranks in columns]
+    for ranks in (4, 16):  # so the docs show them once
+        for what in ("exchange", "step"):
+            for name in topologies.TOPOLOGIES:
+                assert found["up to 16", ranks, what, name] == found["one per rank", ranks, what, name]
+
+
+def test_the_docs_contain_the_stale_reads() -> None:
+    (table,) = tables("Stale reads")
+    assert len(table) == 7
+    bounds = {cells[0]: None if cells[0] == "None" else int(cells[0]) for cells in table}
+    found = {
+        name: sim.bounded_staleness(4, staleness=bound, compute=1.0, stragglers=(0.1, 4.0), pushes=400_000)
+        for name, bound in bounds.items()
+    }
+    for name, *cells in table:
+        seconds, waiting = found[name].seconds, found[name].waiting
+        assert cells == [f"{seconds:.2f}", f"{found['0'].seconds / seconds:.2f}x", f"{100 * waiting:.0f} %"]
+
+
 def test_the_saved_comparison_equals_the_simulated_one(tmp_path: Path) -> None:
     done = run("--parts", "published", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -82,8 +121,7 @@ def test_the_saved_comparison_equals_the_simulated_one(tmp_path: Path) -> None:
 
 
 def test_the_docs_contain_the_saved_comparison() -> None:
-    section = (ROOT / "docs" / "simulation.md").read_text().split("## Beside published results")[1].split("\n\n")[1]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
+    (table,) = tables("Beside published results")
     kept = [row for row in sections(RESULTS / "simulate-published.json")["published"] if row["reported"] is not None]
     assert [line[-1] for line in table] == [f"{round(row['off %']):+d} %" for row in kept]
     for line, row in zip(table, kept, strict=True):
@@ -98,8 +136,7 @@ def test_the_model_predicts_the_measured_times(tmp_path: Path) -> None:
     found = {row["what"]: row for row in sections(tmp_path / "out.json")["measured"]}
     assert found["all"]["median off %"] <= 15
     assert found["all"]["figures"] == sum(found[f"{ranks} ranks"]["figures"] for ranks in (2, 3, 4)) > 300
-    section = (ROOT / "docs" / "simulation.md").read_text().split("## Beside what was measured")[1].split("\n\n")[2]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
+    (table,) = tables("Beside what was measured")
     assert [line[0] for line in table] == list(found)
     for what, figures, median, worst in table:
         row = found[what]
@@ -110,7 +147,7 @@ def test_the_model_predicts_the_measured_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "answer", "arguments"),
     [
-        (2, "valid: all-reduce, break-even, training, published, measured", ["--parts", "everything"]),
+        (2, "valid: all-reduce, topologies, break-even, training, published, measured", ["--parts", "everything"]),
         (2, "'-3' is not a number above 0", ["--bandwidth=-3"]),
         (2, "'fast' is not a number above 0", ["--links", "10,fast"]),
         (2, "is not a size", ["--nbytes", "10MB"]),

@@ -1,4 +1,4 @@
-"""Simulated all-reduces and training steps, compared with formulas."""
+"""Simulated all-reduces, parameter servers and training steps, compared with formulas."""
 
 import math
 from dataclasses import replace
@@ -116,6 +116,101 @@ def test_break_even():
         sim.break_even(codec, 3, MB, against="bf16", network=network)
 
 
+def test_a_server_takes_the_time_of_its_link():
+    network = sim.Network(latency=0, bandwidth=1e9, memory_bandwidth=1e15)
+    for workers in (2, 16, 100):
+        for servers in (1, 2):
+            carried = workers * 16 * MB / servers / 1e9
+            each, halves = (
+                sim.parameter_server(workers, 16 * MB, servers=servers, network=network, segments=segments).seconds
+                for segments in (1, 2)
+            )
+            assert each == pytest.approx(2 * carried, rel=1e-3)  # everything is pushed before the first pull
+            assert halves == pytest.approx(1.5 * carried, rel=1e-3)  # one half is pulled while the other one is pushed
+            in_pieces = sim.parameter_server(workers, 16 * MB, servers=servers, network=network).seconds
+            assert carried < in_pieces < 1.15 * carried
+
+
+def test_servers_have_less_to_do_by_codecs_levels_and_shares():
+    hosts = sim.Network(bandwidth=1e9, ranks_per_host=8)
+    for servers in (1, 4):
+        raw, int8 = (
+            sim.parameter_server(64, 64 * MB, servers=servers, network=hosts, codec=codec) for codec in ("raw", "int8")
+        )
+        assert raw.wire_bytes == pytest.approx(64 * 64 * MB / servers, rel=1e-3)
+        assert int8.wire_bytes / raw.wire_bytes == pytest.approx(0.254, abs=1e-3)
+        assert int8.seconds < 0.27 * raw.seconds
+        hierarchical = sim.parameter_server(64, 64 * MB, servers=servers, network=hosts, levels=2)
+        assert hierarchical.wire_bytes == pytest.approx(8 * 64 * MB / servers, rel=1e-3)
+        assert hierarchical.seconds < raw.seconds / 7
+    assert raw.algorithm == "parameter_server"
+    for levels in (1, 2):
+        options = {"codec": "int8", "network": hosts, "levels": levels}
+        assert sim.parameter_server(64, MB, **options) == sim.simulate("direct", 64, MB, **options)
+
+
+def test_as_many_servers_as_workers_take_the_time_of_direct():
+    network = sim.Network(latency=0, bandwidth=1e9)
+    direct = sim.parameter_server(16, 64 * MB, network=network, segments=1)
+    servers = sim.parameter_server(16, 64 * MB, servers=16, network=network, segments=1)
+    assert servers.seconds == pytest.approx(direct.seconds * 16 / 15, rel=0.01)  # a worker keeps its own share
+
+
+LATE = {"compute": 1.0, "stragglers": (0.1, 4.0)}  # 1.4 on average
+
+
+def test_synchronous_and_asynchronous_steps_take_the_times_of_their_formulas():
+    for workers in (1, 4, 16):
+        synchronous = sim.bounded_staleness(workers, staleness=0, **LATE)
+        longest = 1 + 4 * (1 - 0.9**workers)
+        assert synchronous.seconds == pytest.approx(longest, rel=0.02)
+        assert synchronous.waiting == pytest.approx(1 - 1.4 / longest, abs=0.02)
+        assert synchronous.reads == (1.0,)
+        independent = sim.bounded_staleness(workers, staleness=None, **LATE)
+        assert independent.seconds == pytest.approx(1.4, rel=0.02)
+        assert independent.waiting == 0
+
+
+def test_bounds_hide_stragglers():
+    """With four workers, these are the most that a bound can gain over synchronous steps."""
+    found = {s: sim.bounded_staleness(4, staleness=s, pushes=400_000, **LATE) for s in (0, 1, 4, 8, 64)}
+    gain = {s: found[0].seconds / each.seconds for s, each in found.items()}
+    assert gain[4] == pytest.approx(1.485, abs=0.015)
+    assert gain[8] == pytest.approx(1.572, abs=0.015)
+    assert 1 < gain[1] < gain[4] < gain[8] < gain[64] < 2.3756 / 1.4
+    for staleness, each in found.items():
+        assert len(each.reads) == staleness + 1 and sum(each.reads) == pytest.approx(1)
+        assert each.reads[-1] > 0
+    again = sim.bounded_staleness(4, staleness=4, pushes=400_000, **LATE)
+    assert again == found[4] != sim.bounded_staleness(4, staleness=4, pushes=400_000, seed=1, **LATE)
+
+
+def test_a_worker_that_is_always_slow_sets_the_pace_at_any_bound():
+    compute = [1.0, 1.0, 1.0, 2.0]
+    for staleness in (0, 4, 64):
+        assert sim.bounded_staleness(4, staleness=staleness, compute=compute).seconds == pytest.approx(2, rel=0.01)
+    alone = sim.bounded_staleness(4, staleness=None, compute=compute, pushes=7000)
+    assert alone.seconds == pytest.approx(4 / 3.5, rel=0.01)
+    assert len(alone.reads) == pytest.approx(7000 / 3.5 / 2, rel=0.01)  # the others are ahead by half of their steps
+
+
+def test_workers_queue_for_the_servers():
+    busy = {"compute": 1.0, "serving": 0.5, "exchange": 0.25}
+    assert sim.bounded_staleness(8, staleness=0, **busy).seconds == pytest.approx(1 + 0.25 + 8 * 0.5)
+    assert sim.bounded_staleness(8, staleness=None, **busy).seconds == pytest.approx(8 * 0.5, rel=1e-3)
+    assert sim.bounded_staleness(2, staleness=None, **busy).seconds == pytest.approx(1 + 0.25 + 0.5, rel=1e-3)
+    alone = sim.bounded_staleness(3, staleness=4, compute=1.0)
+    assert alone == sim.StalenessEstimate(seconds=1.0, waiting=0.0, reads=(1.0,))
+
+
+def serve(**options):
+    return sim.parameter_server(4, 1, **options)
+
+
+def stale(**options):
+    return sim.bounded_staleness(4, **{"staleness": 1, "compute": 1.0, **options})
+
+
 def step(**options):
     return sim.training_step(4, [1], backward=1, **options)
 
@@ -143,6 +238,21 @@ def step(**options):
         ("buckets: expected at least one", lambda: sim.training_step(4, [], backward=1)),
         ("backward: expected at least 0 s, got -1", lambda: sim.training_step(4, [1], backward=-1)),
         ("codec: expected one of", lambda: sim.break_even("int3", 4, 1)),
+        ("world_size: expected at least 1, got 0", lambda: sim.parameter_server(0, 1, servers=1)),
+        ("servers: expected 1 to 65536, got 0", lambda: serve(servers=0)),
+        ("servers: expected an int, got 'all'", lambda: serve(servers="all")),
+        ("codec: expected one of", lambda: serve(servers=1, codec="int3")),
+        ("levels: expected 1 where there are not several hosts", lambda: serve(servers=1, levels=2)),
+        ("world_size, servers, segments: expected at most", lambda: serve(servers=2**16, segments=2**15)),
+        ("staleness: expected 0 to", lambda: stale(staleness=-1)),
+        ("compute: expected seconds, or one number for each of 4 workers", lambda: stale(compute=[1.0])),
+        ("compute: expected more than 0 s, got 0", lambda: stale(compute=0)),
+        ("compute: expected at least 0 s, got 'x'", lambda: stale(compute=[1, 1, 1, "x"])),
+        (r"stragglers: expected a probability and seconds, got \(2, 1\)", lambda: stale(stragglers=(2, 1))),
+        ("serving: expected at least 0 s, got -1", lambda: stale(serving=-1)),
+        ("exchange: expected at least 0 s, got inf", lambda: stale(exchange=math.inf)),
+        ("pushes: expected at least 1, got 0", lambda: stale(pushes=0)),
+        ("seed: expected an int, got 0.5", lambda: stale(seed=0.5)),
     ],
 )
 def test_errors_name_the_wrong_argument(match, call):

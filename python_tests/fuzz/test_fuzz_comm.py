@@ -99,7 +99,11 @@ def test_all_reduce_of_graphs(data, shape):
     attempt(op, data.draw(spoiled(fits, shape)), names=fits, also="Could not run|Cannot access storage|NestedTensor")
 
 
-@fuzz("sim.simulate", "sim.best", "sim.training_step", "sim.break_even", examples=60)
+@fuzz(
+    *("sim.simulate", "sim.best", "sim.training_step", "sim.break_even", "sim.parameter_server"),
+    "sim.bounded_staleness",
+    examples=90,
+)
 @given(st.data())
 def test_simulations(data):
     name, fits = data.draw(
@@ -141,6 +145,31 @@ def test_simulations(data):
                         "nbytes": sizes,
                         "against": codec_names,
                         "network": networks,
+                    },
+                ),
+                (
+                    "parameter_server",
+                    {
+                        "world_size": st.integers(0, 9),
+                        "nbytes": sizes,
+                        "servers": st.one_of(st.none(), sizes),
+                        "codec": codec_names,
+                        "network": networks,
+                        "segments": st.one_of(st.none(), sizes),
+                        "levels": st.integers(1, 2),
+                    },
+                ),
+                (
+                    "bounded_staleness",
+                    {
+                        "world_size": st.integers(0, 9),
+                        "staleness": st.one_of(st.none(), sizes),
+                        "compute": st.one_of(st.floats(), st.lists(st.floats(), max_size=3)),
+                        "stragglers": st.tuples(st.floats(), st.floats()),
+                        "exchange": st.floats(),
+                        "serving": st.floats(),
+                        "pushes": st.integers(0, 99),
+                        "seed": sizes,
                     },
                 ),
             ]

@@ -232,12 +232,13 @@ void check_arguments(int world_size, int64_t numel, int segments, const Network&
   for (const double seconds : late) check(seconds >= 0, "late: expected at least 0 s, got ", seconds);
 }
 
+constexpr int64_t most_followed = 1 << 27;  // steps of a simulation: takes a few GiB and minutes
+
 void check_effort(const Plan& plan, int simulated, int segments) {
-  constexpr int64_t most = 1 << 27;  // takes a few GiB and minutes
   int64_t each = plan.chunks;
   for (const Round& round : plan.rounds) each += std::ssize(round);
-  check(each <= most / simulated / segments, "world_size, segments: expected at most ", most, " steps and chunks to follow, got ", each,
-        " in each of ", segments, " segments on ", simulated, " ranks");
+  check(each <= most_followed / simulated / segments, "world_size, segments: expected at most ", most_followed,
+        " steps and chunks to follow, got ", each, " in each of ", segments, " segments on ", simulated, " ranks");
 }
 
 }  // namespace
@@ -264,6 +265,63 @@ Estimate simulate(Collective collective, const std::string& algorithm, int world
   }
   estimate.seconds = Simulation(simulated, network, late).run(programs, estimate.segments);
   return estimate;
+}
+
+Estimate simulate_servers(int workers, int servers, int64_t numel, const Codec& codec, int segments, const Network& network,
+                          const Speed& speed) {
+  check_arguments(workers, numel, segments, network, speed, {});
+  check(servers >= 1 && servers <= most_ranks, "servers: expected 1 to ", most_ranks, ", got ", servers);
+  constexpr int64_t length = 1 << 18, pieces_of_one = 64;
+  if (segments == 0) segments = static_cast<int>(std::clamp<int64_t>(numel / servers / length, 1, pieces_of_one));
+  const int per_host = network.ranks_per_host, hosts = (workers + per_host - 1) / per_host;
+  const int64_t ranks = (int64_t{hosts} + servers) * per_host;
+  check(ranks <= most_followed / segments / segments && int64_t{workers} * servers <= most_followed / segments,
+        "world_size, servers, segments: expected at most ", most_followed, " steps to follow, got ", workers, " workers and ", servers,
+        " servers with ", segments, " segments");
+  const auto server_rank = [&](int server) { return (hosts + server) * per_host; };
+  // Each worker begins with another server, and each server with another worker, so that they do not all wait for the same link.
+  const auto first_worker = [&](int server) { return static_cast<int>(int64_t{server} * workers / servers); };
+  const auto first_server = [&](int worker) { return static_cast<int>(int64_t{worker} * servers / workers); };
+  const auto pieces = cut_evenly(numel, codec, servers * segments);  // dealt to one server after another
+  const auto count = static_cast<int>((std::ssize(pieces) + servers - 1) / servers);
+
+  Costs worker(count + 2);
+  worker.back().segments.resize(count);
+  std::vector<Costs> programs(ranks);
+  std::vector<int64_t> answered(servers);
+  int64_t pushed = 0;
+  for (int segment = 0; segment < count; ++segment) {
+    worker[segment].first = segment;
+    SegmentCosts& push = worker[segment].segments.emplace_back();
+    SegmentCosts& pull = worker.back().segments[segment];  // a worker waits for answers only when it has pushed all pieces
+    for (int server = 0; server < servers && segment * servers + server < std::ssize(pieces); ++server) {
+      const int64_t elements = pieces[segment * servers + server].front().span.count, bytes = codec.bytes(elements);
+      const auto each = static_cast<double>(elements);
+      if (elements == 0) continue;
+      push.before += each * speed.encode;
+      push.sends.push_back({server_rank(server), true, bytes});
+      ++push.receives;
+      if (codec.name != "raw") pull.after += each * speed.decode;
+      Costs& answers = programs[server_rank(server)];
+      answers.resize(count + 1);
+      answers[segment + 1].first = segment;
+      SegmentCosts& answer = answers[segment + 1].segments.emplace_back();
+      answer.before = each * (workers * speed.decode + speed.encode);
+      answer.receives = workers;
+      for (int i = 0; i < workers; ++i) answer.sends.push_back({(first_worker(server) + i) % workers, true, bytes});
+      pushed += bytes;
+      answered[server] += workers * bytes;
+    }
+  }
+  for (int rank = 0; rank < workers; ++rank) {
+    programs[rank] = worker;
+    for (int segment = 0; segment < count; ++segment) {
+      auto& sends = programs[rank][segment].segments.front().sends;
+      std::ranges::rotate(sends, sends.begin() + std::min<std::ptrdiff_t>(first_server(rank), std::ssize(sends)));
+    }
+  }
+  const double seconds = Simulation(static_cast<int>(ranks), network, {}).run(programs, count);
+  return {seconds, std::max(pushed, std::ranges::max(answered)), 2, count, "parameter_server"};
 }
 
 }  // namespace dltrain::comm

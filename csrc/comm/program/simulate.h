@@ -47,4 +47,10 @@ struct Estimate {
 Estimate simulate(Collective collective, const std::string& algorithm, int world_size, int64_t numel, const Codec& codec, int segments,
                   const Network& network, const Speed& speed, const std::vector<double>& late = {});
 
+// For a parameter server: all workers push numel elements to the servers that hold the pieces, and pull the sum of a piece as soon as it is
+// complete. The workers fill hosts of `ranks_per_host`; each server has a host of its own. segments: the number of pieces of each server;
+// 0: as many as make 1 MiB of fp32 each, but at most 64.
+Estimate simulate_servers(int workers, int servers, int64_t numel, const Codec& codec, int segments, const Network& network,
+                          const Speed& speed);
+
 }  // namespace dltrain::comm

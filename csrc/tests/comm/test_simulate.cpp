@@ -115,7 +115,39 @@ TEST(Simulate, SimulatesThousandsOfRanks) {
   }
 }
 
+// The formula of one piece: the workers encode, the server's link carries all messages, the server adds them up and encodes, and so on.
+TEST(SimulateServers, EqualsTheFormulaOfTheServersLink) {
+  const double n = 4 << 20, alpha = 1e-4, beta = 1e-9;
+  for (const int workers : {1, 2, 7}) {
+    const Speed speed{2e-10, 3e-10};
+    const Estimate one = simulate_servers(workers, 1, 1 << 20, find_codec("fp16"), 1, network(), speed);
+    EXPECT_NEAR(one.seconds, 2 * alpha + 2 * workers * n / 2 * beta + n / 4 * (2 * speed.encode + (workers + 1) * speed.decode), 1e-9);
+    EXPECT_EQ(one.wire_bytes, workers << 21);
+    EXPECT_EQ(one.rounds, 2);
+    // The last worker's message has passed the link when the first answer begins; all pieces but one overlap.
+    const Estimate many = simulate_servers(workers, 1, 1 << 20, raw(), 16, network(), {});
+    EXPECT_NEAR(many.seconds, 2 * alpha + workers * n * beta * 17 / 16, 1e-9);
+    EXPECT_EQ(many.segments, 16);
+  }
+  EXPECT_EQ(simulate_servers(3, 2, 0, raw(), 0, network(), {}).seconds, 0);
+  EXPECT_GT(simulate_servers(3, 200, 5, raw(), 0, network(), {}).seconds, 2 * alpha);  // most servers have nothing to do
+}
+
+TEST(SimulateServers, SharesTheLinksOfTheHosts) {
+  Network shared = network();
+  shared.latency = 0;
+  shared.ranks_per_host = 4;
+  const double n = 4 << 20;
+  const auto with = [&](int servers) { return simulate_servers(8, servers, 1 << 20, raw(), 1, shared, {}).seconds; };
+  EXPECT_NEAR(with(1), 2 * 8 * n * 1e-9, 1e-9);
+  EXPECT_NEAR(with(2), 2 * 4 * n * 1e-9, 1e-9);
+  EXPECT_GT(with(64), 1.8 * 4 * n * 1e-9);  // the links of the two hosts still carry as much; few of the answers overlap with pushes
+}
+
 TEST(Simulate, NamesTheWrongArgument) {
+  EXPECT_THROW(simulate_servers(2, 0, 1, raw(), 1, network(), {}), std::invalid_argument);
+  EXPECT_THROW(simulate_servers(0, 1, 1, raw(), 1, network(), {}), std::invalid_argument);
+  EXPECT_THROW(simulate_servers(1 << 16, 1 << 16, 1, raw(), 1, network(), {}), std::invalid_argument);
   Network none;
   EXPECT_THROW(simulate(Collective::all_reduce, "ring", 2, 1, raw(), 1, none, {}), std::invalid_argument);
   EXPECT_THROW(simulate(Collective::all_reduce, "rign", 2, 1, raw(), 1, network(), {}), std::invalid_argument);
