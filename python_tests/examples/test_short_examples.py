@@ -28,7 +28,7 @@ EXAMPLES = {
 
 
 # These have tests of their own.
-ELSEWHERE = {"elastic.py", "schedules.py", "with_accelerate.py", "with_lightning.py", "with_trainer.py"}
+ELSEWHERE = {"elastic.py", "hogwild.py", "schedules.py", "with_accelerate.py", "with_lightning.py", "with_trainer.py"}
 
 
 def numbers(said: str) -> list[str]:
