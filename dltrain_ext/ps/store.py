@@ -328,8 +328,11 @@ class Store:
         return {f"{self._settings.keys[key].name}/{first}": lost for (key, first), lost in self._residuals.items()}
 
     def record(self) -> Record:
-        """Returns the order in which this rank's server has handled messages, also after :meth:`close`. It is empty
-        without ``record=True``, and on a rank that does not serve; :meth:`Record.gather` collects all ranks' records."""
+        """Returns the order in which this rank's server has handled messages, also after :meth:`close`.
+
+        It is empty without ``record=True``, and on a rank that does not serve. :meth:`Record.gather` collects those of
+        all ranks.
+        """
         if self._node is None:
             raise RuntimeError("record: expected a store with keys, call init first")
         return Record.of(self._node, self._connection.rank, self._settings)
