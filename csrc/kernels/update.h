@@ -2,6 +2,7 @@
 
 #include <array>
 #include <bit>
+#include <cstdint>
 
 #include "core/host_device.h"
 #include "core/tensor_list.h"
@@ -34,9 +35,17 @@ struct SumsAt<0> {
   static constexpr int norms = 0;
 };
 
-// The counters and the sums are bases, because an empty base takes no space.
+// The index of a row's first element, which is not 0 if the row is a part of a tensor.
+template <bool exists>
+struct FirstIndex {
+  int64_t first = 0;
+};
+template <>
+struct FirstIndex<false> {};
+
+// The counters, the sums and the index are bases, because an empty base takes no space.
 template <class Rule, class Counters = Pointers<float, static_cast<int>(math::counters_of<Rule>().size())>>
-struct NumbersOf : Counters, SumsAt<math::norms_of<Rule>()> {
+struct NumbersOf : Counters, SumsAt<math::norms_of<Rule>()>, FirstIndex<math::is_indexed<Rule>()> {
   DLT_HD Counters& counters() { return *this; }
   DLT_HD const Counters& counters() const { return *this; }
 };

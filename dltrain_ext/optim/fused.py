@@ -186,6 +186,11 @@ class FusedStep(torch.optim.Optimizer):
         too. ``starting`` are the parameters whose first step this is."""
         return (), NONE
 
+    def _runs(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Returns where the elements of each parameter are in its DTensor (``Shards.runs``), if the rule needs it and
+        some parameters are DTensors."""
+        return ()
+
     def _gather(self, fused: _ops.FusedGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
         """Makes ``fused`` read the group; returns the parameters whose state is incomplete or whose gradient is sparse,
         which it has not read."""
@@ -197,6 +202,7 @@ class FusedStep(torch.optim.Optimizer):
             optional=list(self._optional_states(group)),
             flagged=list(flagged),
             flagged_from=dimensions,
+            runs=self._runs(group["params"]),
         )
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:

@@ -9,7 +9,6 @@ from dltrain_ext._arguments import check_number
 from dltrain_ext.optim.fused import FusedStep
 from dltrain_ext.optim.options import check_nonnegative
 from dltrain_ext.optim.rule import RULES
-from dltrain_ext.optim.shards import any_sharded
 
 SEEDS = 2**53
 
@@ -21,7 +20,9 @@ class SGLD(FusedStep):
     4). Here g is the gradient of the negative log likelihood of the whole data, and weight_decay the precision of a
     normal prior; with the mean loss of a batch, multiply the loss by the number of examples. The noise is drawn in the
     same pass over memory. It is a function of the seed, the step, the number of the parameter and the index of the
-    element in memory, so that a run that is resumed, and a run on another device, has the same noise.
+    element in memory, so that a run that is resumed, and a run on another device, has the same noise. In a DTensor the
+    index is that of the contiguous whole tensor: the noise does not depend on how it is sharded. Where that cuts the
+    tensor in many runs of adjacent elements, as ``Shard(1)`` cuts every row, each run costs as much as a small tensor.
 
     Args:
         params: parameters, or groups with options of their own.
@@ -68,8 +69,9 @@ class SGLD(FusedStep):
         check_number(group["seed"], "seed", SEEDS)
         check_nonnegative(group, "weight_decay", "temperature")
         super()._check_group(group)
-        if any_sharded(group["params"]):
-            raise ValueError("params: expected whole tensors, since noise goes by an element's index, got DTensors")
+
+    def _runs(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return () if self._shards is None else self._shards.runs(params)
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         known = [p for p in params if "number" in self.state[p]]
@@ -77,5 +79,5 @@ class SGLD(FusedStep):
         numbers = {p: number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for p in params:
             if p not in known:
-                self.state[p]["number"].fill_(numbers[p])
+                self.state[p]["number"].fill_(numbers[p if self._shards is None else self._shards.whole(p)])
         return params

@@ -1,5 +1,8 @@
 """Steps for parameters that are DTensors, as fully_shard makes them: a step updates their parts on this rank."""
 
+import functools
+import itertools
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,6 +16,7 @@ from dltrain_ext import _ops
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 Groups = tuple[dist.ProcessGroup, ...]
 Sharding = tuple[Groups, torch.device]
@@ -40,6 +44,38 @@ def _groups_of(tensor: "DTensor") -> Groups:
         raise ValueError(f"params: expected sharded or replicated ones, got a DTensor of {tensor.placements}")
     placements = enumerate(tensor.placements)
     return tuple(tensor.device_mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(
+    shape: tuple[int, ...],
+    placements: tuple["Placement", ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[tuple[int, ...], Tensor]:
+    """Returns the shape of the part of a tensor that a rank has, and the runs of its elements: int64, [runs, 2], the
+    index in the whole tensor of a run's first element, and how many they are."""
+    indices = [torch.arange(size) for size in shape]
+    for placement, ranks, rank in zip(placements, mesh_shape, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        # A split factor stands for a dimension of the mesh that comes later, but has been cut first.
+        pieces = indices[dim].chunk(getattr(placement, "split_factor", 1))
+        sizes = [-(-len(piece) // ranks) for piece in pieces]
+        parts = [piece[rank * size : (rank + 1) * size] for piece, size in zip(pieces, sizes, strict=True)]
+        indices[dim] = torch.cat(parts)
+    own = tuple(map(len, indices))
+    last = max((dim for dim, size in enumerate(shape) if own[dim] < size), default=None)
+    if last is None or not math.prod(own):
+        return own, torch.tensor([[0, math.prod(own)]])
+    starts = torch.zeros(1, dtype=torch.int64)
+    for dim, index in enumerate(indices[:last]):
+        starts = (starts[:, None] + index * math.prod(shape[dim + 1 :])).flatten()
+    index, inner = indices[last], math.prod(shape[last + 1 :])
+    ends = [*(index.diff() != 1).nonzero().flatten().add(1).tolist(), len(index)]
+    runs = torch.tensor([(int(index[begin]), end - begin) for begin, end in itertools.pairwise([0, *ends])]) * inner
+    return own, torch.stack([(starts[:, None] + runs[:, 0]).flatten(), runs[:, 1].repeat(len(starts))], dim=1)
 
 
 class Shards:
@@ -74,6 +110,28 @@ class Shards:
             grad = grad.redistribute(placements=p.placements)
         part.grad = local(grad)
         return part
+
+    def whole(self, p: Tensor) -> Tensor:
+        """Returns the DTensor of a part, or a plain parameter itself."""
+        return self._whole.get(p, p)
+
+    def runs(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns for each part of a DTensor where its elements are in the whole tensor, as
+        :meth:`FusedGroup.gather` takes it; None for plain parameters."""
+        found: list[Tensor | None] = []
+        for part in params:
+            if (p := self._whole.get(part)) is None:
+                found.append(None)
+                continue
+            mesh = p.device_mesh
+            shape, runs = _cut(tuple(p.shape), p.placements, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
+            if part.shape != shape:
+                raise ValueError(
+                    f"params: expected parts as torch cuts a tensor of shape {list(p.shape)} for {p.placements}, "
+                    f"here of shape {list(shape)}, got shape {list(part.shape)}"
+                )
+            found.append(runs)
+        return found
 
     def leave(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Writes new and changed entries back to the optimizer's state."""

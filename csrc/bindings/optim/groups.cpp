@@ -24,7 +24,7 @@ void bind_groups(py::module_& module) {
            py::arg("lr"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"));
   py::class_<FusedGroup>(module, "FusedGroup")
       .def("gather", &FusedGroup::gather, py::arg("state"), py::arg("params"), py::kw_only(), py::arg("masters"), py::arg("optional"),
-           py::arg("flagged"), py::arg("flagged_from"))
+           py::arg("flagged"), py::arg("flagged_from"), py::arg("runs"))
       .def("take_norms", &FusedGroup::take_norms, py::arg("arguments"), py::arg("hyper"), py::arg("sums"))
       .def("release", &FusedGroup::release)
       .def("step", &FusedGroup::step, py::arg("arguments"), py::arg("hyper"));

@@ -64,13 +64,19 @@ class RuleGroup : public GroupOf<RuleUpdates<Rule>> {
   RuleGroup() : Base(keys_of<Rule>()) {}
 
   py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
-                  const py::list& flagged, int64_t flagged_from) override {
+                  const py::list& flagged, int64_t flagged_from, const std::vector<std::optional<at::Tensor>>& runs) override {
     std::unordered_set<const c10::TensorImpl*> marked;
     for (const py::handle param : flagged) marked.insert(THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl());
     const unsigned states = states_of<Rule>(optional);
     const auto take = [&](auto& updates, int64_t index, const Reading<keys_count<Rule>>& reading, Layouts layouts) {
       const bool flag = reading.param->dim() >= flagged_from || (!marked.empty() && marked.count(reading.param->unsafeGetTensorImpl()) > 0);
-      return updates.add(states, flag, reading, index, layouts);
+      if constexpr (math::is_indexed<Rule>()) {
+        Reading<keys_count<Rule>> part = reading;
+        if (!runs.empty() && runs[index]) part.runs = &*runs[index];
+        return updates.add(states, flag, part, index, layouts);
+      } else {
+        return updates.add(states, flag, reading, index, layouts);
+      }
     };
     constexpr unsigned counters = (1u << RuleUpdates<Rule>::counters) - 1;
     return Base::read_all(state, params, counters | states << RuleUpdates<Rule>::counters, masters, take);

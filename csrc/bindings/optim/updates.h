@@ -32,6 +32,9 @@ struct Reading {
   std::array<const at::Tensor*, keys> values;  // the rule's counters, then its states; null if not used
   const at::Tensor* master;                    // the fp32 tensor that is updated instead of the parameter; may be null
   bool complete;                               // whether all tensors exist
+  // Of a parameter that is a part of a larger tensor, if its elements' indices matter: int64, [runs, 2], for each run of its elements that
+  // are adjacent in the larger tensor, in order: the index there of the first one, and how many they are. Null: it is whole.
+  const at::Tensor* runs = nullptr;
 
   // Whether a tensor is of a Python class that overrides its sizes or device.
   bool asks_python() const {
@@ -80,7 +83,7 @@ class Updates {
     const at::Tensor& param = *reading.param;
     const at::Tensor* const master = reading.master;
     if (layouts == Layouts::in_place) {
-      if (!fit(tensors, reading) || !one_layout(tensors, master)) return false;
+      if (!fit(tensors, reading) || !one_layout(tensors, reading)) return false;
     } else {
       if (detail::is_lazy(*tensors[1])) tensors[1] = &dense_grads_.emplace_back(detail::resolved(*tensors[1]));
       for (int k = 0; k < K; ++k) check_tensor(*tensors[k], name(k), index, param, may_be_half(k));
@@ -88,7 +91,7 @@ class Updates {
       for (int i = 0; i < counters; ++i) check_counter(*reading.values[i], lists_of<Rule>()[Rule::states.size() + i], index, param);
     }
 
-    const bool in_place = layouts == Layouts::in_place || one_layout(tensors, master);
+    const bool in_place = layouts == Layouts::in_place || one_layout(tensors, reading);
     if (!in_place) {  // a copy is written back, so each element must have memory of its own
       for (int k = 0; k < K; ++k) {
         if (k != 1) check_written(*tensors[k], c10::str(name(k), "[", index, "]"));
@@ -120,7 +123,12 @@ class Updates {
       }
       part.counts.extend(counts, 1);
     }
-    part.list.add(data, param.numel(), numbers, master ? written(param) : nullptr);
+    void* const copied = master ? written(param) : nullptr;
+    if (reading.runs) {
+      add_runs(part.list, data, *reading.runs, numbers, copied);
+    } else {
+      part.list.add(data, param.numel(), numbers, copied);
+    }
     if constexpr (norms > 0) part.indices.push_back(index);
     params_.push_back(param.unsafeGetTensorImpl());
     return true;
@@ -197,6 +205,20 @@ class Updates {
     return parts_.emplace_back(DeviceList{device, flag, ListOf<Operation>(signature), {}, {}});
   }
 
+  // Adds a row for each run.
+  static void add_runs(ListOf<Operation>& list, const std::array<void*, K>& data, const at::Tensor& runs,
+                       typename Operation::Numbers numbers, void* copied) {
+    const Signature<K>& signature = list.signature();
+    const auto* run = runs.const_data_ptr<int64_t>();
+    for (int64_t index = 0, at = 0; index < runs.size(0); ++index, run += 2) {
+      std::array<void*, K> from;
+      for (int k = 0; k < K; ++k) from[k] = TypedPointer{data[k], signature.formats[k].dtype}.from(at).data;
+      if constexpr (math::is_indexed<Rule>()) numbers.first = run[0];
+      list.add(from, run[1], numbers, TypedPointer{copied, signature.copy}.from(at).data);
+      at += run[1];
+    }
+  }
+
   static const char* name(int k) { return k == 0 ? "params" : k == 1 ? "grads" : lists_of<Rule>()[Operation::state_of[k]].c_str(); }
 
   static bool may_be_half(int k) { return k < 2; }
@@ -226,14 +248,17 @@ class Updates {
     return !reading.master || (detail::fits(*reading.master, param, false) && has_memory(*reading.master));
   }
 
-  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly.
-  static bool one_layout(const Tensors& tensors, const at::Tensor* master) {
+  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly. Runs are of
+  // elements in the order of their indices.
+  static bool one_layout(const Tensors& tensors, const Reading<keys_count<Rule>>& reading) {
+    const at::Tensor* const master = reading.master;
     const auto all = [&](auto&& holds) {
       return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); }) && (!master || holds(*master));
     };
     const at::Tensor& param = *tensors[0];
     return all([](const at::Tensor& t) { return t.is_contiguous(); }) ||
-           (param.is_non_overlapping_and_dense() && all([&](const at::Tensor& t) { return t.strides() == param.strides(); }));
+           (!reading.runs && param.is_non_overlapping_and_dense() &&
+            all([&](const at::Tensor& t) { return t.strides() == param.strides(); }));
   }
 
   const at::Tensor& copy(const at::Tensor& tensor) {

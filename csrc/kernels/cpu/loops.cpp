@@ -89,21 +89,21 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
     const Element element = given;
     if (signature.is_plain()) {
       float* const data[] = {static_cast<float*>(row.data[K])...};
-      return over(element, 0, data, begin, end);
+      return over(element, first_index(row.numbers), data, begin, end);
     }
     alignas(cache_line) float buffer[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {
       const int64_t count = end - at < piece ? end - at : piece;
       const Stretch stretches[] = {{row.data[K], signature.formats[K], row.numel, at, count}...};
       float* const data[] = {widened(stretches[K], buffer[K])...};
-      over(element, at, data, 0, count);
+      over(element, first_index(row.numbers) + at, data, 0, count);
       (narrow_if<Operation::writes(K)>(data[K], stretches[K]), ...);
       if (signature.copies) narrow_to(data[0], count, TypedPointer{row.copy, signature.copy}.from(at));
     }
   }
 
  private:
-  // first: the index in the row of the element at 0.
+  // first: the index of the element at 0.
   DLT_HD static void over(const Element& element, int64_t first, float* const* data, int64_t begin, int64_t end) {
     float* const streams[] = {data[K]...};
     // The streams never overlap, so the compiler may vectorize the loop.

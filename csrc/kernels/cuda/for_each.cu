@@ -150,14 +150,14 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
     float values[sizeof...(K)][width];
     (widen_to(values[K], raw[K], batch.signature.formats[K].dtype), ...);
 #pragma unroll
-    for (int c = 0; c < width; ++c) apply(element, i + c, values[K][c]...);
+    for (int c = 0; c < width; ++c) apply(element, first_index(row) + i + c, values[K][c]...);
     (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), quad, values[K]), ...);
     if (batch.signature.copies) store({row.copy, batch.signature.copy}, quad, values[0]);
   }
   if constexpr (!coded) {
     if (const int64_t i = end + threadIdx.x; i < last) {
       float values[] = {first_of(stream_of<Operation, coded, K>(batch, row).elements(i))...};
-      apply(element, i, values[K]...);
+      apply(element, first_index(row) + i, values[K]...);
       (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), i, values[K]), ...);
       if (batch.signature.copies) store(TypedPointer{row.copy, batch.signature.copy}.from(i), values[0]);
     }

@@ -108,4 +108,11 @@ constexpr auto choices_of() {
   return choices;
 }
 
+// Whether what a step does to an element depends on the index of the element.
+template <class Rule>
+constexpr bool is_indexed() {
+  using Element = typename Rule::template Element<choices_of<Rule>()[0]>;
+  return requires { Element::is_indexed; };
+}
+
 }  // namespace dltrain::math

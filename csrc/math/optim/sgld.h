@@ -6,7 +6,7 @@
 //   g <- g + wd p
 //   p <- p - lr / 2  g + temperature sqrt(lr) z         z is standard normal
 //
-// z of an element is a function of the seed, the step count, the number of the parameter and the index of the element.
+// z of an element is a function of the seed, the step count, the number of the parameter and the index of the element in the whole tensor.
 
 #include <cmath>
 #include <cstdint>

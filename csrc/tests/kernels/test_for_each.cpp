@@ -387,12 +387,28 @@ TEST_P(ForEachOn, WritesTheCopyAsTheMasterRounded) {
   for (size_t i = 0; i < values[0].size(); ++i) ASSERT_EQ(values[2][i], widen(narrow<BFloat16>(values[0][i])));
 }
 
+TEST_P(ForEachOn, DrawsNoiseByTheIndexInTheWholeTensor) {
+  using SGLD = Update<math::SGLD, 0b0>;
+  const SGLD sgld{{}, {0.1, false, {}}};
+  const RowsOf<SGLD> whole(context(), {10001}), cut(context(), {10001});
+  const auto& row = cut.list.row(0);
+  ListOf<SGLD> parts;
+  auto numbers = row.numbers;
+  for (const int64_t size : {1, 3, 509, 8192, 1296}) {
+    parts.add({static_cast<float*>(row.data[0]) + numbers.first, static_cast<float*>(row.data[1]) + numbers.first}, size, numbers);
+    numbers.first += size;
+  }
+  for_each(context(), whole.list, sgld);
+  for_each(context(), parts, sgld);
+  EXPECT_EQ(cut.values(), whole.values());
+}
+
 TEST_P(ForEachOn, AdaptsEachTensorByItsOwnSums) {
   const Array<float> p(context(), {3.0f, 4.0f, 1.0f}), g(context(), {0.6f, 0.8f, 0.5f});
   const Array<double> sums(context(), {25.0, 1.0});
   using LARS = Update<math::LARS, 0b0>;
   ListOf<LARS> adapted, excluded;
-  adapted.add({p.data(), g.data()}, 2, {{}, {sums.data()}});
+  adapted.add({p.data(), g.data()}, 2, {{}, {sums.data()}, {}});
   excluded.add({p.data() + 2, g.data() + 2}, 1);
   math::LARS rule;
   rule.trust_coefficient = 0.1;

@@ -155,7 +155,7 @@ TEST_P(ReduceOn, TakesTheNormsOfAnUpdateThatIsNotYetCounted) {
   const Array<float> step(context(), {0.0f});
   const Array<double> sums(context(), {-1.0, -1.0});
   ListOf<LAMBNorms> list;
-  list.add({p.data(), g.data(), m.data(), v.data()}, 2, {{{step.data()}}, {sums.data()}});
+  list.add({p.data(), g.data(), m.data(), v.data()}, 2, {{{step.data()}}, {sums.data()}, {}});
   math::LAMB rule;
   rule.weight_decay = 0.0;
   reduce(context(), list, LAMBNorms{rule, {}});

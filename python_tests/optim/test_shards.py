@@ -1,6 +1,7 @@
-"""LARS and LAMB on DTensors: the same steps as on whole tensors, however the tensors are sharded."""
+"""Steps on DTensors, with norms and noise: the same as on whole tensors, however the tensors are sharded."""
 
 import copy
+import itertools
 import math
 from functools import partial
 
@@ -95,7 +96,7 @@ def check_equal(whole, sharded):
 
 def check_others(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
-    for kind in set(KINDS) - {optim.SGLD}:
+    for kind in KINDS:
         both = [make(kind, {}, torch.float32, *how) for how in ((), (mesh, LINE))]
         for seed in range(3):
             for params, optimizer in both:
@@ -115,6 +116,56 @@ def test_steps_of_all_optimizers():
 )
 def test_steps_equal_those_of_whole_tensors(mesh_shape, placements):
     run_ranks(math.prod(mesh_shape), check_steps, mesh_shape, placements)
+
+
+def noisy(shape, dtype, mesh=None, how=(), layout=torch.contiguous_format):
+    """Return a plain parameter and another one, whole or a DTensor whose part has the layout, and their optimizer."""
+    p = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if mesh is not None:
+        part = distribute_tensor(p, mesh, how).to_local().to(memory_format=layout)
+        p = DTensor.from_local(part, mesh, how, run_check=False, shape=p.shape, stride=p.stride())
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(p)]
+    return params, optim.SGLD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1, weight_decay=0.1, seed=7)
+
+
+def check_noise(rank, world_size, mesh_shape):
+    """The bits of SGLD's steps do not depend on placements, nor on the layout of a part in memory."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    for shape, dtype in (((5, 3, 1, 7), torch.float32), ((1, 40, 6, 9), torch.bfloat16), ((1400,), torch.float32)):
+        kinds = [Replicate(), *map(Shard, range(len(shape)))]
+        for how in itertools.product(kinds, repeat=len(mesh_shape)):
+            layout = torch.channels_last if how[0] == Shard(1) else torch.contiguous_format
+            both = [noisy(shape, dtype, *rest) for rest in ((), (mesh, how, layout))]
+            for seed in range(2):
+                for params, optimizer in both:
+                    give_grads(params, seed)
+                    optimizer.step()
+            (whole, its), (sharded, others) = both
+            for p, other in zip(whole, sharded, strict=True):
+                entry, found = its.state[p], others.state[other]
+                assert entry.keys() == found.keys() and found["step"] == 2
+                assert all(torch.equal(full(found[name]), entry[name]) for name in entry), (shape, how)
+                assert torch.equal(full(other), p.detach()), (shape, how)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=["two ranks", "four ranks", "two by two ranks"])
+def test_noise_does_not_depend_on_the_sharding(mesh_shape):
+    run_ranks(math.prod(mesh_shape), check_noise, mesh_shape)
+
+
+def check_own_cut(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    part = torch.zeros((3, 1)[rank], 2)  # torch would give each of two ranks two rows
+    p = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], shape=torch.Size([4, 2]), stride=(2, 1)))
+    p.grad = torch.zeros_like(p)
+    optimizer = optim.SGLD([p])
+    with pytest.raises(ValueError, match=r"params: expected parts as torch cuts a tensor of shape \[4, 2\]"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_noise_of_parts_whose_place_is_unknown():
+    run_ranks(2, check_own_cut)
 
 
 def check_scaled(rank, world_size, mesh_shape, placements):
@@ -196,7 +247,9 @@ def check_fsdp(rank, world_size, mesh_shape, kind, options):
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=["fully_shard", "with tensor parallelism"])
 @pytest.mark.parametrize(
-    ("kind", "options"), [(optim.LARS, {"eps": 0.1}), (optim.LAMB, {"preset": "nvlamb"})], ids=["LARS", "LAMB"]
+    ("kind", "options"),
+    [(optim.LARS, {"eps": 0.1}), (optim.LAMB, {"preset": "nvlamb"}), (optim.SGLD, {})],
+    ids=["LARS", "LAMB", "SGLD"],
 )
 def test_models_of_fully_shard(mesh_shape, kind, options):
     run_ranks(math.prod(mesh_shape), check_fsdp, mesh_shape, kind, options)
@@ -224,6 +277,6 @@ def check_saved(rank, world_size, kind, folder):
         assert torch.equal(p.to_local(), its.to_local()), "as if the run had never stopped"
 
 
-@pytest.mark.parametrize("kind", [optim.LARS, optim.LAMB])
+@pytest.mark.parametrize("kind", [optim.LARS, optim.LAMB, optim.SGLD])
 def test_state_through_a_distributed_checkpoint(kind, tmp_path):
     run_ranks(2, check_saved, kind, str(tmp_path))
