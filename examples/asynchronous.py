@@ -12,7 +12,7 @@ one process by the code of the servers: so a result depends on the method and th
 All methods see the same number of examples. The time is that of the model, in which a step takes 1 if it is not long.
 
 python examples/asynchronous.py
-python examples/asynchronous.py --data python-source --seeds 5
+python examples/asynchronous.py --lr 0.2 --long-share 0.3
 """
 
 import argparse
@@ -135,13 +135,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=sorted(TASKS), default="digits")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40, help="of each worker")
+    parser.add_argument("--steps", type=int, default=60, help="of each worker")
     parser.add_argument("--batch", type=int, default=16, help="examples of a worker's step")
-    parser.add_argument("--lr", type=float, default=0.02, help="for one worker's gradient, at its peak")
+    parser.add_argument("--lr", type=float, default=0.1, help="for one worker's gradient, at its peak")
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--long-share", type=float, default=0.1, help="probability that a step is long")
     parser.add_argument("--long-factor", type=float, default=5.0, help="how much longer it takes")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser.parse_args(arguments)
 
