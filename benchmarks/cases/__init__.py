@@ -10,7 +10,7 @@ case that times nothing passes a Simulation. benchmarks.plots decides what is dr
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, amp, codec, collectives, ddp, optim, simulate
+from benchmarks.cases import allreduce, amp, codec, collectives, ddp, optim, simulate, store
 
 CASES: dict[str, ModuleType | collectives.Case] = {
     "optim": optim,
@@ -19,5 +19,6 @@ CASES: dict[str, ModuleType | collectives.Case] = {
     **collectives.CASES,
     "codec": codec,
     "ddp": ddp,
+    "store": store,
     "simulate": simulate,
 }
