@@ -52,6 +52,7 @@ void Ticket::add_part() {
 }
 
 void Ticket::finish_part(const Message* values) {
+  std::shared_ptr<const void> released;  // outside of the mutex, because it may wait for a thread that asks is_done()
   const std::lock_guard lock(mutex_);
   if (values) {
     for (const int64_t version : values->numbers) {
@@ -62,7 +63,7 @@ void Ticket::finish_part(const Message* values) {
     versions_.skipped |= values->skips;
   }
   if (--open_ > 0) return;
-  kept_.reset();
+  released.swap(kept_);
   changed_.notify_all();
 }
 
@@ -162,7 +163,7 @@ std::shared_ptr<Ticket> Client::pull(int64_t clock, std::optional<int64_t> stale
     const int server = blocks_[static_cast<size_t>(items.front().block)].server;
     Message message{.kind = Kind::pull, .clock = clock, .staleness = staleness};
     for (const Item& item : items) message.blocks.push_back(blocks_[static_cast<size_t>(item.block)].at_server);
-    message.id = open_part(ticket, {.server = server, .items = std::move(items), .is_pull = true});
+    message.id = open_part(ticket, {.server = server, .items = std::move(items), .answer = Kind::values});
     sender.send(options_.ranks[static_cast<size_t>(server)], message);
   }
   ticket->finish_part(nullptr);
@@ -173,7 +174,7 @@ std::shared_ptr<Ticket> Client::save(bool with_data, Sender& sender) {
   const std::shared_ptr<Ticket> ticket(new Ticket);
   ticket->add_part();
   for (int server = 0; server < std::ssize(options_.ranks); ++server) {
-    const int64_t id = open_part(ticket, {.server = server});
+    const int64_t id = open_part(ticket, {.server = server, .answer = Kind::state});
     sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::save, .id = id, .with_data = with_data});
   }
   ticket->finish_part(nullptr);
@@ -186,27 +187,32 @@ void Client::handle(int server, const Unpacked& message) {
   {
     const Lock lock(mutex_);
     const auto found = parts_.find(given.id);
+    const bool is_known = found != parts_.end() && found->second.server == server;
     if (given.kind == Kind::reasons) {
-      if (found == parts_.end()) return;
+      if (!is_known) return;
       found->second.lacking = given.numbers;
       answered_.notify_all();
       return;
     }
-    if (given.kind == Kind::failed && found == parts_.end()) {
-      for (auto& [id, open] : parts_) {
-        if (open.server == server) open.ticket->fail(given.text);
-      }
-      return;
+    // The server lacks what this worker has sent, so later pulls could wait for ever.
+    if (given.kind == Kind::failed && (!is_known || found->second.answer != Kind::values)) {
+      return give_up(lock, server, text(name_of(server), " refuses what this worker sends: ", given.text));
     }
-    check(found != parts_.end() && found->second.server == server, "id: expected that of a push or a pull, got ", given.id);
+    check(is_known && (given.kind == Kind::failed || given.kind == found->second.answer),
+          "message: expected the answer to a push or a pull, got kind ", static_cast<int>(given.kind), " with id ", given.id);
     part = std::move(found->second);
     parts_.erase(found);
     answered_.notify_all();
   }
   if (given.kind == Kind::failed) return part.ticket->fail(given.text);
-  if (part.is_pull) write(part, message);
+  try {
+    if (given.kind == Kind::values) write(part, message);
+  } catch (const std::exception& error) {
+    part.ticket->fail(error.what());
+    throw;
+  }
   if (given.kind == Kind::state) part.ticket->add_state({server, given.numbers, {message.data.begin(), message.data.end()}});
-  part.ticket->finish_part(part.is_pull ? &given : nullptr);
+  part.ticket->finish_part(given.kind == Kind::values ? &given : nullptr);
 }
 
 void Client::write(const Part& part, const Unpacked& message) {
@@ -225,6 +231,7 @@ void Client::write(const Part& part, const Unpacked& message) {
   auto* difference = differs ? static_cast<float*>(differences_.reserve(context_, numel * static_cast<int64_t>(sizeof(float)))) : nullptr;
   for (const Item& item : part.items) {
     const Block& block = blocks_[static_cast<size_t>(item.block)];
+    check(block.base || !differs, "values: expected all of them, got a difference");
     if (differs) {
       decoded.push_back({block.numel, from, {difference, Dtype::fp32}});
       held.add({block.base, difference}, block.numel);
@@ -242,14 +249,17 @@ void Client::write(const Part& part, const Unpacked& message) {
 }
 
 void Client::lose(int server, const std::string& why) {
-  std::vector<std::shared_ptr<Ticket>> failed;
+  give_up(Lock(mutex_), server,
+          text(name_of(server), " is lost, and with it ", by_server_[static_cast<size_t>(server)].size(), " of ", blocks_.size(),
+               " blocks of the store: ", why));
+}
+
+void Client::give_up(const Lock&, int server, const std::string& why) {
   std::string& lost = lost_[static_cast<size_t>(server)];
-  const Lock lock(mutex_);
   if (!lost.empty()) return;
-  lost = text(name_of(server), " is lost, and with it ", by_server_[static_cast<size_t>(server)].size(), " of ", blocks_.size(),
-              " blocks of the store: ", why);
+  lost = why;
   for (const auto& [id, part] : parts_) {
-    if (part.server == server) part.ticket->fail(lost);
+    if (part.server == server) part.ticket->fail(why);
   }
   answered_.notify_all();
 }
@@ -274,7 +284,7 @@ std::string Client::reasons(const std::shared_ptr<Ticket>& ticket, Deadline dead
       asked.emplace_back(id, part.server);
     }
   }
-  for (const auto& [id, server] : asked) sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::question, .id = id});
+  for (const auto& [id, server] : asked) sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::question, .id = id}, {}, deadline);
   Lock lock(mutex_);
   answered_.wait_until(lock, deadline, [&] {
     return std::all_of(asked.begin(), asked.end(), [&](const auto& each) {

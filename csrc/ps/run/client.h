@@ -105,7 +105,7 @@ class Client {
     std::shared_ptr<Ticket> ticket = {};
     int server = 0;
     std::vector<Item> items = {};  // of a pull
-    bool is_pull = false;
+    Kind answer = Kind::accepted;
     std::optional<std::vector<int64_t>> lacking = {};  // the workers that the server waits for
   };
   using Lock = std::unique_lock<std::mutex>;
@@ -113,6 +113,7 @@ class Client {
   std::vector<std::vector<Item>> bundles(std::span<const Item> items, bool together) const;
   int64_t open_part(const std::shared_ptr<Ticket>& ticket, Part part);
   void write(const Part& part, const Unpacked& message);
+  void give_up(const Lock& lock, int server, const std::string& why);
   std::string name_of(int server) const;
 
   const ExecutionContext context_;

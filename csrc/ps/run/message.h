@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "core/clock.h"
+
 namespace dltrain::ps {
 
 enum class Kind : int32_t {
@@ -15,7 +17,7 @@ enum class Kind : int32_t {
   accepted,  // server to worker: it has the push
   pull,      // worker to server
   values,    // server to worker: what the pull has read
-  failed,    // server to worker: why it cannot have what it asked for
+  failed,    // server to worker: why it cannot have what it asked for, or, if that is no pull, why it can have nothing more
   question,  // worker to server: which workers does the pull wait for?
   reasons,   // the answer
   done,      // worker to server: it will ask for nothing more
@@ -62,7 +64,8 @@ struct Data {
 class Sender {
  public:
   virtual ~Sender() = default;
-  virtual void send(int rank, const Message& message, Data data = {}) = 0;
+  // Returns false at the deadline, if the rank is still too far behind to take it.
+  virtual bool send(int rank, const Message& message, Data data = {}, Deadline deadline = Deadline::max()) = 0;
   virtual std::shared_ptr<std::byte> allocate(int64_t bytes) = 0;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <stdexcept>
 #include <utility>
 
 #include "core/check.h"
@@ -30,6 +31,11 @@ Node::Node(std::unique_ptr<comm::Mailbox> mailbox, Ranks ranks, std::unique_ptr<
 Node::~Node() { close(milliseconds(0)); }
 
 void Node::start() {
+  const std::lock_guard closing(closing_);
+  {
+    const std::lock_guard lock(sending_);
+    has_thread_ = true;
+  }
   thread_ = std::thread([this] { run(); });
 }
 
@@ -40,6 +46,7 @@ void Node::run() {
     auto event = mailbox_->receive(is_flushed ? Deadline::max() : Clock::now() + milliseconds(1));
     if (event) handle(std::move(*event));
   }
+  carrier_ = std::thread::id();  // a later thread may have the same
 }
 
 bool Node::poll() {
@@ -54,32 +61,39 @@ bool Node::poll() {
 void Node::handle(Event event) {
   const int rank = event.from;
   const int worker = worker_of_[static_cast<size_t>(rank)], server = server_of_[static_cast<size_t>(rank)];
-  if (event.kind != Event::Kind::message) {
-    return lose(rank, event.kind == Event::Kind::closed ? "it has closed its store" : event.reason);
-  }
   const std::lock_guard lock(handling_);
-  bool for_server = false;
+  if (event.kind != Event::Kind::message) {
+    const std::string why = event.kind == Event::Kind::closed ? "it has closed its store" : event.reason;
+    if (client_ && server >= 0) client_->lose(server, why);
+    if (server_ && worker >= 0) leave(worker, why);
+    return;
+  }
+  bool for_server = server_ && worker >= 0, for_worker = client_ && server >= 0;  // as far as one knows
   try {
     Unpacked message = unpack({event.data.get(), static_cast<size_t>(event.bytes)});
     const Message& given = message.message;
     const bool is_done = given.kind == Kind::done;
     const bool has_order = given.kind == Kind::push || given.kind == Kind::pull;
-    for_server = is_done || has_order || given.kind == Kind::question || given.kind == Kind::save || given.kind == Kind::restore;
-    if (!for_server) {
-      check(client_ && server >= 0, "message: expected none for a worker from rank ", rank);
-      return client_->handle(server, message);
-    }
-    check(server_ && worker >= 0, "message: expected none for a server from rank ", rank);
+    const bool is_asked = is_done || has_order || given.kind == Kind::question || given.kind == Kind::save || given.kind == Kind::restore;
+    check(is_asked ? for_server : for_worker, "message: expected none for a ", is_asked ? "server" : "worker", " from rank ", rank);
+    (is_asked ? for_worker : for_server) = false;
+    if (!is_asked) return client_->handle(server, message);
     if (is_done) return leave(worker, "it has closed its store");
     const Handled described{given.kind == Kind::push ? Handled::What::push : Handled::What::pull, worker, given.clock,
                             given.blocks.empty() ? -1 : given.blocks.front()};
     arrived_.push_back({described, !has_order, worker, std::move(message), std::move(event.data), {}});
-    serve_in_order();
   } catch (const std::exception& error) {
-    const std::string why = text("what rank ", rank, " sent could not be handled: ", error.what());
-    if (for_server && worker >= 0) send(rank, {.kind = Kind::failed, .id = -1, .text = why}, {});
-    if (client_) client_->fail_all(why);
+    if (for_server) refuse(worker, error.what());
+    if (for_worker) client_->lose(server, text("what it sent could not be handled: ", error.what()));
+    return;
   }
+  serve_in_order();
+}
+
+// The worker learns that the server has not taken what it sent.
+void Node::refuse(int worker, const std::string& why) {
+  const int rank = ranks_.workers[static_cast<size_t>(worker)];
+  send(rank, {.kind = Kind::failed, .id = -1, .text = text("what rank ", rank, " sent could not be handled: ", why)}, {});
 }
 
 // Handles what has come, as far as the record allows it.
@@ -93,19 +107,18 @@ void Node::serve_in_order() {
     Arrived taken = std::move(*next);
     arrived_.erase(next);
     if (!taken.has_no_order && next_replayed_ < replayed_.size()) ++next_replayed_;
-    if (taken.described.what == Handled::What::leave) {
-      server_->leave(taken.worker, taken.why, *this);
-    } else {
-      server_->handle(taken.worker, std::move(taken.message), taken.memory, *this);
+    try {
+      if (taken.described.what == Handled::What::leave) {
+        server_->leave(taken.worker, taken.why, *this);
+      } else {
+        server_->handle(taken.worker, std::move(taken.message), taken.memory, *this);
+      }
+    } catch (const std::invalid_argument& error) {
+      refuse(taken.worker, error.what());
+    } catch (const std::exception& error) {  // of the server itself
+      for (int worker = 0; worker < std::ssize(ranks_.workers); ++worker) refuse(worker, error.what());
     }
   }
-}
-
-void Node::lose(int rank, const std::string& why) {
-  const std::lock_guard lock(handling_);
-  const int worker = worker_of_[static_cast<size_t>(rank)], server = server_of_[static_cast<size_t>(rank)];
-  if (client_ && server >= 0) client_->lose(server, why);
-  if (server_ && worker >= 0) leave(worker, why);
 }
 
 void Node::leave(int worker, const std::string& why) {
@@ -117,8 +130,9 @@ void Node::leave(int worker, const std::string& why) {
 }
 
 bool Node::finish(Deadline deadline) {
+  bool are_told = true;
   if (client_) {
-    for (const int rank : ranks_.servers) send(rank, {.kind = Kind::done}, {});
+    for (const int rank : ranks_.servers) are_told &= send(rank, {.kind = Kind::done}, {}, deadline);
   }
   std::unique_lock lock(handling_);
   const auto all_are_gone = [&] {
@@ -126,9 +140,10 @@ bool Node::finish(Deadline deadline) {
   };
   if (deadline == Deadline::max()) {
     gone_.wait(lock, all_are_gone);
-    return true;
+  } else if (!gone_.wait_until(lock, deadline, all_are_gone)) {
+    return false;
   }
-  return gone_.wait_until(lock, deadline, all_are_gone);
+  return are_told;
 }
 
 std::shared_ptr<Ticket> Node::push(int64_t clock, std::span<const Client::Item> gradients, float factor, const std::vector<double>& rates,
@@ -161,27 +176,29 @@ SendResult Node::try_send(int rank, const Outgoing& message) {
   return mailbox_->send(rank, {message.fields.data(), std::ssize(message.fields)}, pieces, message.data.keep);
 }
 
-// A message of the carrier waits in a queue, where the peer is behind. Others wait here, so that pushes take no more memory than the
-// mailbox has. Where a session has ended, the carrier is told, and fails what waits for the peer.
-void Node::send(int rank, const Message& message, Data data) {
+// Where the peer is behind, a message of the carrier waits in a queue, and so does one of a node that only poll() carries. Other threads wait
+// here, so that pushes take no more memory than the mailbox has. Where a session has ended, the carrier is told, and fails what waits for
+// the peer.
+bool Node::send(int rank, const Message& message, Data data, Deadline deadline) {
   Outgoing outgoing{pack(message), std::move(data)};
   auto& queue = outgoing_[static_cast<size_t>(rank)];
-  if (is_carrier()) {
-    if (rank == mailbox_->rank() && client_) {
-      return client_->handle(server_of_[static_cast<size_t>(rank)],
-                             {message, {outgoing.data.bytes, static_cast<size_t>(outgoing.data.count)}});
-    }
-    const std::lock_guard lock(sending_);
-    if (!queue.empty() || try_send(rank, outgoing) == SendResult::full) queue.push_back(std::move(outgoing));
-    return;
+  const bool carries = is_carrier();
+  if (carries && rank == mailbox_->rank() && client_) {
+    client_->handle(server_of_[static_cast<size_t>(rank)], {message, {outgoing.data.bytes, static_cast<size_t>(outgoing.data.count)}});
+    return true;
   }
   for (milliseconds pause(0);; pause = milliseconds(1)) {
     {
       const std::lock_guard lock(sending_);
-      if (queue.empty() && try_send(rank, outgoing) != SendResult::full) return;
+      if (queue.empty() && try_send(rank, outgoing) != SendResult::full) return true;
+      if (carries || !has_thread_) {
+        queue.push_back(std::move(outgoing));
+        return true;
+      }
     }
+    if (mailbox_->is_closed()) return true;
+    if (Clock::now() >= deadline) return false;
     std::this_thread::sleep_for(pause);
-    if (mailbox_->is_closed()) return;
   }
 }
 
@@ -199,8 +216,14 @@ bool Node::flush() {
 
 void Node::close(milliseconds grace) {
   mailbox_->close(grace);
-  gone_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  {
+    const std::lock_guard lock(handling_);  // a call of finish() has seen that the mailbox is closed, or it waits and is woken
+    gone_.notify_all();
+  }
+  {
+    const std::lock_guard closing(closing_);
+    if (thread_.joinable()) thread_.join();
+  }
   if (client_) client_->fail_all("the store is closed");
 }
 

@@ -56,7 +56,7 @@ class Node final : public Sender {
   // Ends the sessions in good order.
   void close(std::chrono::milliseconds grace);
 
-  void send(int rank, const Message& message, Data data) override;
+  bool send(int rank, const Message& message, Data data, Deadline deadline = Deadline::max()) override;
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return mailbox_->allocate(bytes); }
 
  private:
@@ -78,7 +78,7 @@ class Node final : public Sender {
   void run();
   void handle(Event event);
   void serve_in_order();
-  void lose(int rank, const std::string& why);
+  void refuse(int worker, const std::string& why);
   void leave(int worker, const std::string& why);
   comm::Mailbox::SendResult try_send(int rank, const Outgoing& message);
   bool flush();
@@ -98,6 +98,8 @@ class Node final : public Sender {
   std::atomic<std::thread::id> carrier_;        // the thread that handles messages: it must not wait for the peers
   std::mutex sending_;                          // guards what follows
   std::vector<std::deque<Outgoing>> outgoing_;  // by rank: what its mailbox has not yet taken
+  bool has_thread_ = false;
+  std::mutex closing_;  // guards what follows
   std::thread thread_;
 };
 

@@ -49,32 +49,52 @@ void Server::handle(int worker, Unpacked message, const std::shared_ptr<const vo
       if (pull.worker != worker || pull.id != given.id) continue;
       for (const int lacking : core_.lacking(id)) reasons.numbers.push_back(lacking);
     }
-    return sender.send(options_.ranks[static_cast<size_t>(worker)], reasons);
+    sender.send(options_.ranks[static_cast<size_t>(worker)], reasons);
+    return;
   }
   if (given.kind == Kind::save) return save(worker, given, sender);
   if (given.kind == Kind::restore) return restore(message);
   const bool is_push = given.kind == Kind::push;
   check(is_push || given.kind == Kind::pull, "kind: expected a push or a pull, got ", static_cast<int>(given.kind));
   check(!given.blocks.empty(), "blocks: expected at least one, got none");
+  check(given.clock >= 0, "clock: expected at least 0, got ", given.clock);
+  if (is_push) check_push(message);
   if (options_.records) {
     record_.push_back({is_push ? Handled::What::push : Handled::What::pull, worker, given.clock, given.blocks.front()});
   }
   is_push ? push(worker, std::move(message), memory, sender) : pull(worker, given, sender);
 }
 
-void Server::push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender) {
+// Before anything of it is taken.
+void Server::check_push(const Unpacked& message) const {
   const Message& given = message.message;
   check(given.rates.size() == updaters_.size(), "rates: expected ", updaters_.size(), ", got ", given.rates.size());
+  int64_t bytes = 0;
+  for (const int block : given.blocks) {
+    bytes += given.skips ? 0 : aligned(options_.push_codec->bytes(blocks_[static_cast<size_t>(block)].numel));
+  }
+  check(bytes == std::ssize(message.data), "push: expected ", bytes, " bytes, got ", message.data.size());
+}
+
+void Server::push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender) {
+  const Message& given = message.message;
   const auto rates = std::make_shared<const std::vector<double>>(given.rates);
   int64_t at = 0;
   for (const int block : given.blocks) {
     const int64_t bytes = given.skips ? 0 : options_.push_codec->bytes(blocks_[static_cast<size_t>(block)].numel);
-    check(at + bytes <= std::ssize(message.data), "push: expected more data than ", message.data.size(), " bytes");
     held_[next_id_] = {memory, reinterpret_cast<const uint8_t*>(message.data.data()) + at, rates, given.skips};
     core_.push(block, {worker, given.clock, next_id_++}, actions_);
     at += aligned(bytes);
   }
-  sender.send(options_.ranks[static_cast<size_t>(worker)], {.kind = Kind::accepted, .id = given.id});
+  Message answer{.kind = Kind::accepted, .id = given.id};
+  const auto refused =
+      std::find_if(actions_.begin(), actions_.end(), [](const Action& each) { return each.kind == Action::Kind::refuse; });
+  if (refused != actions_.end()) {
+    answer.kind = Kind::failed;
+    answer.text = text("push of clock ", given.clock, ": expected one that is less than ", options_.window,
+                       " clocks ahead of what is applied, ", core_.applied(refused->key, worker));
+  }
+  sender.send(options_.ranks[static_cast<size_t>(worker)], answer);
   perform(sender);
 }
 
@@ -193,21 +213,10 @@ void Server::perform(Sender& sender) {
         sender.send(options_.ranks[static_cast<size_t>(pull.worker)], {.kind = Kind::failed, .id = pull.id, .text = lost(action.worker)});
       }
     } else {
-      drop(action, sender);
+      for (const Contribution& contribution : action.contributions) held_.erase(contribution.id);
     }
   }
   apply();
-}
-
-// A repeat needs no answer beside its own acknowledgment.
-void Server::drop(const Action& action, Sender& sender) {
-  for (const Contribution& contribution : action.contributions) {
-    held_.erase(contribution.id);
-    if (action.kind != Action::Kind::refuse) continue;
-    const std::string why = text("push of clock ", contribution.clock, ": expected one that is at most ", options_.window,
-                                 " clocks ahead of what is applied, ", core_.applied(action.key, contribution.worker));
-    sender.send(options_.ranks[static_cast<size_t>(contribution.worker)], {.kind = Kind::failed, .id = -1, .text = why});
-  }
 }
 
 // Makes the versions that the actions in applied_ ask for, each of another block.

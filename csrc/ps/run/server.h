@@ -83,6 +83,7 @@ class Server {
     Data data = {};
   };
 
+  void check_push(const Unpacked& message) const;
   void push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender);
   void pull(int worker, const Message& message, Sender& sender);
   void save(int worker, const Message& message, Sender& sender);
@@ -93,7 +94,6 @@ class Server {
   void perform(Sender& sender);
   void apply();
   const float* gradient_of(const Action& action, float* sum, std::vector<Sum>& sums, std::vector<std::vector<const uint8_t*>>& lists);
-  void drop(const Action& action, Sender& sender);
   void answer(const Waiting& pull, Sender& sender);
   Reply reply(int worker, const std::vector<int>& blocks, Sender& sender);
   void write_difference(const std::vector<int>& blocks, Shadow& shadow, uint8_t* to);
