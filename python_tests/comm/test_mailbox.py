@@ -13,7 +13,8 @@ from ranks import FAR, SLACK, ready, run_ranks
 
 from dltrain_ext import _C, comm
 
-FIRST_LENGTHS = [0, 1, 1000, 65_360, 65_361, 1 << 20, (3 << 20) + 5, 17]  # a frame holds up to 65,360 bytes
+# A frame holds up to 1,113,920 bytes; the receiver copies up to 524,288 of them, and else uses the frame's memory.
+FIRST_LENGTHS = [0, 1, 1000, 1 << 19, (1 << 19) + 1, 1_113_920, 1_113_921, (3 << 20) + 5, 17]
 
 
 def open_mailbox(name="mailbox", **options):

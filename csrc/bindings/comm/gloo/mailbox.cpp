@@ -12,6 +12,7 @@
 #include "bindings/comm/gloo/unobserved.h"
 #include "comm/transport/gather.h"
 #include "comm/transport/transport.h"
+#include "core/cache_line.h"
 #include "core/check.h"
 
 namespace dltrain::bindings {
@@ -19,8 +20,10 @@ namespace dltrain::bindings {
 namespace {
 
 constexpr int frame_tag = 0, piece_tag = 1;
-constexpr int64_t frame_bytes = 64 << 10;
-constexpr int64_t unacknowledged_bytes = 64 << 10;  // of messages in frames, which their sender has copied
+// Gloo's thread spins while a message waits for its receive, so messages of this size should not need one of their own.
+constexpr int64_t frame_bytes = (1 << 20) + (64 << 10);
+constexpr int64_t copied_bytes = 512 << 10;        // a message of so many in a frame is copied; a larger one keeps the frame's memory
+constexpr int64_t unacknowledged_bytes = 4 << 20;  // of messages in frames, which their sender has copied
 constexpr uint64_t frame_mark = 0x31786f626c69616dULL;
 constexpr int most_pieces = 16;
 
@@ -39,7 +42,8 @@ struct GlooMailbox::Header {
   int64_t number = 0;        // of the frame, in its session and direction
   int64_t acknowledged = 0;  // frames that its sender has received
   FrameKind kind = FrameKind::message;
-  int32_t pieces = 0;  // that follow
+  int16_t pieces = 0;  // that follow
+  int16_t asks = 0;    // for an acknowledgment
   int64_t bytes = 0;   // of the message
   int64_t here = 0;    // bytes of the message that the frame contains
   std::array<int64_t, most_pieces> lengths{};
@@ -47,7 +51,7 @@ struct GlooMailbox::Header {
 
 namespace {
 
-constexpr int64_t header_bytes = 176;
+constexpr int64_t header_bytes = 192;  // whole cache lines, since the message of a frame begins behind it
 constexpr int64_t room_in_frame = frame_bytes - header_bytes;
 
 }  // namespace
@@ -76,7 +80,7 @@ struct GlooMailbox::Session {
   const int peer;
   std::thread thread;
   // Of that thread. Gloo's thread would spin over a message whose receive has been dropped, so they stay until the connection is closed.
-  std::array<Posted, 2> frames;
+  std::array<Posted, 4> frames;
   Posted message;
 
   std::mutex mutex;  // guards what follows
@@ -85,7 +89,7 @@ struct GlooMailbox::Session {
   int64_t number = 0;                   // of the next frame
   int64_t held = 0;                     // the cost of what was sent
   int64_t received = 0;                 // frames; written by the session's thread alone
-  int64_t owed = 0;                     // the cost of what was received since a frame went out
+  int64_t unasked = 0;                  // the cost of what was sent since a frame asked for an acknowledgment
   int64_t end_frame = -1;               // the number of this rank's
   bool open = true;                     // for messages to the peer
   bool has_closed = false;              // the peer has
@@ -101,7 +105,7 @@ GlooMailbox::GlooMailbox(c10::intrusive_ptr<c10d::Backend> backend, int64_t limi
       queue_(world_size_, limit),
       backend_(std::move(backend)),
       waits_(backend_, GlooWaits::Others::leave) {
-  static_assert(sizeof(Header) == header_bytes && std::is_trivially_copyable_v<Header>);
+  static_assert(sizeof(Header) <= header_bytes && header_bytes % cache_line == 0 && std::is_trivially_copyable_v<Header>);
   for (int peer = 0; peer < world_size_; ++peer) sessions_.push_back(peer == rank_ ? nullptr : std::make_unique<Session>(peer));
   try {
     for (const auto& session : sessions_) {
@@ -170,7 +174,7 @@ void GlooMailbox::write_header(Frame& frame, FrameKind kind, int64_t bytes, Byte
   header.kind = kind;
   header.bytes = bytes;
   header.here = comm::count_bytes(first, here);
-  header.pieces = static_cast<int32_t>(frame.pieces.size());
+  header.pieces = static_cast<int16_t>(frame.pieces.size());
   for (size_t i = 0; i < frame.pieces.size(); ++i) header.lengths[i] = frame.pieces[i].count;
   frame.bytes = header_bytes + header.here;
   frame.memory = pool_.take(frame.bytes);
@@ -185,8 +189,10 @@ void GlooMailbox::post(const Lock&, Session& session, Frame frame) {
   std::memcpy(&header, frame.memory.get(), sizeof header);
   header.number = frame.number;
   header.acknowledged = session.received;
+  session.unasked += frame.cost;
+  header.asks = asks(session, header) ? 1 : 0;
+  if (header.asks != 0) session.unasked = 0;
   std::memcpy(frame.memory.get(), &header, sizeof header);
-  session.owed = 0;
   session.held += frame.cost;
   session.sent.push_back(std::move(frame));
   Frame& posted = session.sent.back();
@@ -197,6 +203,12 @@ void GlooMailbox::post(const Lock&, Session& session, Frame frame) {
   };
   send(posted.memory.get(), posted.bytes, frame_tag);
   for (const Bytes& piece : posted.pieces) send(piece.data, piece.count, piece_tag);
+}
+
+// At once where the frame holds memory of the caller, or is the last; and else so often that the session does not stay full.
+bool GlooMailbox::asks(const Session& session, const Header& header) const {
+  if (header.kind != FrameKind::message) return header.kind == FrameKind::end;
+  return header.pieces > 0 || session.unasked >= std::min(unacknowledged_bytes, limit_ / 2);
 }
 
 void GlooMailbox::post_receive(Session& session, Posted& posted, std::byte* data, int64_t bytes, int tag) {
@@ -233,7 +245,7 @@ void GlooMailbox::listen(Session& session) {
     for (Posted& frame : session.frames) expect(frame);
     for (;;) {
       Posted& frame = session.frames[session.received % session.frames.size()];
-      if (!wait(session, frame) || !take(session, frame.memory.get())) break;
+      if (!wait(session, frame) || !take(session, frame)) break;
       expect(frame);
     }
     end(session, {}, true);
@@ -247,12 +259,12 @@ void GlooMailbox::listen(Session& session) {
   }
 }
 
-bool GlooMailbox::take(Session& session, const std::byte* frame) {
+bool GlooMailbox::take(Session& session, Posted& frame) {
   Header header;
-  std::memcpy(&header, frame, sizeof header);
+  std::memcpy(&header, frame.memory.get(), sizeof header);
   check_header(session, header);
   acknowledged(session, header.acknowledged);
-  if (header.kind == FrameKind::message && !receive_message(session, header, frame + header_bytes)) return false;
+  if (header.kind == FrameKind::message && !receive_message(session, header, frame)) return false;
   if (header.kind == FrameKind::end) {
     queue_.push({Event::Kind::closed, session.peer, {}, 0, {}});
     const Lock lock(session.mutex);
@@ -277,8 +289,13 @@ void GlooMailbox::check_header(Session& session, const Header& header) {
   }
 }
 
-bool GlooMailbox::receive_message(Session& session, const Header& header, const std::byte* here) {
+bool GlooMailbox::receive_message(Session& session, const Header& header, Posted& frame) {
   queue_.wait_for_room(session.peer);
+  std::byte* const here = frame.memory.get() + header_bytes;
+  if (header.pieces == 0 && header.bytes > copied_bytes) {
+    queue_.push({Event::Kind::message, session.peer, {std::move(frame.memory), here}, header.bytes, {}});
+    return true;
+  }
   Posted& message = session.message;
   message.memory = pool_.take(header.bytes);
   std::memcpy(message.memory.get(), here, static_cast<size_t>(header.here));
@@ -301,13 +318,11 @@ void GlooMailbox::acknowledged(Session& session, int64_t frames) {
   session.changed.notify_all();
 }
 
-// Every frame acknowledges. One of its own is sent at once for what holds memory of the peer's caller, and from time to time for the rest.
+// Every frame acknowledges; one that does nothing else is sent where the peer asks.
 void GlooMailbox::acknowledge(Session& session, const Header& header) {
   const Lock lock(session.mutex);
   ++session.received;
-  if (header.kind == FrameKind::acknowledgment) return;
-  session.owed += comm::EventQueue::cost(header.bytes);
-  if (header.kind == FrameKind::message && header.pieces == 0 && session.owed < unacknowledged_bytes) return;
+  if (header.asks == 0) return;
   Frame frame;
   write_header(frame, FrameKind::acknowledgment, 0, {}, {});
   post(lock, session, std::move(frame));

@@ -25,7 +25,7 @@ namespace dltrain::bindings {
 // the frame says how long the pieces are that follow under a tag of their own, since Gloo ends the process when a message is longer than
 // its receive.
 //
-//   | Header | up to 64 KiB |        or        | Header | message's header |   and then each piece
+//   | Header | up to 1 MiB and some |        or        | Header | message's header |   and then each piece
 //
 // A thread for each peer waits for the peer's frames. Nobody waits for sends, which Gloo completes when the peer posts its receive, so for
 // a stopped peer never: frames acknowledge what has been received, and what they acknowledge is released.
@@ -56,11 +56,12 @@ class GlooMailbox final : public comm::Mailbox {
   bool wait(Session& session, const Posted& posted);
 
   void listen(Session& session);
-  bool take(Session& session, const std::byte* frame);
+  bool take(Session& session, Posted& frame);
   static void check_header(Session& session, const Header& header);
-  bool receive_message(Session& session, const Header& header, const std::byte* here);
+  bool receive_message(Session& session, const Header& header, Posted& frame);
   static void acknowledged(Session& session, int64_t frames);
   void acknowledge(Session& session, const Header& header);
+  bool asks(const Session& session, const Header& header) const;
   void end(Session& session, const std::string& reason, bool is_connected);
   void send_end(Session& session);
   void stop();
