@@ -202,7 +202,7 @@ class Updates {
     for (DeviceList& part : parts_) {
       if (part.device == device && part.flag == flag && part.list.signature() == signature) return part;
     }
-    return parts_.emplace_back(DeviceList{device, flag, ListOf<Operation>(signature), {}, {}});
+    return parts_.emplace_back(DeviceList{device, flag, ListOf<Operation>(signature), CountersOf<Rule>(), {}});
   }
 
   // Adds a row for each run.
