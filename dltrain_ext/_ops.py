@@ -96,6 +96,7 @@ __all__ = [
     "optimizers",
     "simulate",
     "simulate_servers",
+    "sum_squares",
     "sum_squares_of",
     "supported_devices",
     "timeout_of",
@@ -108,6 +109,7 @@ __all__ = [
 # The functions of the same names in reference define these ops and their arguments, and sum_squares.
 decode_: Callable[..., None] = torch.ops.dltrain_ext.decode_
 encode_sum_: Callable[..., None] = torch.ops.dltrain_ext.encode_sum_
+sum_squares: Callable[[Sequence[Tensor]], Tensor] = torch.ops.dltrain_ext.sum_squares
 unscale_and_clip: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.dltrain_ext.unscale_and_clip
 
 

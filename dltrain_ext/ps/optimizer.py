@@ -17,7 +17,7 @@ from dltrain_ext.ps.checkpoint import complete
 from dltrain_ext.ps.hosts import Host
 from dltrain_ext.ps.replaying import Record
 from dltrain_ext.ps.serving import completed
-from dltrain_ext.ps.store import Store
+from dltrain_ext.ps.store import Store, are_finite
 from dltrain_ext.ps.work import Versions
 
 
@@ -144,11 +144,10 @@ class Optimizer(torch.optim.Optimizer):
         gradients, finite = self._gradients()
         if self._host is not None:
             gradients = self._host.reduce(gradients)
-            finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+            finite = are_finite(gradients.values())
         if self._is_worker:
             weight = None if self._host is None or self.store.quorum else self._host.share / self.store.workers
-            self.store.push(gradients, rates=rates, weight=weight, finite=finite)
-            pull = self.store.pull(self._parameters)
+            pull = self.store.push_pull(gradients, self._parameters, rates=rates, weight=weight, finite=finite)
             pull.wait()
             self._read = pull.versions
         self._share_parameters()
@@ -167,7 +166,7 @@ class Optimizer(torch.optim.Optimizer):
             gradients[name] = gradient if scale is None else gradient.float() / scale.to(gradient.device)
         if found is not None:
             return gradients, not bool(found)
-        return gradients, all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        return gradients, are_finite(gradients.values())
 
     @property
     def _is_worker(self) -> bool:

@@ -81,7 +81,7 @@ class Record:
         handled = []
         for what, worker in order:
             clock, is_push = pushed[worker], what == "push"
-            some = firsts if is_push or settings.lockstep else firsts[:1]
+            some = firsts if is_push else firsts[:1]  # a pull is one message
             handled += [(_PUSH if is_push else _PULL, worker, clock, first) for first in some]
             pushed[worker] += is_push
         return Record(settings, {workers: handled})

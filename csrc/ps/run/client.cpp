@@ -85,29 +85,26 @@ Client::Client(const ExecutionContext& context, Options options, std::vector<Blo
   }
 }
 
-std::vector<std::vector<Client::Item>> Client::bundles(std::span<const Item> items, bool together) const {
-  std::vector<std::vector<Item>> full;
-  std::vector<std::vector<Item>> open(options_.ranks.size());
-  std::vector<int64_t> numel(options_.ranks.size());
+// By server.
+std::vector<std::vector<Client::Bundle>> Client::bundles(std::span<const Item> items, bool together) const {
+  std::vector<std::vector<Bundle>> bundles(options_.ranks.size());
+  std::vector<int64_t> numel(options_.ranks.size(), bundle);
   for (const Item& item : items) {
     const Block& block = blocks_[static_cast<size_t>(item.block)];
     const auto server = static_cast<size_t>(block.server);
-    open[server].push_back(item);
+    if (bundles[server].empty() || (!together && numel[server] >= bundle)) {
+      bundles[server].emplace_back();
+      numel[server] = 0;
+    }
+    bundles[server].back().push_back(item);
     numel[server] += block.numel;
-    if (together || numel[server] < bundle) continue;
-    full.push_back(std::exchange(open[server], {}));
-    numel[server] = 0;
   }
-  for (auto& rest : open) {
-    if (!rest.empty()) full.push_back(std::move(rest));
-  }
-  return full;
+  return bundles;
 }
 
 std::string Client::name_of(int server) const { return text("the server of rank ", options_.ranks[static_cast<size_t>(server)]); }
 
-int64_t Client::open_part(const std::shared_ptr<Ticket>& ticket, Part part) {
-  const std::lock_guard lock(mutex_);
+int64_t Client::open_part(const Lock&, const std::shared_ptr<Ticket>& ticket, Part part) {
   const std::string& lost = lost_[static_cast<size_t>(part.server)];
   if (!lost.empty()) throw std::runtime_error(lost);
   ticket->add_part();
@@ -120,51 +117,74 @@ std::shared_ptr<Ticket> Client::push(int64_t clock, std::span<const Item> gradie
                                      bool skips, Sender& sender) {
   const std::shared_ptr<Ticket> ticket(new Ticket);
   ticket->add_part();  // until all are sent
-  for (const std::vector<Item>& items : bundles(gradients, false)) {
-    const int server = blocks_[static_cast<size_t>(items.front().block)].server;
-    Message message{.kind = Kind::push, .clock = clock, .skips = skips, .rates = rates};
-    int64_t bytes = 0;
-    for (const Item& item : items) {
-      const Block& block = blocks_[static_cast<size_t>(item.block)];
-      message.blocks.push_back(block.at_server);
-      bytes += skips ? 0 : aligned(options_.push_codec->bytes(block.numel));
+  const std::vector<std::vector<Bundle>> by_server = bundles(gradients, false);
+  std::vector<int64_t> ids;
+  {
+    const Lock lock(mutex_);
+    for (int server = 0; server < std::ssize(by_server); ++server) {
+      ids.push_back(by_server[static_cast<size_t>(server)].empty() ? Message::no_id : open_part(lock, ticket, {.server = server}));
     }
-    Data data;
-    if (!skips) {
-      const std::shared_ptr<std::byte> memory = sender.allocate(bytes);
-      auto* to = reinterpret_cast<uint8_t*>(memory.get());
-      std::vector<Sum> sums;
-      for (const Item& item : items) {
-        const Block& block = blocks_[static_cast<size_t>(item.block)];
-        Sum encoding;
-        encoding.numel = block.numel;
-        encoding.own = item.elements;
-        encoding.scale = factor;
-        encoding.feedback.residual = {block.residual, Dtype::fp32};
-        encoding.message = to;
-        sums.push_back(encoding);
-        to += aligned(options_.push_codec->bytes(block.numel));
-      }
-      options_.push_codec->encode_sums(context_, sums);
-      data = {memory.get(), bytes, memory};
+  }
+  // In turns, so that all servers soon have something to do. A server answers the last of its messages.
+  size_t left = by_server.size();
+  for (size_t i = 0; left > 0; ++i) {
+    left = 0;
+    for (size_t server = 0; server < by_server.size(); ++server) {
+      if (i >= by_server[server].size()) continue;
+      ++left;
+      Message message{.kind = Kind::push, .id = Message::no_id, .clock = clock, .skips = skips, .rates = rates};
+      if (i + 1 == by_server[server].size()) message.id = ids[server];
+      const Data data = encode(by_server[server][i], factor, message, sender);
+      sender.send(options_.ranks[server], message, data);
     }
-    message.id = open_part(ticket, {.server = server});
-    sender.send(options_.ranks[static_cast<size_t>(server)], message, data);
   }
   ticket->finish_part(nullptr);
   return ticket;
+}
+
+Data Client::encode(const Bundle& items, float factor, Message& message, Sender& sender) const {
+  int64_t bytes = 0;
+  for (const Item& item : items) {
+    const Block& block = blocks_[static_cast<size_t>(item.block)];
+    message.blocks.push_back(block.at_server);
+    bytes += aligned(options_.push_codec->bytes(block.numel));
+  }
+  if (message.skips) return {};
+  const std::shared_ptr<std::byte> memory = sender.allocate(bytes);
+  auto* to = reinterpret_cast<uint8_t*>(memory.get());
+  std::vector<Sum> sums;
+  for (const Item& item : items) {
+    const Block& block = blocks_[static_cast<size_t>(item.block)];
+    Sum encoding;
+    encoding.numel = block.numel;
+    encoding.own = item.elements;
+    encoding.scale = factor;
+    encoding.feedback.residual = {block.residual, Dtype::fp32};
+    encoding.message = to;
+    sums.push_back(encoding);
+    to += aligned(options_.push_codec->bytes(block.numel));
+  }
+  options_.push_codec->encode_sums(context_, sums);
+  return {memory.get(), bytes, memory};
 }
 
 std::shared_ptr<Ticket> Client::pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Item> into,
                                      std::shared_ptr<const void> kept, Sender& sender) {
   const std::shared_ptr<Ticket> ticket(new Ticket(std::move(kept)));
   ticket->add_part();
-  for (std::vector<Item>& items : bundles(into, options_.together)) {
-    const int server = blocks_[static_cast<size_t>(items.front().block)].server;
-    Message message{.kind = Kind::pull, .clock = clock, .staleness = staleness};
-    for (const Item& item : items) message.blocks.push_back(blocks_[static_cast<size_t>(item.block)].at_server);
-    message.id = open_part(ticket, {.server = server, .items = std::move(items), .answer = Kind::values});
-    sender.send(options_.ranks[static_cast<size_t>(server)], message);
+  std::vector<std::vector<Bundle>> by_server = bundles(into, options_.together);
+  for (int server = 0; server < std::ssize(by_server); ++server) {
+    Message message{.kind = Kind::pull, .id = Message::no_id, .clock = clock, .staleness = staleness};
+    {
+      const Lock lock(mutex_);
+      for (Bundle& items : by_server[static_cast<size_t>(server)]) {
+        message.numbers.push_back(std::ssize(items));
+        for (const Item& item : items) message.blocks.push_back(blocks_[static_cast<size_t>(item.block)].at_server);
+        const int64_t id = open_part(lock, ticket, {.server = server, .items = std::move(items), .answer = Kind::values});
+        if (message.id == Message::no_id) message.id = id;
+      }
+    }
+    if (message.id != Message::no_id) sender.send(options_.ranks[static_cast<size_t>(server)], message);
   }
   ticket->finish_part(nullptr);
   return ticket;
@@ -174,7 +194,7 @@ std::shared_ptr<Ticket> Client::save(bool with_data, Sender& sender) {
   const std::shared_ptr<Ticket> ticket(new Ticket);
   ticket->add_part();
   for (int server = 0; server < std::ssize(options_.ranks); ++server) {
-    const int64_t id = open_part(ticket, {.server = server, .answer = Kind::state});
+    const int64_t id = open_part(Lock(mutex_), ticket, {.server = server, .answer = Kind::state});
     sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::save, .id = id, .with_data = with_data});
   }
   ticket->finish_part(nullptr);
@@ -284,7 +304,8 @@ std::string Client::reasons(const std::shared_ptr<Ticket>& ticket, Deadline dead
       asked.emplace_back(id, part.server);
     }
   }
-  for (const auto& [id, server] : asked) sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::question, .id = id}, {}, deadline);
+  for (const auto& [id, server] : asked)
+    sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::question, .id = id}, {}, deadline);
   Lock lock(mutex_);
   answered_.wait_until(lock, deadline, [&] {
     return std::all_of(asked.begin(), asked.end(), [&](const auto& each) {

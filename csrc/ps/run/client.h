@@ -101,17 +101,19 @@ class Client {
   std::string reasons(const std::shared_ptr<Ticket>& ticket, Deadline deadline, const std::vector<int>& worker_ranks, Sender& sender);
 
  private:
+  using Bundle = std::vector<Item>;  // of one server, in one message
   struct Part {
     std::shared_ptr<Ticket> ticket = {};
     int server = 0;
-    std::vector<Item> items = {};  // of a pull
+    Bundle items = {};  // of a pull
     Kind answer = Kind::accepted;
     std::optional<std::vector<int64_t>> lacking = {};  // the workers that the server waits for
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  std::vector<std::vector<Item>> bundles(std::span<const Item> items, bool together) const;
-  int64_t open_part(const std::shared_ptr<Ticket>& ticket, Part part);
+  std::vector<std::vector<Bundle>> bundles(std::span<const Item> items, bool together) const;
+  int64_t open_part(const Lock& lock, const std::shared_ptr<Ticket>& ticket, Part part);
+  Data encode(const Bundle& items, float factor, Message& message, Sender& sender) const;
   void write(const Part& part, const Unpacked& message);
   void give_up(const Lock& lock, int server, const std::string& why);
   std::string name_of(int server) const;

@@ -14,9 +14,9 @@ namespace dltrain::ps {
 
 enum class Kind : int32_t {
   push,      // worker to server: gradients of blocks
-  accepted,  // server to worker: it has the push
-  pull,      // worker to server
-  values,    // server to worker: what the pull has read
+  accepted,  // server to worker: it has the push, and all of this worker's pushes before it
+  pull,      // worker to server: one or more parts, each of which is answered for itself
+  values,    // server to worker: what a part of the pull has read
   failed,    // server to worker: why it cannot have what it asked for, or, if that is no pull, why it can have nothing more
   question,  // worker to server: which workers does the pull wait for?
   reasons,   // the answer
@@ -30,16 +30,17 @@ enum class Kind : int32_t {
 // block begins at a multiple of `alignment`.
 struct Message {
   static constexpr int64_t alignment = 64;
+  static constexpr int64_t no_id = -1;  // it is answered only where it is refused
 
   Kind kind = Kind::push;
-  int64_t id = 0;     // of the push or the pull that it is about
+  int64_t id = 0;     // of the push or the pull that it is about; of a pull's first part; or no_id
   int64_t clock = 0;  // of the worker
   std::optional<int64_t> staleness = {};
   bool skips = false;      // push: the gradients are not finite, and nothing follows; values: a version was skipped since the last pull
   bool with_data = false;  // save: the worker wants the state, too, and not only to wait for the other workers
   bool differs = false;    // values: what is to be added to what the worker holds, not the values themselves
   std::vector<int32_t> blocks = {};   // by their number at the server
-  std::vector<int64_t> numbers = {};  // values, state: the versions of the blocks; reasons: the workers
+  std::vector<int64_t> numbers = {};  // pull: how many blocks each part has; values, state: their versions; reasons: the workers
   std::vector<double> rates = {};     // push: the learning rate of each group
   std::string text = {};              // failed: why
 };

@@ -13,19 +13,35 @@ namespace dltrain::ps {
 using SendResult = comm::Mailbox::SendResult;
 using std::chrono::milliseconds;
 
+namespace {
+
+constexpr int none = -1;  // it is no worker, or no server
+constexpr milliseconds retry(1);
+
+// In lockstep the order of pulls makes no difference, and a worker may pull what it then pushes.
+std::vector<Handled> ordered(std::vector<Handled> record, const Server* server) {
+  if (server && server->is_lockstep()) std::erase_if(record, [](const Handled& each) { return each.what == Handled::What::pull; });
+  return record;
+}
+
+}  // namespace
+
 Node::Node(std::unique_ptr<comm::Mailbox> mailbox, Ranks ranks, std::unique_ptr<Server> server, std::unique_ptr<Client> client,
            std::vector<Handled> replayed)
     : mailbox_(std::move(mailbox)),
       ranks_(std::move(ranks)),
-      worker_of_(static_cast<size_t>(mailbox_->world_size()), -1),
-      server_of_(static_cast<size_t>(mailbox_->world_size()), -1),
+      worker_of_(static_cast<size_t>(mailbox_->world_size()), none),
+      server_of_(static_cast<size_t>(mailbox_->world_size()), none),
       server_(std::move(server)),
       client_(std::move(client)),
-      replayed_(std::move(replayed)),
+      replayed_(ordered(std::move(replayed), server_.get())),
       is_gone_(ranks_.workers.size()),
       outgoing_(static_cast<size_t>(mailbox_->world_size())) {
-  for (size_t i = 0; i < ranks_.workers.size(); ++i) worker_of_[static_cast<size_t>(ranks_.workers[i])] = static_cast<int>(i);
-  for (size_t i = 0; i < ranks_.servers.size(); ++i) server_of_[static_cast<size_t>(ranks_.servers[i])] = static_cast<int>(i);
+  const auto number = [](const std::vector<int>& ranks, std::vector<int>& numbers) {
+    for (size_t i = 0; i < ranks.size(); ++i) numbers[static_cast<size_t>(ranks[i])] = static_cast<int>(i);
+  };
+  if (server_) number(ranks_.workers, worker_of_);
+  if (client_) number(ranks_.servers, server_of_);
 }
 
 Node::~Node() { close(milliseconds(0)); }
@@ -39,61 +55,80 @@ void Node::start() {
   thread_ = std::thread([this] { run(); });
 }
 
+// The lock on handling_, of a thread that must not wait for the peers meanwhile.
+class Node::Handling {
+ public:
+  explicit Handling(Node& node) : lock_(node.handling_), thread_(node.handling_thread_) { thread_ = std::this_thread::get_id(); }
+  ~Handling() { thread_ = std::thread::id(); }
+  Handling(const Handling&) = delete;
+  Handling& operator=(const Handling&) = delete;
+
+ private:
+  const std::lock_guard<std::mutex> lock_;
+  std::atomic<std::thread::id>& thread_;
+};
+
 void Node::run() {
-  carrier_ = std::this_thread::get_id();
   while (!mailbox_->is_closed()) {
-    const bool is_flushed = flush();
-    auto event = mailbox_->receive(is_flushed ? Deadline::max() : Clock::now() + milliseconds(1));
+    auto event = mailbox_->receive(flush() ? Deadline::max() : Clock::now() + retry);
     if (event) handle(std::move(*event));
   }
-  carrier_ = std::thread::id();  // a later thread may have the same
 }
 
 bool Node::poll() {
-  const auto before = carrier_.exchange(std::this_thread::get_id());
   bool found = false;
   flush();
   for (; auto event = mailbox_->receive(Clock::now()); found = true) handle(std::move(*event));
-  carrier_ = before;
   return found;
 }
 
 void Node::handle(Event event) {
-  const int rank = event.from;
-  const int worker = worker_of_[static_cast<size_t>(rank)], server = server_of_[static_cast<size_t>(rank)];
-  const std::lock_guard lock(handling_);
+  if (event.from == mailbox_->rank()) return;  // send_to_self() wakes this thread
+  const Handling handling(*this);
   if (event.kind != Event::Kind::message) {
-    const std::string why = event.kind == Event::Kind::closed ? "it has closed its store" : event.reason;
-    if (client_ && server >= 0) client_->lose(server, why);
-    if (server_ && worker >= 0) leave(worker, why);
-    return;
+    return lose(event.from, event.kind == Event::Kind::closed ? "it has closed its store" : event.reason);
   }
-  bool for_server = server_ && worker >= 0, for_worker = client_ && server >= 0;  // as far as one knows
+  Unpacked message;
   try {
-    Unpacked message = unpack({event.data.get(), static_cast<size_t>(event.bytes)});
-    const Message& given = message.message;
-    const bool is_done = given.kind == Kind::done;
-    const bool has_order = given.kind == Kind::push || given.kind == Kind::pull;
-    const bool is_asked = is_done || has_order || given.kind == Kind::question || given.kind == Kind::save || given.kind == Kind::restore;
-    check(is_asked ? for_server : for_worker, "message: expected none for a ", is_asked ? "server" : "worker", " from rank ", rank);
-    (is_asked ? for_worker : for_server) = false;
+    message = unpack({event.data.get(), static_cast<size_t>(event.bytes)});
+  } catch (const std::exception& error) {
+    return reject(event.from, worker_of_[static_cast<size_t>(event.from)], server_of_[static_cast<size_t>(event.from)], error.what());
+  }
+  take(event.from, std::move(message), std::move(event.data));
+}
+
+void Node::lose(int rank, const std::string& why) {
+  if (const int server = server_of_[static_cast<size_t>(rank)]; server >= 0) client_->lose(server, why);
+  if (const int worker = worker_of_[static_cast<size_t>(rank)]; worker >= 0) leave(worker, why);
+}
+
+void Node::take(int rank, Unpacked message, std::shared_ptr<const void> memory) {
+  const Message& given = message.message;
+  const bool is_done = given.kind == Kind::done;
+  const bool has_order = given.kind == Kind::push || (given.kind == Kind::pull && server_ && !server_->is_lockstep());
+  const bool is_asked = is_done || has_order || given.kind == Kind::pull || given.kind == Kind::question || given.kind == Kind::save ||
+                        given.kind == Kind::restore;
+  const int worker = worker_of_[static_cast<size_t>(rank)], server = server_of_[static_cast<size_t>(rank)];
+  if ((is_asked ? worker : server) < 0) {
+    return reject(rank, worker, server, text("expected no message for a ", is_asked ? "server" : "worker"));
+  }
+  try {
     if (!is_asked) return client_->handle(server, message);
     if (is_done) return leave(worker, "it has closed its store");
     const Handled described{given.kind == Kind::push ? Handled::What::push : Handled::What::pull, worker, given.clock,
                             given.blocks.empty() ? -1 : given.blocks.front()};
-    arrived_.push_back({described, !has_order, worker, std::move(message), std::move(event.data), {}});
+    arrived_.push_back({described, !has_order, worker, std::move(message), std::move(memory), {}});
   } catch (const std::exception& error) {
-    if (for_server) refuse(worker, error.what());
-    if (for_worker) client_->lose(server, text("what it sent could not be handled: ", error.what()));
-    return;
+    return reject(rank, is_asked ? worker : none, is_asked ? none : server, error.what());
   }
   serve_in_order();
 }
 
-// The worker learns that the server has not taken what it sent.
-void Node::refuse(int worker, const std::string& why) {
-  const int rank = ranks_.workers[static_cast<size_t>(worker)];
-  send(rank, {.kind = Kind::failed, .id = -1, .text = text("what rank ", rank, " sent could not be handled: ", why)}, {});
+// What a rank has sent as this worker or server, or as any that is not none, is of no use.
+void Node::reject(int rank, int worker, int server, const std::string& why) {
+  const std::string rejected = text("what rank ", rank, " sent could not be handled: ", why);
+  if (worker >= 0) send(rank, {.kind = Kind::failed, .id = Message::no_id, .text = rejected}, {});
+  if (server >= 0) client_->lose(server, rejected);
 }
 
 // Handles what has come, as far as the record allows it.
@@ -114,9 +149,10 @@ void Node::serve_in_order() {
         server_->handle(taken.worker, std::move(taken.message), taken.memory, *this);
       }
     } catch (const std::invalid_argument& error) {
-      refuse(taken.worker, error.what());
+      reject(ranks_.workers[static_cast<size_t>(taken.worker)], taken.worker, none, error.what());
     } catch (const std::exception& error) {  // of the server itself
-      for (int worker = 0; worker < std::ssize(ranks_.workers); ++worker) refuse(worker, error.what());
+      for (int worker = 0; worker < std::ssize(ranks_.workers); ++worker)
+        reject(ranks_.workers[static_cast<size_t>(worker)], worker, none, error.what());
     }
   }
 }
@@ -176,22 +212,18 @@ SendResult Node::try_send(int rank, const Outgoing& message) {
   return mailbox_->send(rank, {message.fields.data(), std::ssize(message.fields)}, pieces, message.data.keep);
 }
 
-// Where the peer is behind, a message of the carrier waits in a queue, and so does one of a node that only poll() carries. Other threads wait
-// here, so that pushes take no more memory than the mailbox has. Where a session has ended, the carrier is told, and fails what waits for
-// the peer.
 bool Node::send(int rank, const Message& message, Data data, Deadline deadline) {
-  Outgoing outgoing{pack(message), std::move(data)};
-  auto& queue = outgoing_[static_cast<size_t>(rank)];
-  const bool carries = is_carrier();
-  if (carries && rank == mailbox_->rank() && client_) {
-    client_->handle(server_of_[static_cast<size_t>(rank)], {message, {outgoing.data.bytes, static_cast<size_t>(outgoing.data.count)}});
+  if (rank == mailbox_->rank()) {
+    send_to_self(message, data);
     return true;
   }
-  for (milliseconds pause(0);; pause = milliseconds(1)) {
+  Outgoing outgoing{pack(message), std::move(data)};
+  auto& queue = outgoing_[static_cast<size_t>(rank)];
+  for (milliseconds pause(0);; pause = retry) {
     {
       const std::lock_guard lock(sending_);
       if (queue.empty() && try_send(rank, outgoing) != SendResult::full) return true;
-      if (carries || !has_thread_) {
+      if (is_handling() || !has_thread_) {
         queue.push_back(std::move(outgoing));
         return true;
       }
@@ -200,6 +232,18 @@ bool Node::send(int rank, const Message& message, Data data, Deadline deadline) 
     if (Clock::now() >= deadline) return false;
     std::this_thread::sleep_for(pause);
   }
+}
+
+// This thread handles it, rather than one that has to be woken.
+void Node::send_to_self(const Message& message, const Data& data) {
+  if (mailbox_->is_closed()) return;
+  const auto take_it = [&] { take(mailbox_->rank(), {message, {data.bytes, static_cast<size_t>(data.count)}}, data.keep); };
+  if (is_handling()) return take_it();
+  {
+    const Handling handling(*this);
+    take_it();
+  }
+  if (!flush()) mailbox_->send(mailbox_->rank(), {});  // wakes the node's thread, which tries again
 }
 
 // Returns whether nothing is left to be sent.

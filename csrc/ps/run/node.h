@@ -18,7 +18,8 @@
 
 namespace dltrain::ps {
 
-// What one rank is in a store: a server, a worker, or both, over one mailbox. A thread carries messages between the mailbox and them.
+// What one rank is in a store: a server, a worker, or both, over one mailbox. A thread carries messages between the mailbox and them. What
+// a rank sends to itself does not use the mailbox: the thread that sends it handles it.
 //
 // With a record to replay, the server handles the messages of the workers in the order of the record, and then as they come.
 class Node final : public Sender {
@@ -74,19 +75,23 @@ class Node final : public Sender {
     std::string why;
   };
   using Event = comm::Mailbox::Event;
+  class Handling;
 
   void run();
   void handle(Event event);
+  void take(int rank, Unpacked message, std::shared_ptr<const void> memory);
+  void lose(int rank, const std::string& why);
+  void reject(int rank, int worker, int server, const std::string& why);
   void serve_in_order();
-  void refuse(int worker, const std::string& why);
   void leave(int worker, const std::string& why);
   comm::Mailbox::SendResult try_send(int rank, const Outgoing& message);
   bool flush();
-  bool is_carrier() const { return std::this_thread::get_id() == carrier_.load(); }
+  void send_to_self(const Message& message, const Data& data);
+  bool is_handling() const { return std::this_thread::get_id() == handling_thread_.load(); }
 
   const std::unique_ptr<comm::Mailbox> mailbox_;
   const Ranks ranks_;
-  std::vector<int> worker_of_, server_of_;  // by rank; -1 if it is none
+  std::vector<int> worker_of_, server_of_;  // by rank, where this one is a server or a worker; -1 if it is none
   const std::unique_ptr<Server> server_;
   const std::unique_ptr<Client> client_;
   const std::vector<Handled> replayed_;
@@ -95,7 +100,7 @@ class Node final : public Sender {
   std::mutex handling_;          // held while a message is handled
   std::vector<bool> is_gone_;    // by worker: it is done or lost; guarded by handling_
   std::condition_variable gone_;
-  std::atomic<std::thread::id> carrier_;        // the thread that handles messages: it must not wait for the peers
+  std::atomic<std::thread::id> handling_thread_;
   std::mutex sending_;                          // guards what follows
   std::vector<std::deque<Outgoing>> outgoing_;  // by rank: what its mailbox has not yet taken
   bool has_thread_ = false;

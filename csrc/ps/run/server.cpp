@@ -58,7 +58,7 @@ void Server::handle(int worker, Unpacked message, const std::shared_ptr<const vo
   check(is_push || given.kind == Kind::pull, "kind: expected a push or a pull, got ", static_cast<int>(given.kind));
   check(!given.blocks.empty(), "blocks: expected at least one, got none");
   check(given.clock >= 0, "clock: expected at least 0, got ", given.clock);
-  if (is_push) check_push(message);
+  is_push ? check_push(message) : check_pull(given);
   if (options_.records) {
     record_.push_back({is_push ? Handled::What::push : Handled::What::pull, worker, given.clock, given.blocks.front()});
   }
@@ -76,6 +76,15 @@ void Server::check_push(const Unpacked& message) const {
   check(bytes == std::ssize(message.data), "push: expected ", bytes, " bytes, got ", message.data.size());
 }
 
+void Server::check_pull(const Message& message) const {
+  int64_t left = std::ssize(message.blocks);
+  for (const int64_t count : message.numbers) {
+    check(count > 0 && count <= left, "pull: expected parts of 1 to ", left, " blocks, got ", count);
+    left -= count;
+  }
+  check(left == 0, "pull: expected parts with all blocks, got ", left, " too few");
+}
+
 void Server::push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender) {
   const Message& given = message.message;
   const auto rates = std::make_shared<const std::vector<double>>(given.rates);
@@ -87,21 +96,25 @@ void Server::push(int worker, Unpacked message, const std::shared_ptr<const void
     at += aligned(bytes);
   }
   Message answer{.kind = Kind::accepted, .id = given.id};
-  const auto refused =
-      std::find_if(actions_.begin(), actions_.end(), [](const Action& each) { return each.kind == Action::Kind::refuse; });
+  const auto refused = std::find_if(actions_.begin(), actions_.end(), [](const Action& each) { return each.kind == Action::Kind::refuse; });
   if (refused != actions_.end()) {
     answer.kind = Kind::failed;
     answer.text = text("push of clock ", given.clock, ": expected one that is less than ", options_.window,
                        " clocks ahead of what is applied, ", core_.applied(refused->key, worker));
   }
-  sender.send(options_.ranks[static_cast<size_t>(worker)], answer);
+  if (answer.kind == Kind::failed || given.id != Message::no_id) sender.send(options_.ranks[static_cast<size_t>(worker)], answer);
   perform(sender);
 }
 
 void Server::pull(int worker, const Message& message, Sender& sender) {
-  const int64_t id = next_id_++;
-  waiting_[id] = {worker, message.id, {message.blocks.begin(), message.blocks.end()}};
-  core_.pull({id, worker, message.clock, message.staleness, waiting_[id].blocks}, actions_);
+  auto block = message.blocks.begin();
+  for (int64_t part = 0; part < std::ssize(message.numbers); ++part) {
+    const auto end = block + message.numbers[static_cast<size_t>(part)];
+    const int64_t id = next_id_++;
+    waiting_[id] = {worker, message.id + part, {block, end}};
+    core_.pull({id, worker, message.clock, message.staleness, waiting_[id].blocks}, actions_);
+    block = end;
+  }
   perform(sender);
 }
 

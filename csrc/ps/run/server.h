@@ -56,6 +56,7 @@ class Server {
   void leave(int worker, const std::string& why, Sender& sender);
 
   const std::vector<Handled>& record() const { return record_; }
+  bool is_lockstep() const { return options_.lockstep; }
 
  private:
   // A contribution that is not yet applied.
@@ -84,6 +85,7 @@ class Server {
   };
 
   void check_push(const Unpacked& message) const;
+  void check_pull(const Message& message) const;
   void push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender);
   void pull(int worker, const Message& message, Sender& sender);
   void save(int worker, const Message& message, Sender& sender);

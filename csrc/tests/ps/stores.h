@@ -41,7 +41,9 @@ struct Setup {
   std::map<int, std::vector<Handled>> replayed = {};  // by rank
   std::function<std::unique_ptr<Updater>(std::vector<Updater::Slot>)> make_updater = {};
 
-  int ranks() const { return 1 + std::max(*std::max_element(workers.begin(), workers.end()), *std::max_element(servers.begin(), servers.end())); }
+  int ranks() const {
+    return 1 + std::max(*std::max_element(workers.begin(), workers.end()), *std::max_element(servers.begin(), servers.end()));
+  }
   int server_of(int block) const { return block % static_cast<int>(servers.size()); }
 };
 
