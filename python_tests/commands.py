@@ -9,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import torch
 from ranks import ROOT
 
 from benchmarks.__main__ import main
+from benchmarks.machine import namespaces
 
 
 class Done(NamedTuple):
@@ -146,3 +148,36 @@ def why_no_hosts() -> str | None:
 def skip_without_hosts() -> None:
     if reason := why_no_hosts():
         pytest.skip(f"needs network namespaces: {reason}")
+
+
+class Cluster(NamedTuple):
+    """Emulated hosts, on each of which a process runs."""
+
+    spaces: list[str]
+    ranks: list["subprocess.Popen[bytes]"]
+
+    def set_link(self, host: int, state: str) -> None:
+        """Set the link of a host "up" or "down"."""
+        switch = self.spaces[0].removesuffix("0") + "switch"
+        namespaces.call("ip", "-n", switch, "link", "set", f"host{host}", state)
+
+
+@contextlib.contextmanager
+def cluster(hosts: int, code: str) -> Iterator[Cluster]:
+    """Run Python code as one rank of torch's default group on each of some emulated hosts."""
+    skip_without_hosts()
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with namespaces.cluster(hosts, "none") as spaces:
+        ranks = []
+        for rank, space in enumerate(spaces):
+            environment = os.environ | namespaces.variables(rank, len(spaces), 1) | path
+            ranks.append(subprocess.Popen(["ip", "netns", "exec", space, sys.executable, "-c", code], env=environment))
+        yield Cluster(spaces, ranks)
+
+
+def wait_for(*paths: Path, within: float = 120) -> None:
+    """Wait until these files exist."""
+    until = time.monotonic() + within
+    while missing := [path.name for path in paths if not path.exists()]:
+        assert time.monotonic() < until, f"no {', '.join(missing)} after {within} s"
+        time.sleep(0.05)

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from commands import skip_without_hosts
+from commands import cluster, wait_for
 from contributions import LOSSY, fitting
 from ranks import DEADLINE, FAR, ROOT, SILENCE, SLACK, join_group, ready, run_ranks, store_of_first
 
-from benchmarks.machine import namespaces
 from dltrain_ext import comm
 
 AT_ONCE = 4  # groups at the same time
@@ -235,24 +234,13 @@ def endure_over_links(folder):
 @pytest.mark.parametrize("seconds", [0.3, DEADLINE.total_seconds() + 2])
 def test_a_link_that_goes_down_and_up(tmp_path, seconds):
     """The ranks either recover or fail, and no sum is wrong."""
-    skip_without_hosts()
-    code = f"import test_fault_sweep as test; test.endure_over_links({str(tmp_path)!r})"
-    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = []
-    with namespaces.cluster(3, "none") as spaces:
-        switch = spaces[0].removesuffix("0") + "switch"
-        for rank, space in enumerate(spaces):
-            environment = os.environ | namespaces.variables(rank, len(spaces), 1) | path
-            ranks.append(subprocess.Popen(["ip", "netns", "exec", space, sys.executable, "-c", code], env=environment))
-        until = time.monotonic() + 120
-        while not all(Path(tmp_path, f"began {rank}").exists() for rank in range(3)):
-            assert time.monotonic() < until, "the ranks do not start"
-            time.sleep(0.05)
-        namespaces.call("ip", "-n", switch, "link", "set", "host1", "down")
+    with cluster(3, f"import test_fault_sweep as test; test.endure_over_links({str(tmp_path)!r})") as hosts:
+        wait_for(*(tmp_path / f"began {rank}" for rank in range(3)))
+        hosts.set_link(1, "down")
         time.sleep(seconds)
-        namespaces.call("ip", "-n", switch, "link", "set", "host1", "up")
+        hosts.set_link(1, "up")
         Path(tmp_path, "stop").touch()
-        assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
+        assert [rank.wait(120) for rank in hosts.ranks] == [0, 0, 0]
     errors = [Path(tmp_path, f"error {rank}").read_text() for rank in range(3)]
     if seconds > DEADLINE.total_seconds():
         assert all("the culprit is rank 1: it does not answer" in errors[rank] for rank in (0, 2)), errors
