@@ -54,6 +54,7 @@ class Buffer {
     }
     return memory_.data();
   }
+  int64_t bytes() const { return memory_.bytes(); }
 
  private:
   Memory memory_;

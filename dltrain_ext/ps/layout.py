@@ -5,6 +5,7 @@ from math import prod
 from typing import NamedTuple
 
 LARGEST = 1 << 18  # elements of a block: one block is sent while another one is encoded
+_ALIGNMENT = 16  # elements
 _UNIT = 512  # elements: tensors are cut at multiples of it, so that the blocks of codecs are those of the whole tensor
 
 
@@ -31,12 +32,14 @@ class Block(NamedTuple):
 
 def first_blocks(blocks: Sequence[Block]) -> list[int]:
     """Returns the number of the first block of each message in which these blocks of one server are pushed."""
-    firsts, numel = [], LARGEST
+    firsts: list[int] = []
+    numel = 0
     for number, block in enumerate(blocks):
-        if numel >= LARGEST:
+        more = -(-block.numel // _ALIGNMENT) * _ALIGNMENT
+        if not firsts or numel + more > LARGEST:
             firsts.append(number)
             numel = 0
-        numel += block.numel
+        numel += more
     return firsts
 
 

@@ -370,6 +370,18 @@ class Store:
         """Returns what encoding has lost of this worker's pushes: memory of the store, in pieces by key."""
         return {f"{self._settings.keys[key].name}/{first}": lost for (key, first), lost in self._residuals.items()}
 
+    def stats(self) -> dict[str, Any]:
+        """Returns what this rank's part of the store has done and holds.
+
+        Returns:
+            ``bytes``: the memory of its server (values, the optimizer's state, sums, what workers hold, and pushes that
+            wait for others) and of its worker (residuals, and what it holds), without that of messages on their way.
+            ``pushes``: for each worker's rank, how many of its pushes are in all values of this rank's server; with
+            quorum 1 their ratio is the worker's share in the result. It is empty on a rank that does not serve.
+        """
+        node = self._made()
+        return {"bytes": node.bytes(), "pushes": dict(zip(self._settings.workers, node.applied(), strict=False))}
+
     def record(self) -> Record:
         """Returns the order in which this rank's server has handled messages, also after :meth:`close`.
 

@@ -195,6 +195,20 @@ class StoreNode {
     return record;
   }
 
+  std::vector<int64_t> applied() {
+    std::vector<int64_t> applied;
+    py::gil_scoped_release no_gil;
+    node_->with_server([&](const ps::Server* server) {
+      if (server) applied = server->applied();
+    });
+    return applied;
+  }
+
+  int64_t bytes() {
+    py::gil_scoped_release no_gil;
+    return node_->bytes();
+  }
+
   // Whether this rank's server has no worker left in time. Ctrl-C ends the wait.
   bool finish(std::optional<double> timeout) {
     bool done = false;
@@ -313,6 +327,8 @@ void bind_store(py::module_& module) {
       .def("restore", &StoreNode::restore, py::arg("server"), py::arg("updated"), py::arg("numbers"))
       .def("reasons", &StoreNode::reasons, py::arg("ticket"), py::arg("patience"))
       .def("record", &StoreNode::record)
+      .def("applied", &StoreNode::applied)
+      .def("bytes", &StoreNode::bytes)
       .def("finish", &StoreNode::finish, py::arg("timeout") = py::none())
       .def("close", &StoreNode::close, py::arg("grace") = 1.0);
 }

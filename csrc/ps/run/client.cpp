@@ -12,7 +12,7 @@ namespace dltrain::ps {
 
 namespace {
 
-constexpr int64_t bundle = 1 << 18;  // elements that travel together, so that one bundle is sent while another one is encoded
+constexpr int64_t bundle = 1 << 20;  // bytes that travel together: one bundle is sent while another one is encoded
 
 }  // namespace
 
@@ -88,16 +88,17 @@ Client::Client(const ExecutionContext& context, Options options, std::vector<Blo
 // By server.
 std::vector<std::vector<Client::Bundle>> Client::bundles(std::span<const Item> items, bool together) const {
   std::vector<std::vector<Bundle>> bundles(options_.ranks.size());
-  std::vector<int64_t> numel(options_.ranks.size(), bundle);
+  std::vector<int64_t> bytes(options_.ranks.size());
   for (const Item& item : items) {
     const Block& block = blocks_[static_cast<size_t>(item.block)];
     const auto server = static_cast<size_t>(block.server);
-    if (bundles[server].empty() || (!together && numel[server] >= bundle)) {
+    const int64_t more = aligned(block.numel * static_cast<int64_t>(sizeof(float)));
+    if (bundles[server].empty() || (!together && bytes[server] + more > bundle)) {
       bundles[server].emplace_back();
-      numel[server] = 0;
+      bytes[server] = 0;
     }
     bundles[server].back().push_back(item);
-    numel[server] += block.numel;
+    bytes[server] += more;
   }
   return bundles;
 }
@@ -199,6 +200,15 @@ std::shared_ptr<Ticket> Client::save(bool with_data, Sender& sender) {
   }
   ticket->finish_part(nullptr);
   return ticket;
+}
+
+int64_t Client::bytes() const {
+  int64_t bytes = differences_.bytes();
+  for (const Block& block : blocks_) {
+    const int64_t kept = (block.residual ? 1 : 0) + (block.base ? 1 : 0);
+    bytes += kept * block.numel * static_cast<int64_t>(sizeof(float));
+  }
+  return bytes;
 }
 
 void Client::handle(int server, const Unpacked& message) {

@@ -92,6 +92,9 @@ class Client {
 
   std::shared_ptr<Ticket> save(bool with_data, Sender& sender);
 
+  // The memory of what encoding has lost, and of what this worker holds.
+  int64_t bytes() const;
+
   void handle(int server, const Unpacked& message);
   // The server is lost: what it has not answered fails, and so do later calls that need it.
   void lose(int server, const std::string& why);

@@ -207,6 +207,11 @@ void Node::with_server(const std::function<void(Server*)>& visit) {
   visit(server_.get());
 }
 
+int64_t Node::bytes() {
+  const std::lock_guard lock(handling_);
+  return (server_ ? server_->bytes() : 0) + (client_ ? client_->bytes() : 0);
+}
+
 SendResult Node::try_send(int rank, const Outgoing& message) {
   const std::array<comm::Mailbox::Bytes, 1> pieces{{{message.data.bytes, message.data.count}}};
   return mailbox_->send(rank, {message.fields.data(), std::ssize(message.fields)}, pieces, message.data.keep);

@@ -51,8 +51,10 @@ class Node final : public Sender {
   // Tells the servers that this worker is done, and returns when this rank's server has no worker left, or false at the deadline.
   bool finish(Deadline deadline);
 
-  // Calls visit while the server handles no message. Null where this rank is no server.
+  // Calls visit while no message is handled. Null where this rank is no server.
   void with_server(const std::function<void(Server*)>& visit);
+  // The memory of this rank's server and worker, without that of the mailbox.
+  int64_t bytes();
 
   // Ends the sessions in good order.
   void close(std::chrono::milliseconds grace);

@@ -91,7 +91,7 @@ void Server::push(int worker, Unpacked message, const std::shared_ptr<const void
   int64_t at = 0;
   for (const int block : given.blocks) {
     const int64_t bytes = given.skips ? 0 : options_.push_codec->bytes(blocks_[static_cast<size_t>(block)].numel);
-    held_[next_id_] = {memory, reinterpret_cast<const uint8_t*>(message.data.data()) + at, rates, given.skips};
+    held_[next_id_] = {memory, reinterpret_cast<const uint8_t*>(message.data.data()) + at, bytes, rates, given.skips};
     core_.push(block, {worker, given.clock, next_id_++}, actions_);
     at += aligned(bytes);
   }
@@ -135,6 +135,28 @@ void Server::for_each_number_of(int block, Visit&& visit) {
   visit(own.value, own.numel);
   for (float* const state : slot.states) visit(state, own.numel);
   for (float* const counter : slot.counters) visit(counter, 1);
+}
+
+std::vector<int64_t> Server::applied() const {
+  std::vector<int64_t> applied(options_.ranks.size());
+  for (int worker = 0; worker < std::ssize(applied); ++worker) {
+    int64_t& least = applied[static_cast<size_t>(worker)];
+    for (int block = 0; block < std::ssize(blocks_); ++block) {
+      least = block == 0 ? core_.applied(block, worker) : std::min(least, core_.applied(block, worker));
+    }
+  }
+  return applied;
+}
+
+int64_t Server::bytes() {
+  int64_t bytes = sums_.bytes() + differences_.bytes();
+  for (int block = 0; block < std::ssize(blocks_); ++block) {
+    for_each_number_of(block, [&](const float*, int64_t numel) { bytes += numel * static_cast<int64_t>(sizeof(float)); });
+  }
+  for (const Shadow& shadow : shadows_) bytes += shadow.values.bytes();
+  for (const auto& [id, held] : held_) bytes += held.bytes;
+  for (const auto& [block, reply] : replies_) bytes += reply.data.count;
+  return bytes;
 }
 
 void Server::save(int worker, const Message& message, Sender& sender) {

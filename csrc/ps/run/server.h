@@ -57,12 +57,17 @@ class Server {
 
   const std::vector<Handled>& record() const { return record_; }
   bool is_lockstep() const { return options_.lockstep; }
+  // How many pushes of each worker are in all blocks.
+  std::vector<int64_t> applied() const;
+  // The memory of the values, the state, the pushes that wait, and of what workers hold.
+  int64_t bytes();
 
  private:
   // A contribution that is not yet applied.
   struct Held {
     std::shared_ptr<const void> memory;
     const uint8_t* data = nullptr;
+    int64_t bytes = 0;
     std::shared_ptr<const std::vector<double>> rates;
     bool skips = false;
   };
