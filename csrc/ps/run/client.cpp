@@ -303,8 +303,7 @@ void Client::fail_all(const std::string& why) {
   answered_.notify_all();
 }
 
-std::string Client::reasons(const std::shared_ptr<Ticket>& ticket, Deadline deadline, const std::vector<int>& worker_ranks,
-                            Sender& sender) {
+std::string Client::reasons(const std::shared_ptr<Ticket>& ticket, Deadline deadline, Sender& sender) {
   std::vector<std::pair<int64_t, int>> asked;  // a part for each server, and the server
   {
     const Lock lock(mutex_);
@@ -314,13 +313,14 @@ std::string Client::reasons(const std::shared_ptr<Ticket>& ticket, Deadline dead
       asked.emplace_back(id, part.server);
     }
   }
-  for (const auto& [id, server] : asked)
+  for (const auto& [id, server] : asked) {
     sender.send(options_.ranks[static_cast<size_t>(server)], {.kind = Kind::question, .id = id}, {}, deadline);
+  }
   Lock lock(mutex_);
   answered_.wait_until(lock, deadline, [&] {
     return std::all_of(asked.begin(), asked.end(), [&](const auto& each) {
       const auto found = parts_.find(each.first);
-      return found == parts_.end() || found->second.lacking;
+      return found == parts_.end() || found->second.lacking || !lost_[static_cast<size_t>(each.second)].empty();
     });
   });
   std::string said;
@@ -335,8 +335,7 @@ std::string Client::reasons(const std::shared_ptr<Ticket>& ticket, Deadline dead
       said += " is about to answer";
     } else {
       said += " waits for pushes of rank";
-      for (const int64_t worker : *lacking)
-        said += text(worker == lacking->front() ? " " : ", ", worker_ranks.at(static_cast<size_t>(worker)));
+      for (size_t i = 0; i < lacking->size(); ++i) said += text(i == 0 ? " " : ", ", (*lacking)[i]);
     }
     lacking.reset();
   }

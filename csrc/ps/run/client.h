@@ -101,7 +101,7 @@ class Client {
   void fail_all(const std::string& why);
 
   // Asks the servers what the ticket waits for, and returns a sentence for each that has not answered.
-  std::string reasons(const std::shared_ptr<Ticket>& ticket, Deadline deadline, const std::vector<int>& worker_ranks, Sender& sender);
+  std::string reasons(const std::shared_ptr<Ticket>& ticket, Deadline deadline, Sender& sender);
 
  private:
   using Bundle = std::vector<Item>;  // of one server, in one message
@@ -110,7 +110,7 @@ class Client {
     int server = 0;
     Bundle items = {};  // of a pull
     Kind answer = Kind::accepted;
-    std::optional<std::vector<int64_t>> lacking = {};  // the workers that the server waits for
+    std::optional<std::vector<int64_t>> lacking = {};  // the ranks of the workers that the server waits for
   };
   using Lock = std::unique_lock<std::mutex>;
 

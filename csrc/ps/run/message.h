@@ -40,7 +40,7 @@ struct Message {
   bool with_data = false;  // save: the worker wants the state, too, and not only to wait for the other workers
   bool differs = false;    // values: what is to be added to what the worker holds, not the values themselves
   std::vector<int32_t> blocks = {};   // by their number at the server
-  std::vector<int64_t> numbers = {};  // pull: how many blocks each part has; values, state: their versions; reasons: the workers
+  std::vector<int64_t> numbers = {};  // pull: how many blocks each part has; values, state: their versions; reasons: workers' ranks
   std::vector<double> rates = {};     // push: the learning rate of each group
   std::string text = {};              // failed: why
 };

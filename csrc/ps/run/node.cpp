@@ -110,7 +110,7 @@ void Node::take(int rank, Unpacked message, std::shared_ptr<const void> memory) 
                         given.kind == Kind::restore;
   const int worker = worker_of_[static_cast<size_t>(rank)], server = server_of_[static_cast<size_t>(rank)];
   if ((is_asked ? worker : server) < 0) {
-    return reject(rank, worker, server, text("expected no message for a ", is_asked ? "server" : "worker"));
+    return reject(rank, worker, server, is_asked ? "message: expected none for a server" : "message: expected none for a worker");
   }
   try {
     if (!is_asked) return client_->handle(server, message);
@@ -199,7 +199,7 @@ void Node::restore(int server, bool updated, Data numbers) {
 }
 
 std::string Node::reasons(const std::shared_ptr<Ticket>& ticket, milliseconds patience) {
-  return client_->reasons(ticket, Clock::now() + patience, ranks_.workers, *this);
+  return client_->reasons(ticket, Clock::now() + patience, *this);
 }
 
 void Node::with_server(const std::function<void(Server*)>& visit) {
@@ -217,6 +217,8 @@ SendResult Node::try_send(int rank, const Outgoing& message) {
   return mailbox_->send(rank, {message.fields.data(), std::ssize(message.fields)}, pieces, message.data.keep);
 }
 
+// Where a peer is behind, a message waits in a queue if its thread handles messages, or if only poll() does. Other threads wait here, so that
+// pushes take no more memory than the mailbox has. Where a session has ended, its event fails what waits for the peer.
 bool Node::send(int rank, const Message& message, Data data, Deadline deadline) {
   if (rank == mailbox_->rank()) {
     send_to_self(message, data);

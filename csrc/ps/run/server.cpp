@@ -47,7 +47,7 @@ void Server::handle(int worker, Unpacked message, const std::shared_ptr<const vo
     Message reasons{.kind = Kind::reasons, .id = given.id};
     for (const auto& [id, pull] : waiting_) {
       if (pull.worker != worker || pull.id != given.id) continue;
-      for (const int lacking : core_.lacking(id)) reasons.numbers.push_back(lacking);
+      for (const int lacking : core_.lacking(id)) reasons.numbers.push_back(options_.ranks[static_cast<size_t>(lacking)]);
     }
     sender.send(options_.ranks[static_cast<size_t>(worker)], reasons);
     return;
@@ -232,7 +232,7 @@ void Server::perform(Sender& sender) {
   for (Action& action : actions) {
     const auto key = static_cast<size_t>(action.key);
     if (action.kind == Action::Kind::apply) {
-      if (in_applied_[key]) apply();
+      if (in_applied_[key] || (!applied_.empty() && rates_of(action) != rates_of(applied_.front()))) apply();
       in_applied_[key] = true;
       applied_.push_back(std::move(action));
       continue;
@@ -254,14 +254,15 @@ void Server::perform(Sender& sender) {
   apply();
 }
 
-// Makes the versions that the actions in applied_ ask for, each of another block.
+const std::vector<double>& Server::rates_of(const Action& action) const { return *held_.at(action.contributions.back().id).rates; }
+
+// Makes the versions that the actions in applied_ ask for, each of another block, and all at the same rates.
 void Server::apply() {
   if (applied_.empty()) return;
   std::vector<Sum> sums;
   std::vector<std::vector<const uint8_t*>> lists;
   lists.reserve(applied_.size());
   std::vector<std::vector<Updater::Item>> items(updaters_.size());
-  std::vector<const std::vector<double>*> rates(updaters_.size());
   auto* const memory = static_cast<float*>(sums_.reserve(context_, firsts_.back() * static_cast<int64_t>(sizeof(float))));
   std::vector<std::pair<const Action*, float*>> delayed;
   for (const Action& action : applied_) {
@@ -276,9 +277,7 @@ void Server::apply() {
     float* const sum = memory + firsts_[key];
     const float* const grad = gradient_of(action, sum, sums, lists);
     if (options_.delay_compensation != 0.0f) delayed.emplace_back(&action, sum);
-    const auto group = static_cast<size_t>(blocks_[key].group);
-    items[group].push_back({blocks_[key].slot, grad});
-    rates[group] = held_.at(action.contributions.back().id).rates.get();
+    items[static_cast<size_t>(blocks_[key].group)].push_back({blocks_[key].slot, grad});
   }
   if (!sums.empty()) options_.push_codec->encode_sums(context_, sums);
   if (!delayed.empty()) {
@@ -290,8 +289,9 @@ void Server::apply() {
     }
     if (list.size() > 0) for_each(context_, list, Compensate{options_.delay_compensation});
   }
+  const std::vector<double>& rates = rates_of(applied_.front());
   for (size_t group = 0; group < updaters_.size(); ++group) {
-    if (!items[group].empty()) updaters_[group]->step(context_, items[group], (*rates[group])[group]);
+    if (!items[group].empty()) updaters_[group]->step(context_, items[group], rates[group]);
   }
   for (const Action& action : applied_) {
     for (const Contribution& contribution : action.contributions) held_.erase(contribution.id);

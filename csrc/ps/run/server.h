@@ -99,6 +99,7 @@ class Server {
   template <class Visit>
   void for_each_number_of(int block, Visit&& visit);
   void perform(Sender& sender);
+  const std::vector<double>& rates_of(const Action& action) const;
   void apply();
   const float* gradient_of(const Action& action, float* sum, std::vector<Sum>& sums, std::vector<std::vector<const uint8_t*>>& lists);
   void answer(const Waiting& pull, Sender& sender);

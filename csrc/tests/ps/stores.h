@@ -28,7 +28,7 @@ using Blocks = std::vector<Floats>;
 // A deadline that is only met where a call hangs.
 inline Deadline late() { return Clock::now() + std::chrono::seconds(100); }
 
-struct Setup {
+struct Configuration {
   std::vector<int> workers, servers;  // ranks
   Blocks values;                      // of the blocks, which the servers own in turn
   Rule rule = {.name = "sgd", .hyper = {}, .states = {}, .maximize = true};
@@ -49,7 +49,7 @@ struct Setup {
 
 class Store {
  public:
-  explicit Store(Setup given) : setup(std::move(given)), held_(setup.ranks()) {
+  explicit Store(Configuration given) : setup(std::move(given)), held_(setup.ranks()) {
     mailboxes = comm::in_process_mailboxes(setup.ranks(), setup.limit);
     for (int rank = 0; rank < setup.ranks(); ++rank) {
       if (is_in(setup.bare, rank)) {
@@ -118,7 +118,7 @@ class Store {
     return record;
   }
 
-  const Setup setup;
+  const Configuration setup;
   std::vector<std::unique_ptr<comm::Mailbox>> mailboxes;  // of the bare ranks
 
  private:
