@@ -1,4 +1,4 @@
-"""A store on emulated hosts, one of which is stopped, cut off and killed: the others go on, and every push counts once."""
+"""A store on emulated hosts, one of which is cut off, stopped and killed: the others go on, each push counts once."""
 
 import json
 import os
@@ -74,4 +74,7 @@ def test_a_host_that_is_cut_off_and_stopped_and_killed(tmp_path, staleness):
         if what == PUSH:
             pushed[worker].append(clock)
     for rank, steps in steps_of(tmp_path, everyone).items():
-        assert pushed[rank] in ([*range(steps)], [*range(steps + (rank == VICTIM))])  # it may have been killed in a step
+        assert pushed[rank] in (
+            [*range(steps)],
+            [*range(steps + (rank == VICTIM))],
+        )  # it may have been killed in a step

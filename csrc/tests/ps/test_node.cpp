@@ -498,14 +498,23 @@ TEST(PsNode, AServerDoesNotWaitForAWorkerThatIsBehind) {
   setup.bare = {1};
   setup.limit = 1 << 20;
   Store store(setup);
-  for (int64_t id = 0; id < 4; ++id) send(*store.mailboxes[1], 0, pack({.kind = Kind::pull, .id = id, .blocks = {0}, .numbers = {1}}));
-  store.push(0, 0, gradients(setup, 0, 0));
-  store.pull(0, 1, any_staleness);
-  for (int64_t id = 0; id < 4; ++id) {
-    const Received received = next(*store.mailboxes[1]);
-    EXPECT_EQ(received.message.id, id);
-    EXPECT_EQ(received.bytes, 1'200'000);
+  comm::Mailbox& bare = *store.mailboxes[1];
+  for (int64_t id = 0; id < 4; ++id) send(bare, 0, pack({.kind = Kind::pull, .id = id, .staleness = 0, .blocks = {0}, .numbers = {1}}));
+  for (int64_t id = 4; id < 8; ++id) {  // these wait for a push, whose thread then sends the answers
+    send(bare, 0, pack({.kind = Kind::pull, .id = id, .clock = 1, .staleness = 0, .blocks = {0}, .numbers = {1}}));
   }
+  send(bare, 0, pack({.kind = Kind::push, .id = 8, .skips = true, .blocks = {0}, .rates = {1.0}}));
+  const auto expect_values = [&](int64_t first) {
+    for (int64_t id = first; id < first + 4; ++id) {
+      const Received received = next(bare);
+      EXPECT_EQ(received.message.id, id);
+      EXPECT_EQ(received.bytes, 1'200'000);
+    }
+  };
+  expect_values(0);
+  EXPECT_EQ(next(bare).message.kind, Kind::accepted);
+  store.push(0, 0, gradients(setup, 0, 0));
+  expect_values(4);
 }
 
 Configuration adam_setup() {
