@@ -1,5 +1,6 @@
 """The store: keys, clocks, staleness, codecs, and errors that name what is wrong."""
 
+import math
 import threading
 import time
 from datetime import timedelta
@@ -51,6 +52,37 @@ def pushes_are_added_and_averaged(rank, world_size):
 def test_pushes_are_added_and_averaged(world_size):
     first, *others = run_ranks(world_size, pushes_are_added_and_averaged)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def pushed_and_pulled_at_once(rank, world_size, quorum):
+    store, values = make(quorum=quorum, staleness=0)
+    vector = {"vector": values["vector"]}
+    for clock in range(3):
+        work = store.push_pull({"vector": torch.full((37,), float(rank))}, vector)
+        work.wait()
+        if quorum == "all":
+            assert work.versions == (clock + 1, clock + 1, False)
+    total = sum(range(world_size)) / (world_size if quorum == "all" else 1)
+    dist.barrier()
+    store.pull(vector).wait()
+    torch.testing.assert_close(vector["vector"], initial(0)["vector"] + 3 * total)
+    rest = {name: value for name, value in values.items() if name != "vector"}
+    store.push_pull({name: torch.ones(SHAPES[name]) for name in rest}, rest).wait()
+    dist.barrier()
+    stats = store.stats()
+    with pytest.raises(ValueError, match="into: expected the keys of values"):
+        store.push_pull(vector, rest)
+    store.close()
+    return stats
+
+
+@pytest.mark.parametrize("quorum", ["all", 1])
+def test_a_push_and_a_pull_at_once(quorum):
+    every = run_ranks(3, pushed_and_pulled_at_once, quorum)
+    elements = sum(math.prod(shape) for shape in SHAPES.values())
+    # A server holds its values and their sum, and in synchronous mode the answers that it has sent.
+    assert 2 * 4 * elements <= sum(stats["bytes"] for stats in every) <= 4 * 4 * elements
+    assert all(set(stats["pushes"].values()) <= {1, 3} and len(stats["pushes"]) == 3 for stats in every)
 
 
 def some_ranks_serve(rank, world_size, servers):
