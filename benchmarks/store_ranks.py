@@ -222,8 +222,7 @@ class OurExchange(Exchange):
 
     def call(self) -> None:
         if not self.is_server:
-            self.store.push({"values": self.given})
-            self.store.pull({"values": self.values}).wait()
+            self.store.push_pull({"values": self.given}, {"values": self.values}).wait()
 
     def close(self) -> None:
         self.serving.join() if self.serving else self.store.close()

@@ -26,6 +26,18 @@ enum class Kind : int32_t {
   restore,   // worker to server, before any push: what a state has had
 };
 
+constexpr bool is_for_server(Kind kind) {
+  switch (kind) {
+    case Kind::push:
+    case Kind::pull:
+    case Kind::question:
+    case Kind::done:
+    case Kind::save:
+    case Kind::restore: return true;
+    default: return false;
+  }
+}
+
 // What workers and servers send each other: a message of a mailbox that consists of these fields and of the encoded blocks. The data of a
 // block begins at a multiple of `alignment`.
 struct Message {

@@ -104,22 +104,20 @@ void Node::lose(int rank, const std::string& why) {
 
 void Node::take(int rank, Unpacked message, std::shared_ptr<const void> memory) {
   const Message& given = message.message;
-  const bool is_done = given.kind == Kind::done;
-  const bool has_order = given.kind == Kind::push || (given.kind == Kind::pull && server_ && !server_->is_lockstep());
-  const bool is_asked = is_done || has_order || given.kind == Kind::pull || given.kind == Kind::question || given.kind == Kind::save ||
-                        given.kind == Kind::restore;
+  const bool for_server = is_for_server(given.kind);
   const int worker = worker_of_[static_cast<size_t>(rank)], server = server_of_[static_cast<size_t>(rank)];
-  if ((is_asked ? worker : server) < 0) {
-    return reject(rank, worker, server, is_asked ? "message: expected none for a server" : "message: expected none for a worker");
+  if ((for_server ? worker : server) < 0) {
+    return reject(rank, worker, server, for_server ? "message: expected none for a server" : "message: expected none for a worker");
   }
   try {
-    if (!is_asked) return client_->handle(server, message);
-    if (is_done) return leave(worker, "it has closed its store");
+    if (!for_server) return client_->handle(server, message);
+    if (given.kind == Kind::done) return leave(worker, "it has closed its store");
+    const bool has_order = given.kind == Kind::push || (given.kind == Kind::pull && !server_->is_lockstep());
     const Handled described{given.kind == Kind::push ? Handled::What::push : Handled::What::pull, worker, given.clock,
                             given.blocks.empty() ? -1 : given.blocks.front()};
     arrived_.push_back({described, !has_order, worker, std::move(message), std::move(memory), {}});
   } catch (const std::exception& error) {
-    return reject(rank, is_asked ? worker : none, is_asked ? none : server, error.what());
+    return reject(rank, for_server ? worker : none, for_server ? none : server, error.what());
   }
   serve_in_order();
 }
@@ -217,8 +215,8 @@ SendResult Node::try_send(int rank, const Outgoing& message) {
   return mailbox_->send(rank, {message.fields.data(), std::ssize(message.fields)}, pieces, message.data.keep);
 }
 
-// Where a peer is behind, a message waits in a queue if its thread handles messages, or if only poll() does. Other threads wait here, so that
-// pushes take no more memory than the mailbox has. Where a session has ended, its event fails what waits for the peer.
+// Where a peer is behind, a message waits in a queue if its thread handles messages, or if only poll() does. Other threads wait here, so
+// that pushes take no more memory than the mailbox has. Where a session has ended, its event fails what waits for the peer.
 bool Node::send(int rank, const Message& message, Data data, Deadline deadline) {
   if (rank == mailbox_->rank()) {
     send_to_self(message, data);

@@ -22,6 +22,8 @@ namespace {
 constexpr int frame_tag = 0, piece_tag = 1;
 // Gloo's thread spins while a message waits for its receive, so messages of this size should not need one of their own.
 constexpr int64_t frame_bytes = (1 << 20) + (64 << 10);
+// Of receives of frames. A peer waits for a word from this rank before it sends more, and that word waits behind all that this rank sends.
+constexpr int most_posted = 16, least_posted = 4, all_posted = 64;
 constexpr int64_t copied_bytes = 512 << 10;        // a message of so many in a frame is copied; a larger one keeps the frame's memory
 constexpr int64_t unacknowledged_bytes = 4 << 20;  // of messages in frames, which their sender has copied
 constexpr uint64_t frame_mark = 0x31786f626c69616dULL;
@@ -75,12 +77,12 @@ struct GlooMailbox::Posted {
 };
 
 struct GlooMailbox::Session {
-  explicit Session(int peer) : peer(peer) {}
+  Session(int peer, int posted) : peer(peer), frames(static_cast<size_t>(posted)) {}
 
   const int peer;
   std::thread thread;
   // Of that thread. Gloo's thread would spin over a message whose receive has been dropped, so they stay until the connection is closed.
-  std::array<Posted, 4> frames;
+  std::vector<Posted> frames;
   Posted message;
 
   std::mutex mutex;  // guards what follows
@@ -106,7 +108,8 @@ GlooMailbox::GlooMailbox(c10::intrusive_ptr<c10d::Backend> backend, int64_t limi
       backend_(std::move(backend)),
       waits_(backend_, GlooWaits::Others::leave) {
   static_assert(sizeof(Header) <= header_bytes && header_bytes % cache_line == 0 && std::is_trivially_copyable_v<Header>);
-  for (int peer = 0; peer < world_size_; ++peer) sessions_.push_back(peer == rank_ ? nullptr : std::make_unique<Session>(peer));
+  const int posted = std::clamp(all_posted / world_size_, least_posted, most_posted);
+  for (int peer = 0; peer < world_size_; ++peer) sessions_.push_back(peer == rank_ ? nullptr : std::make_unique<Session>(peer, posted));
   try {
     for (const auto& session : sessions_) {
       if (session) session->thread = std::thread([this, &session = *session] { listen(session); });
