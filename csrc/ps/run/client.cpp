@@ -335,7 +335,8 @@ std::string Client::reasons(const std::shared_ptr<Ticket>& ticket, Deadline dead
       said += " is about to answer";
     } else {
       said += " waits for pushes of rank";
-      for (size_t i = 0; i < lacking->size(); ++i) said += text(i == 0 ? " " : ", ", (*lacking)[i]);
+      const char* before = " ";
+      for (const int64_t rank : *lacking) said += text(std::exchange(before, ", "), rank);
     }
     lacking.reset();
   }

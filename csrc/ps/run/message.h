@@ -48,7 +48,7 @@ struct Message {
   int64_t id = 0;     // of the push or the pull that it is about; of a pull's first part; or no_id
   int64_t clock = 0;  // of the worker
   std::optional<int64_t> staleness = {};
-  bool skips = false;      // push: the gradients are not finite, and nothing follows; values: a version was skipped since the last pull
+  bool skips = false;      // push: the gradients are not finite, and nothing follows; values: the last version of a block was skipped
   bool with_data = false;  // save: the worker wants the state, too, and not only to wait for the other workers
   bool differs = false;    // values: what is to be added to what the worker holds, not the values themselves
   std::vector<int32_t> blocks = {};   // by their number at the server

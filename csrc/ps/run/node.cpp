@@ -144,7 +144,7 @@ void Node::serve_in_order() {
       if (taken.described.what == Handled::What::leave) {
         server_->leave(taken.worker, taken.why, *this);
       } else {
-        server_->handle(taken.worker, std::move(taken.message), taken.memory, *this);
+        server_->handle(taken.worker, taken.message, taken.memory, *this);
       }
     } catch (const std::invalid_argument& error) {
       reject(ranks_.workers[static_cast<size_t>(taken.worker)], taken.worker, none, error.what());
@@ -159,7 +159,10 @@ void Node::leave(int worker, const std::string& why) {
   if (is_gone_[static_cast<size_t>(worker)]) return;
   is_gone_[static_cast<size_t>(worker)] = true;
   gone_.notify_all();
-  arrived_.push_back({{Handled::What::leave, worker, 0, -1}, false, worker, {}, {}, why});
+  Arrived& its = arrived_.emplace_back();
+  its.described = {Handled::What::leave, worker, 0, -1};
+  its.worker = worker;
+  its.why = why;
   serve_in_order();
 }
 

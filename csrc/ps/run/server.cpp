@@ -38,7 +38,7 @@ Server::Server(const ExecutionContext& context, Options options, std::vector<Blo
   if (options_.lockstep) versions_held_.resize(options_.ranks.size(), std::vector<int64_t>(blocks_.size(), -1));
 }
 
-void Server::handle(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender) {
+void Server::handle(int worker, const Unpacked& message, const std::shared_ptr<const void>& memory, Sender& sender) {
   const Message& given = message.message;
   for (const int block : given.blocks) {
     check(block >= 0 && block < std::ssize(blocks_), "blocks: expected numbers below ", blocks_.size(), ", got ", block);
@@ -62,7 +62,7 @@ void Server::handle(int worker, Unpacked message, const std::shared_ptr<const vo
   if (options_.records) {
     record_.push_back({is_push ? Handled::What::push : Handled::What::pull, worker, given.clock, given.blocks.front()});
   }
-  is_push ? push(worker, std::move(message), memory, sender) : pull(worker, given, sender);
+  is_push ? push(worker, message, memory, sender) : pull(worker, given, sender);
 }
 
 // Before anything of it is taken.
@@ -85,7 +85,7 @@ void Server::check_pull(const Message& message) const {
   check(left == 0, "pull: expected parts with all blocks, got ", left, " too few");
 }
 
-void Server::push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender) {
+void Server::push(int worker, const Unpacked& message, const std::shared_ptr<const void>& memory, Sender& sender) {
   const Message& given = message.message;
   const auto rates = std::make_shared<const std::vector<double>>(given.rates);
   int64_t at = 0;
@@ -168,8 +168,9 @@ void Server::save(int worker, const Message& message, Sender& sender) {
 void Server::send_states(Sender& sender) {
   bool is_asked = false;
   for (size_t worker = 0; worker < saving_.size(); ++worker) {
-    if (!saving_[worker] && lost_[worker].empty()) return;
-    is_asked |= saving_[worker] && saving_[worker]->with_data;
+    const std::optional<Message>& asked = saving_[worker];
+    if (!asked && lost_[worker].empty()) return;
+    is_asked |= asked && asked->with_data;
   }
   Message state{.kind = Kind::state};
   int64_t count = 0;
@@ -194,10 +195,11 @@ void Server::send_states(Sender& sender) {
     data.keep = memory;
   }
   for (size_t worker = 0; worker < saving_.size(); ++worker) {
-    if (!saving_[worker]) continue;
-    state.id = saving_[worker]->id;
-    sender.send(options_.ranks[worker], state, saving_[worker]->with_data ? data : Data{});
-    saving_[worker].reset();
+    std::optional<Message>& asked = saving_[worker];
+    if (!asked) continue;
+    state.id = asked->id;
+    sender.send(options_.ranks[worker], state, asked->with_data ? data : Data{});
+    asked.reset();
   }
 }
 

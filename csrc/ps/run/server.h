@@ -52,7 +52,7 @@ class Server {
   Server(const ExecutionContext& context, Options options, std::vector<Block> blocks, std::vector<std::unique_ptr<Updater>> updaters);
 
   // A message of a worker. The memory of its data is released when its gradients are applied.
-  void handle(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender);
+  void handle(int worker, const Unpacked& message, const std::shared_ptr<const void>& memory, Sender& sender);
   void leave(int worker, const std::string& why, Sender& sender);
 
   const std::vector<Handled>& record() const { return record_; }
@@ -91,7 +91,7 @@ class Server {
 
   void check_push(const Unpacked& message) const;
   void check_pull(const Message& message) const;
-  void push(int worker, Unpacked message, const std::shared_ptr<const void>& memory, Sender& sender);
+  void push(int worker, const Unpacked& message, const std::shared_ptr<const void>& memory, Sender& sender);
   void pull(int worker, const Message& message, Sender& sender);
   void save(int worker, const Message& message, Sender& sender);
   void send_states(Sender& sender);

@@ -1,6 +1,5 @@
 #include "ps/run/updater.h"
 
-#include <algorithm>
 #include <array>
 #include <type_traits>
 #include <utility>
@@ -47,7 +46,7 @@ class UpdaterOf final : public Updater {
     std::array<void*, Operation::streams> data{};
     data[0] = slot.value;
     data[1] = const_cast<float*>(grad);  // kernels only read it
-    std::copy(slot.states.begin(), slot.states.end(), data.begin() + 2);
+    for (size_t i = 2; i < data.size(); ++i) data[i] = slot.states[i - 2];
     typename Operation::Numbers numbers;
     if constexpr (counters > 0) {
       std::array<void*, counters> counting{};

@@ -145,12 +145,12 @@ TEST_P(PsNodeSums, AreExactAndOfTheClockOfThePull) {
 
 INSTANTIATE_TEST_SUITE_P(PsNode, PsNodeSums, testing::Combine(testing::Values(1, 2, 3), testing::Bool(), testing::Bool()));
 
-// Most of their elements are less than the least step of int8 beside the greatest one.
+// Some of their elements are less than half a step of int8 beside the greatest one, and others are no multiple of it.
 Blocks unequal_gradients(const Configuration& setup) {
   Blocks all;
   for (const Floats& value : setup.values) {
-    Floats& gradient = all.emplace_back(value.size(), 0.003f);
-    gradient[0] = 1.0f;
+    Floats& gradient = all.emplace_back();
+    for (size_t i = 0; i < value.size(); ++i) gradient.push_back(i == 0 ? 1.0f : 0.003f * static_cast<float>(i % 9 + 1));
   }
   return all;
 }
@@ -225,6 +225,7 @@ TEST(PsNode, AReaderIsAheadByItsStaleness) {
     store.push(1, clock, gradients(setup, 1, clock));
     if (clock < 2) store.pull(1, clock + 1, 2);
   }
+  store.begin_pull(2, 1, any_staleness);  // it waits, too
   const Store::Pulled pulled = store.begin_pull(1, 3, 2);
   EXPECT_EQ(store.node(1).reasons(pulled.ticket, milliseconds(100'000)), "the server of rank 0 waits for pushes of rank 2");
   EXPECT_FALSE(pulled.ticket->is_done());
@@ -456,7 +457,11 @@ TEST(PsNode, ClosingEndsAWaitForTheOthersToFinish) {
   Configuration setup = setup_of({0, 1}, {0, 1});
   setup.bare = {1};
   Store store(setup);
-  std::thread finishing([&] { EXPECT_TRUE(store.node(0).finish(late())); });
+  std::thread finishing([&] {
+    const Deadline deadline = late();
+    EXPECT_TRUE(store.node(0).finish(deadline));
+    EXPECT_LT(Clock::now(), deadline);
+  });
   EXPECT_EQ(next(*store.mailboxes[1]).message.kind, Kind::done);
   store.node(0).close(milliseconds(0));
   finishing.join();
@@ -515,6 +520,23 @@ TEST(PsNode, AServerDoesNotWaitForAWorkerThatIsBehind) {
   EXPECT_EQ(next(bare).message.kind, Kind::accepted);
   store.push(0, 0, gradients(setup, 0, 0));
   expect_values(4);
+}
+
+TEST(PsNode, ClosingEndsAPushThatWaitsForAPeerThatIsBehind) {
+  Configuration setup = asynchronous(setup_of({0, 1}, {0, 1}, {300'000, 1}));
+  setup.bare = {1};
+  setup.limit = 1 << 20;
+  Store store(setup);
+  for (int64_t id = 0; id < 2; ++id) send(*store.mailboxes[1], 0, pack({.kind = Kind::pull, .id = id, .blocks = {0}, .numbers = {1}}));
+  store.wait(pull_block(store, 0, 0, 0));  // by now the second answer to the peer waits
+  std::latch is_about_to_push(1);
+  std::thread pushing([&] {
+    is_about_to_push.count_down();
+    EXPECT_EQ(thrown([&] { push_block(store, 0, 1, 0, Floats(1))->wait(late()); }), "the store is closed");
+  });
+  is_about_to_push.wait();
+  store.node(0).close(milliseconds(0));
+  pushing.join();
 }
 
 Configuration adam_setup() {
