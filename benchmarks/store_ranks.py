@@ -31,6 +31,7 @@ RPC, TORCHFT, ALONE, SYNCHRONOUS = "torch RPC", "torchft", "AdamW alone", "synch
 SERVER = 0  # the rank that serves where one does
 LR = 1e-2
 FEW = 3  # calls that consist of many steps
+TURNS = 4  # of sides that are apart
 STRAGGLERS, LONGER = 0.1, 5  # so many steps take so many times as long
 STALENESS = {SYNCHRONOUS: 0, "staleness 4": 4, "staleness 8": 8, "asynchronous": None}
 
@@ -88,6 +89,10 @@ class Result(NamedTuple):
     wire_bytes: int | None
     samples: list[float]
     line: float | None
+
+    def joined(self, later: "Result") -> "Result":
+        """Return the result of both turns."""
+        return later._replace(wrong=max(self.wrong, later.wrong), samples=self.samples + later.samples)
 
 
 # Steps: gradients are averaged over all ranks, and AdamW updates the parameters.
@@ -349,15 +354,20 @@ def remote_calls() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exchanges(workload: Workload, job: Job) -> Iterator[dict[str, Side]]:
+def remote_exchanges(workload: Workload, job: Job) -> Iterator[dict[str, Side]]:
     with remote_calls():
-        found: dict[str, Side] = {RPC: RPCExchange(workload.numel)}
-        if not why_not_torchft():
-            found[TORCHFT] = TorchftExchange(workload.numel)
-        for codec in job.codecs:
-            found[f"ps.Store, {codec}"] = OurExchange(workload.numel, codec)
-        with closing(found):
-            yield found
+        yield {RPC: RPCExchange(workload.numel)}
+
+
+@contextlib.contextmanager
+def exchanges(workload: Workload, job: Job) -> Iterator[dict[str, Side]]:
+    found: dict[str, Side] = {}
+    if not why_not_torchft():
+        found[TORCHFT] = TorchftExchange(workload.numel)
+    for codec in job.codecs:
+        found[f"ps.Store, {codec}"] = OurExchange(workload.numel, codec)
+    with closing(found):
+        yield found
 
 
 # Updates: what a push costs its server, in one process.
@@ -519,8 +529,14 @@ def closing(sides: Mapping[str, Side]) -> Iterator[None]:
         side.close()
 
 
-Kind = Callable[[Workload, Job], contextlib.AbstractContextManager[dict[str, Side]]]
-KINDS: dict[str, Kind] = {"step": steps, "exchange": exchanges, "update": updates, "stragglers": stragglers}
+Sides = Callable[[Workload, Job], contextlib.AbstractContextManager[dict[str, Side]]]
+# Sides that disturb others are apart from them, and measured in turns: torch RPC keeps a core of each rank busy.
+KINDS: dict[str, list[Sides]] = {
+    "step": [steps],
+    "exchange": [remote_exchanges, exchanges],
+    "update": [updates],
+    "stragglers": [stragglers],
+}
 
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
@@ -530,8 +546,26 @@ def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[R
         def advance(done: float, index: int = index, workload: Workload = workload) -> None:
             progress(f"{workload.kind}, {ranks} ranks", (index + done) / len(job.workloads))
 
-        with KINDS[workload.kind](workload, job) as sides:
-            yield measure(rank, ranks, workload, sides, job, advance)
+        yield measure_in_turns(rank, ranks, workload, job, advance)
+
+
+def measure_in_turns(
+    rank: int, ranks: int, workload: Workload, job: Job, advance: Callable[[float], None]
+) -> list[Result]:
+    apart = KINDS[workload.kind]
+    turns = apart * (min(TURNS, job.rounds) if len(apart) > 1 else 1)
+    part = job._replace(rounds=-(-job.rounds * len(apart) // len(turns)))
+    results: dict[str, Result] = {}
+    for turn, make_sides in enumerate(turns):
+
+        def advance_turn(done: float, turn: int = turn) -> None:
+            advance((turn + done) / len(turns))
+
+        with make_sides(workload, part) as sides:
+            for result in measure(rank, ranks, workload, sides, part, advance_turn):
+                earlier = results.get(result.side)
+                results[result.side] = earlier.joined(result) if earlier else result
+    return [*results.values()]
 
 
 def measure(

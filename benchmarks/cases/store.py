@@ -55,7 +55,8 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     table = Table(
         "parameter server, fp32",
         notes=[
-            "a sample is one call after a barrier, on the slowest rank; the sides are timed alternately",
+            "a sample is one call after a barrier, on the slowest rank; the sides are timed alternately, torch RPC "
+            "and the others of an exchange in turns, because RPC keeps a core of each rank busy",
             "#wrong: elements that differ from what torch's AdamW or whole numbers give by more than the codec loses, "
             "that differ in a bit between ranks or, for ps.Optimizer, raw, from the all-reduce",
             "step: all ranks serve and work; the all-reduce has the algorithm direct. exchange: rank 0 serves, the "
