@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-LARGEST = 1 << 18  # elements of a block: one block is sent while another one is encoded
+LARGEST = 1 << 17  # elements of a block: one block is sent while another one is encoded
 _ALIGNMENT = 16  # elements
 _UNIT = 512  # elements: tensors are cut at multiples of it, so that the blocks of codecs are those of the whole tensor
 

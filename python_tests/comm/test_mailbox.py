@@ -13,8 +13,8 @@ from ranks import FAR, SLACK, ready, run_ranks
 
 from dltrain_ext import _C, comm
 
-# A frame holds up to 1,113,920 bytes; the receiver copies up to 524,288 of them, and else uses the frame's memory.
-FIRST_LENGTHS = [0, 1, 1000, 1 << 19, (1 << 19) + 1, 1_113_920, 1_113_921, (3 << 20) + 5, 17]
+# A frame holds up to 589,632 bytes; the receiver copies up to 262,144 of them, and else uses the frame's memory.
+FIRST_LENGTHS = [0, 1, 1000, 1 << 18, (1 << 18) + 1, 589_632, 589_633, (3 << 20) + 5, 17]
 
 
 def open_mailbox(name="mailbox", **options):

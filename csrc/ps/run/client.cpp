@@ -12,7 +12,7 @@ namespace dltrain::ps {
 
 namespace {
 
-constexpr int64_t bundle = 1 << 20;  // bytes that travel together: one bundle is sent while another one is encoded
+constexpr int64_t bundle = 512 << 10;  // bytes that travel together: one bundle is sent while another one is encoded
 
 }  // namespace
 

@@ -21,10 +21,10 @@ namespace {
 
 constexpr int frame_tag = 0, piece_tag = 1;
 // Gloo's thread spins while a message waits for its receive, so messages of this size should not need one of their own.
-constexpr int64_t frame_bytes = (1 << 20) + (64 << 10);
+constexpr int64_t frame_bytes = (512 + 64) << 10;
 // Of receives of frames. A peer waits for a word from this rank before it sends more, and that word waits behind all that this rank sends.
 constexpr int most_posted = 16, least_posted = 4, all_posted = 64;
-constexpr int64_t copied_bytes = 512 << 10;        // a message of so many in a frame is copied; a larger one keeps the frame's memory
+constexpr int64_t copied_bytes = 256 << 10;        // a message of so many in a frame is copied; a larger one keeps the frame's memory
 constexpr int64_t unacknowledged_bytes = 4 << 20;  // of messages in frames, which their sender has copied
 constexpr uint64_t frame_mark = 0x31786f626c69616dULL;
 constexpr int most_pieces = 16;

@@ -25,7 +25,7 @@ namespace dltrain::bindings {
 // the frame says how long the pieces are that follow under a tag of their own, since Gloo ends the process when a message is longer than
 // its receive.
 //
-//   | Header | up to 1 MiB and some |        or        | Header | message's header |   and then each piece
+//   | Header | up to 576 KiB |        or        | Header | message's header |   and then each piece
 //
 // A thread for each peer waits for the peer's frames. Nobody waits for sends, which Gloo completes when the peer posts its receive, so for
 // a stopped peer never: frames acknowledge what has been received, and what they acknowledge is released.
