@@ -19,8 +19,8 @@ from torch.distributed import rpc
 from benchmarks.harness import Progress, interleave
 from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import given_rank, over_ranks
-from dltrain_ext import _ops, codecs, comm, optim, ps
-from dltrain_ext.ps.connecting import blocks_of, make_node, shard_of
+from dltrain_ext import codecs, comm, optim, ps
+from dltrain_ext.ps.connecting import blocks_of, make_nodes_here, shard_of
 from dltrain_ext.ps.layout import Key
 from dltrain_ext.ps.settings import Settings
 from dltrain_ext.selftest.sums import count_wrong, first_if_unlike
@@ -437,9 +437,7 @@ class ServedUpdate(Update):
         assert self.shard is not None
         for value in self.shard.values:
             value.fill_(1.0)
-        mailboxes = _ops.in_process_mailboxes(2)
-        self.server, _ = make_node(mailboxes[0], 0, settings, blocks, self.shard)
-        self.worker, _ = make_node(mailboxes[1], 1, settings, blocks, None)
+        self.server, self.worker = make_nodes_here(settings, blocks, [self.shard, None])
 
     def before(self) -> None:
         self.worker.poll()

@@ -26,6 +26,11 @@ napoleon_use_param = False  # else names that share a description get one each
 
 # Names of torch's and Python's: without a network there is no inventory of theirs to link to. Ours have to be found.
 nitpick_ignore_regex = [("py:.*", r"(?!dltrain_ext).*")]
+# Types of what only the package itself makes.
+nitpick_ignore = [
+    ("py:class", f"dltrain_ext.{name}")
+    for name in ("_C.StoreNode", "_C.StoreTicket", "optim.fused.FusedStep", "ps.settings.Settings")
+]
 
 
 def is_skipped(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:

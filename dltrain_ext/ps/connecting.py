@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -121,6 +121,30 @@ def make_node(
         replayed=replayed,
     )
     return node, residuals
+
+
+def make_nodes_here(
+    settings: Settings,
+    blocks: list[Block],
+    shards: Sequence[Shard | None],
+    *,
+    error_feedback: bool = False,
+    replayed: "Mapping[int, list[_ops.Handled]]" = {},  # noqa: B006
+) -> "list[_ops.StoreNode]":
+    """Returns the nodes of all ranks, which are in this process."""
+    mailboxes = _ops.in_process_mailboxes(len(shards))
+    return [
+        make_node(
+            mailbox,
+            rank,
+            settings,
+            blocks,
+            shard,
+            error_feedback=error_feedback,
+            replayed=replayed.get(rank, []),
+        )[0]
+        for rank, (mailbox, shard) in enumerate(zip(mailboxes, shards, strict=True))
+    ]
 
 
 def is_lossy(codec: str) -> bool:

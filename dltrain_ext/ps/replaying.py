@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.ps.connecting import blocks_of, is_lossy, make_node, shard_of
+from dltrain_ext.ps.connecting import blocks_of, is_lossy, make_nodes_here, shard_of
 from dltrain_ext.ps.layout import Key, first_blocks
 from dltrain_ext.ps.serving import completed
 from dltrain_ext.ps.settings import Settings
@@ -146,24 +146,18 @@ def replay(
     blocks = blocks_of(settings)
     names = [key.name for key in settings.keys]
     size = max(*settings.servers, *settings.workers) + 1
-    shards, nodes = {}, []
-    for rank, mailbox in enumerate(_ops.in_process_mailboxes(size)):
-        shard = shards[rank] = shard_of(rank, settings, blocks)
-        if shard is not None:
-            for block, own in zip(shard.blocks, shard.values, strict=True):
-                whole = values[names[block.key]].detach().reshape(-1).float()
-                own.copy_(whole[block.first : block.first + block.numel])
-        order = [_ops.Handled(*each) for each in record.handled.get(rank, ())]
-        node, _ = make_node(
-            mailbox,
-            rank,
-            settings,
-            blocks,
-            shard,
-            error_feedback=error_feedback and is_lossy(settings.push_codec),
-            replayed=order,
-        )
-        nodes.append(node)
+    shards = [shard_of(rank, settings, blocks) for rank in range(size)]
+    for shard in shards:
+        for block, own in zip(shard.blocks, shard.values, strict=True) if shard is not None else ():
+            whole = values[names[block.key]].detach().reshape(-1).float()
+            own.copy_(whole[block.first : block.first + block.numel])
+    nodes = make_nodes_here(
+        settings,
+        blocks,
+        shards,
+        error_feedback=error_feedback and is_lossy(settings.push_codec),
+        replayed={rank: [_ops.Handled(*each) for each in order] for rank, order in record.handled.items()},
+    )
     fixed = [float(group["lr"]) for group in settings.groups]
     factor = 1.0 / (settings.quorum or len(settings.workers))
     keys = list(range(len(names)))
@@ -192,7 +186,7 @@ def replay(
                 f"record: expected an order that a run can have, got one that ranks {waiting} cannot finish"
             )
     result = {name: torch.empty(values[name].shape) for name in names}
-    for shard in shards.values():
+    for shard in shards:
         for block, own in zip(shard.blocks, shard.values, strict=True) if shard is not None else ():
             result[names[block.key]].view(-1)[block.first : block.first + block.numel].copy_(own)
     for node in nodes:

@@ -344,7 +344,10 @@ class Store:
 
     def save(self, *, with_data: bool = True) -> "Whole | None":
         """Returns what all servers have, at one moment: all workers call this, and none of them pushes meanwhile. What
-        is in no version yet is not part of it. Without data it only waits for the other workers."""
+        is in no version yet is not part of it. Without data it only waits for the other workers.
+
+        :meta private:
+        """
         node = self._made()
         ticket = node.save(with_data)
         Work("save", node, [ticket], self._wait).wait()
@@ -352,7 +355,10 @@ class Store:
 
     def restore(self, optimizer: FusedStep, params: Mapping[str, Tensor], *, updated: bool) -> None:
         """Gives the servers the values and the state of an optimizer that ``local_optimizer`` of this store has made,
-        before anything was pushed. All workers call this, with the same numbers."""
+        before anything was pushed. All workers call this, with the same numbers.
+
+        :meta private:
+        """
         node = self._made()
         if any(self._clocks.values()):
             raise RuntimeError("load_state_dict: expected an optimizer that has made no step yet")
@@ -362,12 +368,18 @@ class Store:
         self.save(with_data=False)
 
     def local_optimizer(self, values: Mapping[str, Tensor]) -> tuple[FusedStep, dict[str, Any]]:
-        """Returns an optimizer like that of the servers, with parameters of its own that have these values."""
+        """Returns an optimizer like that of the servers, with parameters of its own that have these values.
+
+        :meta private:
+        """
         self._made()
         return local_optimizer(self._settings, values)
 
     def residuals(self) -> dict[str, Tensor]:
-        """Returns what encoding has lost of this worker's pushes: memory of the store, in pieces by key."""
+        """Returns what encoding has lost of this worker's pushes: memory of the store, in pieces by key.
+
+        :meta private:
+        """
         return {f"{self._settings.keys[key].name}/{first}": lost for (key, first), lost in self._residuals.items()}
 
     def stats(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import FAR, run_ranks
 
 from dltrain_ext import optim, ps
@@ -153,7 +152,3 @@ def test_an_order_that_no_run_has_is_refused():
     wrong = dataclasses.replace(record, handled={0: [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0)]})
     with pytest.raises(ValueError, match="record: expected an order that a run can have"):
         ps.replay(wrong, initial(), gradients)
-
-
-def test_dist_is_not_needed_for_a_replay():
-    assert not dist.is_initialized()
