@@ -22,7 +22,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
 try:
@@ -160,7 +160,7 @@ def main() -> None:
     first = fmean(time for _, time in results[METHODS[0]])
     for method, pairs in results.items():
         scores = [score for score, _ in pairs]
-        spread = f" ± {task.style.format(stdev(scores))}" if len(scores) > 1 else ""
+        spread = f" ± {task.style.format(float(torch.tensor(scores).std()))}" if len(scores) > 1 else ""
         relative = f"{fmean(time for _, time in pairs) / first:.2f}"
         strength = f"{method.delay_compensation:g}" if method.delay_compensation else ""
         table.add_row(method.name, strength, task.style.format(fmean(scores)) + spread, relative)
