@@ -123,3 +123,14 @@ def test_a_temperature_of_zero_is_sgd_with_half_the_rate():
 def test_wrong_options_are_named(options, error, text):
     with pytest.raises(error, match=text):
         optim.SGLD([torch.nn.Parameter(torch.zeros(3))], **options)
+
+
+def test_noise_does_not_depend_on_the_layout():
+    """It belongs to the index of an element, not to its place in memory."""
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        p = torch.nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=layout))
+        p.grad = torch.zeros_like(p)
+        optim.SGLD([p], lr=1.0, seed=3).step()
+        results.append(p.detach())
+    assert torch.equal(*results)

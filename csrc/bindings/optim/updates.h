@@ -248,8 +248,8 @@ class Updates {
     return !reading.master || (detail::fits(*reading.master, param, false) && has_memory(*reading.master));
   }
 
-  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly. Runs are of
-  // elements in the order of their indices.
+  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly. Runs, and
+  // rules that use the index of an element, need memory in the order of the indices.
   static bool one_layout(const Tensors& tensors, const Reading<keys_count<Rule>>& reading) {
     const at::Tensor* const master = reading.master;
     const auto all = [&](auto&& holds) {
@@ -257,7 +257,7 @@ class Updates {
     };
     const at::Tensor& param = *tensors[0];
     return all([](const at::Tensor& t) { return t.is_contiguous(); }) ||
-           (!reading.runs && param.is_non_overlapping_and_dense() &&
+           (!math::is_indexed<Rule>() && !reading.runs && param.is_non_overlapping_and_dense() &&
             all([&](const at::Tensor& t) { return t.strides() == param.strides(); }));
   }
 
