@@ -9,11 +9,10 @@
 
 #include "kernels/codecs.h"
 #include "kernels/decode.h"
+#include "kernels/elementwise.h"
 #include "kernels/encode_sum.h"
 #include "kernels/norms.h"
 #include "kernels/optimizers.h"
-#include "kernels/poison.h"
-#include "kernels/shadow.h"
 #include "kernels/unscale_and_clip.h"
 #include "kernels/update.h"
 

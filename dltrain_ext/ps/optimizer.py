@@ -14,10 +14,11 @@ from dltrain_ext.amp import note_skipped
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.optim.fused import MASTER
 from dltrain_ext.ps.checkpoint import complete
+from dltrain_ext.ps.gradients import are_finite
 from dltrain_ext.ps.hosts import Host
 from dltrain_ext.ps.replaying import Record
 from dltrain_ext.ps.serving import completed
-from dltrain_ext.ps.store import Store, are_finite
+from dltrain_ext.ps.store import Store
 from dltrain_ext.ps.work import Versions
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.ps.connecting import blocks_of, is_lossy, make_nodes_here, shard_of
+from dltrain_ext.ps.gradients import are_finite
 from dltrain_ext.ps.layout import Key, first_blocks
 from dltrain_ext.ps.serving import completed
 from dltrain_ext.ps.settings import Settings
@@ -175,9 +176,8 @@ def replay(
                 continue
             given = gradients(number, worker.clock, worker.held)
             tensors = [given[name].detach().contiguous() for name in names]
-            finite = all(bool(tensor.isfinite().all()) for tensor in tensors)
             rate = fixed if rates is None else list(rates(number, worker.clock))
-            worker.node.push(worker.clock, keys, tensors, factor=factor, rates=rate, skips=not finite)
+            worker.node.push(worker.clock, keys, tensors, factor=factor, rates=rate, skips=not are_finite(tensors))
             worker.clock += 1
             moved.append(True)
         if not any(found) and not any(moved):

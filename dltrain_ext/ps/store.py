@@ -1,7 +1,7 @@
 """A key-value store of tensors that is divided among servers."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -281,14 +281,12 @@ class Store:
         if values.keys() != into.keys():
             raise ValueError(f"into: expected the keys of values, {sorted(values)}, got {sorted(into)}")
         self._made()
-        _, clock = self._named(values, "values", None)
+        _, clock = self._named(values, "values", None)  # before anything is asked for
         self._set_rates(rates)
-        if not self._settings.lockstep:
-            self.push(values, weight=weight, finite=finite)
-            return self._pull(into, clock + 1)
-        work = self._pull(into, clock + 1, coming=1)
+        asks_first = self._settings.lockstep
+        work = self._pull(into, clock + 1, coming=1) if asks_first else None
         self.push(values, weight=weight, finite=finite)
-        return work
+        return work or self._pull(into, clock + 1)
 
     def _pull(
         self, into: Mapping[str, Tensor], clock: int | None, staleness: int | str | None = "store", coming: int = 0
@@ -469,14 +467,6 @@ def check_values(values: Any, argument: str) -> None:
         check_dense(value, f"{argument}[{name!r}]")
         if value.dtype not in _FLOATS:
             raise TypeError(f"{argument}[{name!r}]: expected float32, float16 or bfloat16, got {value.dtype}")
-
-
-def are_finite(gradients: Iterable[Tensor]) -> bool:
-    """Returns whether all elements are finite, in one pass over them."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient.detach())
-    return all(bool(_ops.sum_squares(some).isfinite()) for some in by_device.values())
 
 
 def _name_of(optimizer: Any) -> str:

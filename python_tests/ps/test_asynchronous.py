@@ -152,3 +152,18 @@ def test_an_order_that_no_run_has_is_refused():
     wrong = dataclasses.replace(record, handled={0: [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0)]})
     with pytest.raises(ValueError, match="record: expected an order that a run can have"):
         ps.replay(wrong, initial(), gradients)
+
+
+@pytest.mark.parametrize("quorum", ["all", 1])
+def test_an_order_by_hand_of_pushes_of_several_messages(quorum):
+    values = {"large": torch.zeros(700, 1001), "small": torch.zeros(37)}
+    order = [(what, worker) for _ in range(2) for what in ("pull", "push") for worker in range(2)]
+    order += [("pull", worker) for worker in range(2)]
+    staleness = 0 if quorum == "all" else None
+    record = ps.Record.written(order, values, optim.SGD, quorum=quorum, staleness=staleness, lr=1.0)
+    assert len(record.handled[2]) > len(order)
+    result = ps.replay(
+        record, values, lambda worker, clock, held: {name: torch.ones_like(v) for name, v in held.items()}
+    )
+    pushes = 2 if quorum == "all" else 4  # the mean of two, or each
+    assert all(torch.equal(value, torch.full_like(value, -float(pushes))) for value in result.values())

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "core/tensor_list.h"
+#include "kernels/elementwise.h"
 #include "kernels/for_each.h"
-#include "kernels/poison.h"
 
 namespace dltrain::comm {
 

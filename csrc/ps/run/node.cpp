@@ -149,8 +149,7 @@ void Node::serve_in_order() {
     } catch (const std::invalid_argument& error) {
       reject(ranks_.workers[static_cast<size_t>(taken.worker)], taken.worker, none, error.what());
     } catch (const std::exception& error) {  // of the server itself
-      for (int worker = 0; worker < std::ssize(ranks_.workers); ++worker)
-        reject(ranks_.workers[static_cast<size_t>(worker)], worker, none, error.what());
+      for (const int rank : ranks_.workers) reject(rank, worker_of_[static_cast<size_t>(rank)], none, error.what());
     }
   }
 }

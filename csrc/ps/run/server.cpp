@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "kernels/elementwise.h"
 #include "kernels/for_each.h"
-#include "kernels/shadow.h"
 
 namespace dltrain::ps {
 
