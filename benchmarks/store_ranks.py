@@ -471,6 +471,14 @@ def updates(workload: Workload, job: Job) -> Iterator[dict[str, Side]]:
 # Stragglers: steps that take longer at random, and what waits for them.
 
 
+def mean_step(ends: Tensor) -> float:
+    """Return the mean time of a step while all ranks make steps, from the times (ranks, steps) at which steps ended."""
+    begin, end = float(ends[:, ends.shape[1] // 4].max()), float(ends[:, -1].min())
+    if begin >= end:  # a rank had hardly begun when another one ended, so that the beginning counts, too
+        begin = 0.0
+    return len(ends) * (end - begin) / int(((ends > begin) & (ends <= end)).sum())
+
+
 class Straggling(Side):
     """A call is many steps; its sample is the mean time of one, while no rank has ended and none has just begun."""
 
@@ -497,10 +505,8 @@ class Straggling(Side):
         of_all = torch.zeros(ranks, len(ends), dtype=torch.float64)
         of_all[rank] = torch.tensor(ends, dtype=torch.float64)
         dist.all_reduce(of_all)
-        begin, end = float(of_all[:, len(ends) // 4].max()), float(of_all[:, -1].min())
-        count = int(((of_all > begin) & (of_all <= end)).sum())
         assert self.samples is not None
-        self.samples.append(ranks * (end - begin) / count)
+        self.samples.append(mean_step(of_all))
 
     def count_wrong(self) -> int:
         """Pull after all ranks have ended, and compare with the number of all steps."""

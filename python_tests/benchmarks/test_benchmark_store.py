@@ -76,6 +76,15 @@ def test_gradients_that_are_not_averaged_are_wrong() -> None:
         assert wrong["all-reduce and AdamW, raw"] > 100 and wrong["ps.Optimizer, int8"] == 0
 
 
+def test_the_mean_step_is_of_the_time_in_which_all_ranks_make_steps() -> None:
+    steady = torch.arange(1.0, 9).double()
+    assert store_ranks.mean_step(torch.stack([steady, steady])) == 1.0
+    three_steps_from_6_to_8 = torch.stack([steady, 2 * steady])
+    assert store_ranks.mean_step(three_steps_from_6_to_8) == pytest.approx(4 / 3)
+    eight_steps_by_one_of_two = torch.stack([steady, 10 + steady])
+    assert store_ranks.mean_step(eight_steps_by_one_of_two) == 2.0
+
+
 def test_lost_updates_of_stragglers_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     push = store_ranks.ps.Store.push
 
