@@ -100,9 +100,9 @@ struct Stream {
  private:
   static constexpr int block = width * warp;
 
-  __device__ Tile<block> tile(int64_t i) const {
+  __device__ Tile<block, false> tile(int64_t i) const {
     const int64_t index = i / block, rest = numel - index * block;
-    return Tile<block>(index, rest < block ? static_cast<int>(rest) : block);
+    return Tile<block, false>(index, rest < block ? static_cast<int>(rest) : block);
   }
 
   __device__ Raw decoded(int64_t i) const {

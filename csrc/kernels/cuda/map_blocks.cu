@@ -58,11 +58,17 @@ __global__ void __launch_bounds__(threads, resident)
     const int job = blocks.job_of(index);
     const auto& [numel, operation] = blocks.jobs[job];
     const int64_t own = index - (capacity == 1 ? 0 : blocks.first_tile[job]), rest = numel - own * size;
-    Tile<size> tile(own, rest < size ? static_cast<int>(rest) : size);
-    if constexpr (Receives<Operation>) {
-      operation(tile, blocks.received + (capacity == 1 ? 0 : blocks.first_received[job]));
+    const auto process = [&](auto tile) {
+      if constexpr (Receives<Operation>) {
+        operation(tile, blocks.received + (capacity == 1 ? 0 : blocks.first_received[job]));
+      } else {
+        operation(tile);
+      }
+    };
+    if (rest >= size) {
+      process(Tile<size, true>(own, size));
     } else {
-      operation(tile);
+      process(Tile<size, false>(own, static_cast<int>(rest)));
     }
   }
 }

@@ -17,15 +17,15 @@ namespace dltrain::cuda {
 
 inline constexpr unsigned warp = 32, all_lanes = 0xffffffff;
 
-template <int size>
+template <int size, bool full>
 class Tile {
  public:
   static constexpr int quads = size / 128, held = 4 * quads;
 
-  __device__ Tile(int64_t index, int count) : index_(index), first_(index * size), count_(count), lane_(threadIdx.x % warp) {}
+  __device__ Tile(int64_t index, int count) : index_(index), first_(index * size), count_(full ? size : count), lane_(threadIdx.x % warp) {}
 
   __device__ int64_t index() const { return index_; }
-  __device__ int count() const { return count_; }
+  __device__ int count() const { return full ? size : count_; }
 
   template <class T, class F>
   __device__ void load(const T* from, F f) {
@@ -155,7 +155,7 @@ class Tile {
 
   // The index in the tile of this lane's i-th element, and whether this element exists.
   __device__ int element(int i) const { return static_cast<int>(4 * lane_) + 128 * (i / 4) + i % 4; }
-  __device__ bool is_present(int i) const { return element(i) < count_; }
+  __device__ bool is_present(int i) const { return full || element(i) < count_; }
 
   // The number of words that a lane holds. The lane's i-th code is in word i % kept, `shift` bits above the lowest bit.
   template <class Layout>
@@ -170,10 +170,10 @@ class Tile {
   template <class T>
   __device__ Pack<T> read(const T* from, int first) const {
     __builtin_assume(__isGlobal(from));
-    if (first + 4 <= count_ && is_aligned(from + first)) return *reinterpret_cast<const Pack<T>*>(from + first);
+    if ((full || first + 4 <= count_) && is_aligned(from + first)) return *reinterpret_cast<const Pack<T>*>(from + first);
     Pack<T> x = {};
     for (int c = 0; c < 4; ++c) {
-      if (first + c < count_) x.values[c] = from[first + c];
+      if (full || first + c < count_) x.values[c] = from[first + c];
     }
     return x;
   }
@@ -181,14 +181,14 @@ class Tile {
   template <class T>
   __device__ void write(T* to, int first, const Pack<T>& x) const {
     __builtin_assume(__isGlobal(to));
-    if (first + 4 <= count_ && is_aligned(to + first)) {
+    if ((full || first + 4 <= count_) && is_aligned(to + first)) {
       Vector<T> vector;
       std::memcpy(&vector, &x, sizeof x);
       __stwb(reinterpret_cast<Vector<T>*>(to + first), vector);
       return;
     }
     for (int c = 0; c < 4; ++c) {
-      if (first + c < count_) to[first + c] = x.values[c];
+      if (full || first + c < count_) to[first + c] = x.values[c];
     }
   }
 
@@ -199,6 +199,6 @@ class Tile {
   uint32_t code_[held], random_[held] = {};
 };
 
-static_assert(dltrain::Tile<Tile<256>>);
+static_assert(dltrain::Tile<Tile<256, true>> && dltrain::Tile<Tile<256, false>>);
 
 }  // namespace dltrain::cuda
