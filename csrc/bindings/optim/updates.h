@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/COW.h>
 
 #include <algorithm>
 #include <deque>
@@ -229,11 +230,11 @@ class Updates {
     return impl.has_storage() && !awaits_memory(*impl.unsafe_storage().unsafeGetStorageImpl());
   }
 
-  // Before version 2.13 torch has neither such storages nor this method. A template, because a requirement may fail only there.
+  // Before version 2.13 torch has no such method. A template, because a requirement may fail only there.
   template <class Storage>
   static bool awaits_memory(const Storage& storage) {
     if constexpr (requires { storage.has_materializer(); }) return storage.has_materializer();
-    return false;
+    return c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
   }
 
   static bool fit(const Tensors& tensors, const Reading<keys_count<Rule>>& reading) {
