@@ -227,7 +227,8 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     notes = [
         f"each side is checked after {STEPS} steps against torch's last implementation, to rtol 1e-6 (LARS: 1e-4) and "
         f"atol {ATOL:g} for AdamW's parameters (SGD, LARS: rtol of the largest element); check shows the largest error "
-        "of a parameter; of other packages only parameters are checked, LARS against the formula of the package",
+        "of a parameter; of other packages only parameters are checked, LARS against the formula of the package; on a "
+        "GPU errors of peers may be 20 times as large",
         f"8-bit state: after {STEPS} steps with gradients of similar magnitude, the rms error of the steps must be at "
         f"most {100 * max(peer.lost for peer in optim_peers.ADAMW.values()):.0f} % of their rms; check shows it",
         f"GB/s and {shares} assume {bytes_moved} bytes per element, also for a side that moves more",
@@ -275,12 +276,12 @@ def measure(
     reference = stepped(kind.sides[kind.reference], values)
     rows, steps = {}, {}
     for side in (side for side in kind.sides if side in sides):
-        if side in kind.third_parties:
-            optimizer, rows[side] = check_third_party(side, kind, values, reference, why_not[side])
-        else:
-            optimizer = reference if side == kind.reference else stepped(kind.sides[side], values)
+        if side in (OURS, kind.reference):
+            optimizer = reference if side == kind.reference else stepped(kind.ours, values)
             correct, error = compare(kind, optimizer, reference)
             rows[side] = Row("", side, side == OURS, correct, f"{error:.1e}")
+        else:
+            optimizer, rows[side] = check_peer(side, kind, values, reference, why_not.get(side, ""))
         if optimizer and rows[side].correct:
             steps[side] = optimizer.step
     for side, step in steps.items():  # when all are verified, since it is one more step, also of the reference
@@ -293,26 +294,27 @@ def measure(
     return list(rows.values()), note
 
 
-def check_third_party(
+def check_peer(
     side: str, kind: Kind, values: Values, reference: torch.optim.Optimizer, why_not: str
 ) -> tuple[torch.optim.Optimizer | None, Row]:
-    """Return the optimizer of another package after its steps (None if it cannot run here), and its row."""
-    third_party = kind.third_parties[side]
+    """Return the optimizer of torch or of another package after its steps (None if it cannot run here), and its row."""
+    third_party = kind.third_parties.get(side)
     if why_not:
         return None, Row.missing(side, why_not)
-    given = even(values) if third_party.lost else values
+    given = even(values) if third_party and third_party.lost else values
     try:
-        optimizer = stepped(third_party.make, given)
+        optimizer = stepped(kind.sides[side], given)
     except ModuleNotFoundError as missing:
         return None, Row.missing(side, f"not installed: pip install {(missing.name or side).split('.')[0]}")
-    except Exception as error:  # the package may not support this machine
+    except Exception as error:  # it may not support this machine
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return None, Row.missing(side, f"cannot run here: {reason}")
-    if third_party.lost:
+    if third_party and third_party.lost:
         share = lost(optimizer, stepped(kind.sides[kind.reference], given), given)
         return optimizer, Row("", side, False, share <= third_party.lost, f"{100 * share:.1f} %")
-    wanted = stepped(third_party.formula, values) if third_party.formula else reference
-    correct, error = compare(kind, optimizer, wanted, state=False)
+    wanted = stepped(third_party.formula, values) if third_party and third_party.formula else reference
+    on_cuda = values[0][0].is_cuda  # where torch's fused AdamW takes 1 - beta2 in float32
+    correct, error = compare(kind, optimizer, wanted, state=third_party is None, slack=20 if on_cuda else 1)
     return optimizer, Row("", side, False, correct, f"{error:.1e}")
 
 
@@ -348,18 +350,18 @@ def stepped(make: Make, values: Values) -> torch.optim.Optimizer:
 
 
 def compare(
-    kind: Kind, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, state: bool = True
+    kind: Kind, optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer, state: bool = True, slack: int = 1
 ) -> tuple[bool, float]:
     """Return whether parameters (and, if asked for, state) are close, and the largest difference of a parameter."""
-    correct, errors = True, []
+    correct, errors, rtol = True, [], slack * kind.rtol
     pairs = zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True)
     for ours, theirs in pairs:
         both = [(ours, theirs, ATOL)]
         if state:
             both += [(optimizer.state[ours][key], reference.state[theirs][key], 0.0) for key in kind.state]
         for a, b, atol in both:
-            atol = kind.rtol * b.detach().abs().max().item() if kind.cancels else atol
-            correct &= torch.allclose(a, b, rtol=kind.rtol, atol=atol)
+            atol = rtol * b.detach().abs().max().item() if kind.cancels else slack * atol
+            correct &= torch.allclose(a, b, rtol=rtol, atol=atol)
         errors.append((ours.detach() - theirs.detach()).abs().max())
     return correct, torch.stack(errors).max().item()
 

@@ -89,7 +89,7 @@ def import_nothing(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def test_a_package_is_checked_or_left_out(third_party: ThirdParty, left_out: bool, correct: bool, check: str) -> None:
     kind = replace(optim.OPTIMIZERS["adamw"], third_parties={"other": third_party})
     values = optim.make_values([(50, 40), (7,)], "cpu")
-    _, row = optim.check_third_party("other", kind, values, optim.stepped(kind.sides[kind.reference], values), "")
+    _, row = optim.check_peer("other", kind, values, optim.stepped(kind.sides[kind.reference], values), "")
     assert (row.left_out, row.correct) == (left_out, correct)
     assert check in row.check
 

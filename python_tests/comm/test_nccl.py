@@ -152,7 +152,8 @@ def check_hook(rank, world_size, transport):
     torch.manual_seed(rank)
     batches = torch.randn(100, 4, 64, device="cuda")
     for model in (plain, ours):
-        model(batches[0]).square().mean().backward()
+        for batch in batches[:2]:  # in the second step DDP rebuilds its buckets, and waits for that
+            model(batch).square().mean().backward()
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
     torch.cuda.synchronize()
@@ -258,8 +259,8 @@ def check_lost(rank, world_size, transport):
         assert tensor.isnan().all()
         with pytest.raises(
             dist.DistBackendError,
-            match=rf"all_reduce with ring on rank {rank} in a group of {world_size}: waiting for .*rank.* in round \d+ "
-            rf"of \d+ failed after .* s \(deadline {seconds} s\): ",
+            match=rf"all_reduce.* on rank {rank} in a group of {world_size}: .*"
+            r"the culprit is rank 1: it is alive, but has not made call 2",
         ):
             communicator.all_reduce(tensor)
     else:

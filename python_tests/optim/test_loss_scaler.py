@@ -16,6 +16,7 @@ from optimizers import (
     everything,
     give_scaled,
     iterate,
+    skip_unless_torch_unscales,
     taken_by,
     telling,
     two_groups,
@@ -116,6 +117,7 @@ def test_the_results_equal_those_of_torchs_calls(kind, torchs, max_norm, unscale
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_torchs_optimizers(kind, options, max_norm, dtype, device):
     """The bits are equal, because the operations are the same."""
+    skip_unless_torch_unscales(dtype, device)
     results = []
     for scaler in (LossScaler(device, init_scale=64.0), GradScaler(device, init_scale=64.0)):
         params, optimizer = two_groups(kind, device, dtype, **options)

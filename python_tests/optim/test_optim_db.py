@@ -17,6 +17,7 @@ from optimizers import (
     give_own_grads,
     give_scaled,
     make_params,
+    skip_unless_torch_unscales,
     taken_by,
     through_file,
     two_groups,
@@ -56,9 +57,9 @@ def step(pair, seeds, edit=lambda params, optimizer: None):
             optimizer.step()
 
 
-def check(pair):
+def check(pair, slack=1):
     (ours, optimizer), (theirs, torchs) = pair
-    assert_same(ours, theirs)
+    assert_same(ours, theirs, slack)
     for p, twin in zip(ours, theirs, strict=True):
         wanted = {key: value for key, value in torchs.state[twin].items() if value is not None}
         assert optimizer.state[p].keys() == wanted.keys()
@@ -185,13 +186,15 @@ def test_group_options(kind, torchs, device):
             groups = [{"params": params[:2], "lr": 0.3}, {"params": params[2:], "weight_decay": 0.3}]
             pair.append((params, one(groups, **copy.deepcopy(kwargs))))
         step(pair, range(4))
-        check(pair)
+        # Here torch computes 1 - beta2 ** step in float32, so that an update may be off by a few parts in 10^5.
+        check(pair, slack=10 if kwargs.get("capturable") and device == "cuda" else 1)
 
 
 @pytest.mark.parametrize(("kind", "torchs", "index"), SCHEDULES)
 def test_schedules(kind, torchs, index, device):
     """If the first step is skipped, there is no warning that the scheduler was called before the optimizer."""
-    pair = both(kind, torchs, {"lr": 0.05, **taken_by(torchs, fused=True)}, device)
+    refused = device == "cuda" and torchs is torch.optim.Adagrad
+    pair = both(kind, torchs, {"lr": 0.05, **({} if refused else taken_by(torchs, fused=True))}, device)
     for (params, optimizer), one in zip(pair, (LossScaler, torch.amp.GradScaler), strict=True):
         scaler = one(device, init_scale=4.0)
         schedulers = [make(optimizer) for make in INFOS[torchs].scheduler_inputs[index]]
@@ -298,6 +301,8 @@ def test_one_non_finite_element_skips_the_whole_step(kind, bad, max_norm, dtype,
 @pytest.mark.parametrize("scaler_kind", [LossScaler, torch.amp.GradScaler])
 def test_half_gradients(kind, dtype, scaler_kind, device):
     """torch refuses to unscale float16; here the results equal those without a scale, as powers of two are exact."""
+    if scaler_kind is torch.amp.GradScaler and dtype == torch.bfloat16:
+        skip_unless_torch_unscales(dtype, device)
     (params, optimizer), (twins, twin) = two_groups(kind, device, dtype), two_groups(kind, device, dtype)
     scaler = scaler_kind(device, init_scale=64.0, growth_interval=2)
     for seed in range(6):
