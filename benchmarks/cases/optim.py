@@ -298,23 +298,23 @@ def check_peer(
     side: str, kind: Kind, values: Values, reference: torch.optim.Optimizer, why_not: str
 ) -> tuple[torch.optim.Optimizer | None, Row]:
     """Return the optimizer of torch or of another package after its steps (None if it cannot run here), and its row."""
-    third_party = kind.third_parties.get(side)
+    peer = kind.third_parties.get(side) or ThirdParty(kind.peers[side])
     if why_not:
         return None, Row.missing(side, why_not)
-    given = even(values) if third_party and third_party.lost else values
+    given = even(values) if peer.lost else values
     try:
-        optimizer = stepped(kind.sides[side], given)
+        optimizer = stepped(peer.make, given)
     except ModuleNotFoundError as missing:
         return None, Row.missing(side, f"not installed: pip install {(missing.name or side).split('.')[0]}")
     except Exception as error:  # it may not support this machine
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return None, Row.missing(side, f"cannot run here: {reason}")
-    if third_party and third_party.lost:
+    if peer.lost:
         share = lost(optimizer, stepped(kind.sides[kind.reference], given), given)
-        return optimizer, Row("", side, False, share <= third_party.lost, f"{100 * share:.1f} %")
-    wanted = stepped(third_party.formula, values) if third_party and third_party.formula else reference
+        return optimizer, Row("", side, False, share <= peer.lost, f"{100 * share:.1f} %")
+    wanted = stepped(peer.formula, values) if peer.formula else reference
     on_cuda = values[0][0].is_cuda  # where torch's fused AdamW takes 1 - beta2 in float32
-    correct, error = compare(kind, optimizer, wanted, state=third_party is None, slack=20 if on_cuda else 1)
+    correct, error = compare(kind, optimizer, wanted, state=side in kind.peers, slack=20 if on_cuda else 1)
     return optimizer, Row("", side, False, correct, f"{error:.1e}")
 
 

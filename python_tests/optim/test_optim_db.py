@@ -193,8 +193,9 @@ def test_group_options(kind, torchs, device):
 @pytest.mark.parametrize(("kind", "torchs", "index"), SCHEDULES)
 def test_schedules(kind, torchs, index, device):
     """If the first step is skipped, there is no warning that the scheduler was called before the optimizer."""
-    refused = device == "cuda" and torchs is torch.optim.Adagrad
-    pair = both(kind, torchs, {"lr": 0.05, **({} if refused else taken_by(torchs, fused=True))}, device)
+    is_refused = device == "cuda" and torchs is torch.optim.Adagrad
+    fused = {} if is_refused else taken_by(torchs, fused=True)
+    pair = both(kind, torchs, {"lr": 0.05, **fused}, device)
     for (params, optimizer), one in zip(pair, (LossScaler, torch.amp.GradScaler), strict=True):
         scaler = one(device, init_scale=4.0)
         schedulers = [make(optimizer) for make in INFOS[torchs].scheduler_inputs[index]]

@@ -153,9 +153,12 @@ class Tile {
 
   static __device__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
+  // Whether the tile has an element of this index. Of a full tile that is known when it is compiled.
+  __device__ bool exists(int element) const { return full || element < count_; }
+
   // The index in the tile of this lane's i-th element, and whether this element exists.
   __device__ int element(int i) const { return static_cast<int>(4 * lane_) + 128 * (i / 4) + i % 4; }
-  __device__ bool is_present(int i) const { return full || element(i) < count_; }
+  __device__ bool is_present(int i) const { return exists(element(i)); }
 
   // The number of words that a lane holds. The lane's i-th code is in word i % kept, `shift` bits above the lowest bit.
   template <class Layout>
@@ -170,10 +173,10 @@ class Tile {
   template <class T>
   __device__ Pack<T> read(const T* from, int first) const {
     __builtin_assume(__isGlobal(from));
-    if ((full || first + 4 <= count_) && is_aligned(from + first)) return *reinterpret_cast<const Pack<T>*>(from + first);
+    if (exists(first + 3) && is_aligned(from + first)) return *reinterpret_cast<const Pack<T>*>(from + first);
     Pack<T> x = {};
     for (int c = 0; c < 4; ++c) {
-      if (full || first + c < count_) x.values[c] = from[first + c];
+      if (exists(first + c)) x.values[c] = from[first + c];
     }
     return x;
   }
@@ -181,14 +184,14 @@ class Tile {
   template <class T>
   __device__ void write(T* to, int first, const Pack<T>& x) const {
     __builtin_assume(__isGlobal(to));
-    if ((full || first + 4 <= count_) && is_aligned(to + first)) {
+    if (exists(first + 3) && is_aligned(to + first)) {
       Vector<T> vector;
       std::memcpy(&vector, &x, sizeof x);
       __stwb(reinterpret_cast<Vector<T>*>(to + first), vector);
       return;
     }
     for (int c = 0; c < 4; ++c) {
-      if (full || first + c < count_) to[first + c] = x.values[c];
+      if (exists(first + c)) to[first + c] = x.values[c];
     }
   }
 
