@@ -166,12 +166,12 @@ def replay(
         _Worker(nodes[rank], record.clocks(number), {name: torch.empty(values[name].shape) for name in names})
         for number, rank in enumerate(settings.workers)
     ]
-    while not all(worker.is_over for worker in workers):
-        found = [node.poll() for node in nodes]
-        moved = [worker.pull_next(keys, settings.staleness) for worker in workers]
+    moved = [True]
+    while any(moved):  # also when all workers have ended, since the last ones to leave may complete a version
+        moved = [node.poll() for node in nodes]
+        moved += [worker.pull_next(keys, settings.staleness) for worker in workers]
         for number, worker in enumerate(workers):
-            if worker.is_over:
-                worker.node.finish(0.0)  # later messages of others may come after this in the record
+            moved.append(worker.leave_once_over())  # later messages of others may come after this in the record
             if not worker.may_push:
                 continue
             given = gradients(number, worker.clock, worker.held)
@@ -180,11 +180,8 @@ def replay(
             worker.node.push(worker.clock, keys, tensors, factor=factor, rates=rate, skips=not are_finite(tensors))
             worker.clock += 1
             moved.append(True)
-        if not any(found) and not any(moved):
-            waiting = [rank for rank, worker in zip(settings.workers, workers, strict=True) if not worker.is_over]
-            raise ValueError(
-                f"record: expected an order that a run can have, got one that ranks {waiting} cannot finish"
-            )
+    if waiting := [rank for rank, worker in zip(settings.workers, workers, strict=True) if not worker.is_over]:
+        raise ValueError(f"record: expected an order that a run can have, got one that ranks {waiting} cannot finish")
     result = {name: torch.empty(values[name].shape) for name in names}
     for shard in shards:
         for block, own in zip(shard.blocks, shard.values, strict=True) if shard is not None else ():
@@ -201,6 +198,7 @@ class _Worker:
         self.node, self.held, self.clock = node, held, 0
         self._pulls = pulls
         self._ticket: _ops.StoreTicket | None = None
+        self._has_left = False
 
     def pull_next(self, keys: list[int], staleness: int | None) -> bool:
         """Begins the next pull of this clock, if none is under way. Returns whether anything has changed."""
@@ -215,6 +213,14 @@ class _Worker:
         self._pulls[self.clock] -= 1
         self._ticket = self.node.pull(self.clock, staleness, keys, list(self.held.values()))
         return True
+
+    def leave_once_over(self) -> bool:
+        """Tells the servers once that no message follows. Returns whether it has."""
+        leaves = self.is_over and not self._has_left
+        if leaves:
+            self.node.finish(0.0)
+            self._has_left = True
+        return leaves
 
     @property
     def may_push(self) -> bool:

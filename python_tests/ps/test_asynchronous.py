@@ -170,3 +170,13 @@ def test_an_order_by_hand_of_pushes_of_several_messages(quorum):
     pushes = 2 if quorum == "all" else 4  # the mean of two, or each
     assert all(torch.equal(value, torch.full_like(value, -float(pushes))) for value in result.values())
     assert dist.is_initialized() == was_initialized  # a replay needs no group
+
+
+def test_the_last_worker_that_leaves_completes_a_version():
+    values = {"w": torch.zeros(3)}
+    order = [("pull", 0), ("pull", 1), ("push", 0), ("pull", 0)]
+    record = ps.Record.written(order, values, optim.SGD, quorum=2, staleness=None, lr=1.0)
+    leaves = [(2, worker, 0, -1) for worker in range(2)]
+    record = dataclasses.replace(record, handled={2: [*record.handled[2], *leaves]})
+    (value,) = ps.replay(record, values, lambda worker, clock, held: {"w": torch.ones(3)}).values()
+    assert torch.equal(value, torch.full((3,), -0.5))  # one of the two that make a mean
