@@ -3,6 +3,7 @@ printed and verified."""
 
 from dltrain_ext.comm.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from dltrain_ext.comm.communicator import CallOptions, Communicator
+from dltrain_ext.comm.owners import Owners
 from dltrain_ext.comm.plans import ALGORITHMS, COLLECTIVES, Plan, Step, algorithms_for, plan, verify, verify_plans
 from dltrain_ext.comm.tuning import Choice, Tuning
 from dltrain_ext.comm.work import Work
@@ -13,6 +14,7 @@ __all__ = [
     "CallOptions",
     "Choice",
     "Communicator",
+    "Owners",
     "Plan",
     "Step",
     "Tuning",

@@ -1,0 +1,59 @@
+"""Which layers of a model are preconditioned."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext.kfac.layers import Layer
+
+# A Linear whose weights are used, but which is not called: MultiheadAttention's own.
+_NEVER_CALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
+def select(model: nn.Module, approximation: str, skip_layers: Sequence[str]) -> dict[str, Layer]:
+    """Returns the Linear and Conv2d layers by name, without those that ``skip_layers`` matches."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if isinstance(skip_layers, str) or not all(isinstance(pattern, str) for pattern in skip_layers):
+        raise TypeError(f"skip_layers: expected a sequence of regular expressions, got {skip_layers!r}")
+    patterns = [re.compile(pattern) for pattern in skip_layers]
+    users: dict[int, list[str]] = {}  # of each parameter
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(name)
+    layers = {}
+    for name, module in model.named_modules():
+        if not _is_supported(module) or any(p.search(name) or p.search(type(module).__name__) for p in patterns):
+            continue
+        for what in _obstacles(module, users):
+            raise ValueError(f"model: expected {what}, got layer {name!r}; skip_layers=[{re.escape(name)!r}] leaves it out")
+        layers[name] = Layer(name, module, approximation)
+    if not layers:
+        raise ValueError("model: expected at least one Linear or Conv2d layer that requires a gradient, got none")
+    devices = {layer.module.weight.device for layer in layers.values()}
+    if len(devices) > 1:
+        raise ValueError(f"model: expected all layers on one device, got {', '.join(sorted(map(str, devices)))}")
+    return layers
+
+
+def _is_supported(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear | nn.Conv2d) or isinstance(module, _NEVER_CALLED):
+        return False
+    weight = module._parameters.get("weight")  # which is no parameter if it is computed of others
+    return weight is not None and weight.requires_grad and getattr(module, "groups", 1) == 1
+
+
+def _obstacles(module: nn.Module, users: dict[int, list[str]]) -> Iterator[str]:
+    for parameter in module.parameters(recurse=False):
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            yield "initialized layers (run the model once before)"
+        elif isinstance(parameter, DTensor):
+            yield "parameters that are not sharded"
+        elif parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            yield f"float32, float16 or bfloat16 parameters, not {parameter.dtype}"
+        elif len(users[id(parameter)]) > 1:
+            yield f"parameters that only one module uses, not {', '.join(map(repr, users[id(parameter)]))}"
