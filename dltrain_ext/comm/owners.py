@@ -73,7 +73,7 @@ class Owners:
         if device is None:
             device = "cpu" if alone else device_of(group_of(group))
         self._nothing = torch.empty(0, device=device)
-        self._by_rank = _balanced(self._costs, len(ranks))
+        self._by_rank = balanced(self._costs, len(ranks))
         self.owner = {name: owner for owner, names in enumerate(self._by_rank) for name in names}
         self.world_size, self._workers = len(ranks), workers
         self.owned, self.worked_on = self._by_rank[rank], self._names_of_workers(rank)
@@ -83,7 +83,9 @@ class Owners:
         def connected(members: range) -> Communicator | None:
             if len(members) in (1, len(ranks)):
                 return everyone if len(members) > 1 else None
-            some = dist.new_group([ranks[member] for member in members], timeout, "gloo", use_local_synchronization=True)
+            some = dist.new_group(
+                [ranks[member] for member in members], timeout, "gloo", use_local_synchronization=True
+            )
             return Communicator(some, timeout=timeout, ranks_per_host=1)
 
         first = rank - rank % workers
@@ -133,7 +135,7 @@ class Owners:
         if everyone.communicator is None:
             return dict(tensors)
         parts = [self._joined([tensors[name] for name in names if name in tensors]) for names in everyone.names]
-        mine = torch.empty_like(parts[everyone.index])
+        mine = torch.empty_like(parts[everyone.place])
         everyone.communicator.reduce_scatter(mine, parts, "avg", algorithm="direct", codec=codec)
         return _divided(mine, {name: tensors[name].shape for name in self.owned if name in tensors})
 
@@ -157,11 +159,13 @@ class Owners:
         return self._exchanged(self._counterparts, tensors, shapes, codec)
 
     def _exchanged(self, over: "_Exchange", tensors: Items, shapes: Shapes, codec: str) -> dict[str, Tensor]:
-        own = [name for name in over.names[over.index] if name in shapes]
+        own = [name for name in over.names[over.place] if name in shapes]
         self._check(tensors, "tensors", own)
         self._check(shapes, "shapes", self.owner)
         if missing := [name for name in own if name not in tensors]:
-            raise ValueError(f"tensors: expected one for each of this rank's items in shapes, got none for {missing[0]}")
+            raise ValueError(
+                f"tensors: expected one for each of this rank's items in shapes, got none for {missing[0]}"
+            )
         if over.communicator is None:
             return dict(tensors)
         mine = self._joined([tensors[name] for name in own])
@@ -202,7 +206,7 @@ class _Exchange(NamedTuple):
     """Ranks that are connected, which of them this one is, and the names of the items that each contributes or gets."""
 
     communicator: Communicator | None  # None for one rank
-    index: int
+    place: int
     names: list[list[str]]
 
 
@@ -215,8 +219,10 @@ def _checked(costs: Mapping[str, float]) -> dict[str, float]:
     return dict(costs)
 
 
-def _balanced(costs: Mapping[str, float], ranks: int) -> list[list[str]]:
-    loads, names = [0.0] * ranks, [[] for _ in range(ranks)]
+def balanced(costs: Mapping[str, float], ranks: int) -> list[list[str]]:
+    """Returns the names of each rank."""
+    loads = [0.0] * ranks
+    names: list[list[str]] = [[] for _ in range(ranks)]
     for name in sorted(costs, key=lambda name: -costs[name]):
         least = loads.index(min(loads))
         loads[least] += costs[name]
@@ -225,5 +231,5 @@ def _balanced(costs: Mapping[str, float], ranks: int) -> list[list[str]]:
 
 
 def _divided(whole: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    parts = whole.split([shape.numel() for shape in shapes.values()])
+    parts = torch.split(whole, [shape.numel() for shape in shapes.values()])
     return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}

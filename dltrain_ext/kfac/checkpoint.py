@@ -14,7 +14,7 @@ KEYS = ("A", "G", "A_weight", "G_weight")
 
 
 def collect(layers: Mapping[str, Layer], owners: Owners) -> dict[str, dict[str, Any]]:
-    """Returns the factors A and G of each layer, and their weights as means over the ranks. This is a collective call."""
+    """Returns the factors A and G of each layer, and their mean weights over the ranks. This is a collective call."""
     return {
         name: {
             key: entry

@@ -9,6 +9,12 @@ GROWTH = 10.0  # of the damping, where a factorization has failed
 MOST = 30  # times that it may grow
 
 
+def cost(size: int) -> float:
+    """Returns a number proportional to the time in which a matrix (size, size) is inverted and sent: about 1,000
+    multiplications take as long as it takes to move an element."""
+    return float(size**3 + 1024 * size**2)
+
+
 def damped_inverses(matrices: Sequence[Tensor], dampings: Sequence[float]) -> tuple[list[Tensor], list[int]]:
     """Inverts ``matrix + damping * I`` for symmetric matrices (n, n) and dampings > 0.
 

@@ -71,7 +71,9 @@ class Inverses:
             else:
                 self.lacks_some |= of_layer > 0
         if not units and not calls:
-            raise RuntimeError("step: expected the gradients of a forward and a backward pass through the model, got none")
+            raise RuntimeError(
+                "step: expected the gradients of a forward and a backward pass through the model, got none"
+            )
         return units, weights
 
     def _total(self, rows: Mapping[str, Tensor], width: int) -> Numbers:
@@ -90,7 +92,9 @@ class Inverses:
         ]
         return torch.cat(parts)
 
-    def _invert(self, means: dict[str, Tensor], dampings: dict[str, float]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _invert(
+        self, means: dict[str, Tensor], dampings: dict[str, float]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns the inverses, packed and in units of their diagonals' means, and for each layer these means and how
         often dampings were multiplied by 10."""
         matrices = [matrix for name, packed in means.items() for matrix in self._unpacked(name, packed)]
@@ -106,7 +110,7 @@ class Inverses:
 
     def _unpacked(self, name: str, packed: Tensor) -> tuple[Tensor, ...]:
         sizes = self._sizes(name)
-        parts = packed.split([packed_numel(size) for size in sizes])
+        parts = torch.split(packed, [packed_numel(size) for size in sizes])
         return tuple(unpack(part, size) for part, size in zip(parts, sizes, strict=True))
 
     def _sizes(self, name: str) -> list[int]:

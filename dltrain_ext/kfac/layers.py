@@ -74,7 +74,7 @@ class Layer:
             The handle of the hook.
         """
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def take(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
             if not (torch.is_grad_enabled() and output.requires_grad and output.numel()) or scale() is None:
                 return
@@ -89,7 +89,7 @@ class Layer:
                         self.gradients.add(self._gradient_moment(gradient, factor))
                     self.calls += 1
 
-            output.register_hook(take_gradient)
+            output.register_hook(take_gradient)  # type: ignore[no-untyped-call]
 
         return self.module.register_forward_hook(take, with_kwargs=True)
 
@@ -132,17 +132,22 @@ class Layer:
 
     def gradient(self) -> Tensor | None:
         """Returns the gradient as a float32 matrix, or None if there is none."""
-        weight, bias = self.module.weight.grad, self.module.bias.grad if self.has_bias else None
+        weight, bias = self._gradients()
         if weight is None or (self.has_bias and bias is None):
             return None
         matrix = weight.flatten(1).float()
         return matrix if bias is None else torch.cat([matrix, bias.float().unsqueeze(1)], 1)
 
     def set_gradient(self, matrix: Tensor) -> None:
-        weight = self.module.weight.grad
+        weight, bias = self._gradients()
+        assert weight is not None
         weight.copy_(matrix[:, : weight[0].numel()].view_as(weight))
-        if self.has_bias:
-            self.module.bias.grad.copy_(matrix[:, -1])
+        if bias is not None:
+            bias.copy_(matrix[:, -1])
+
+    def _gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        bias = self.module.bias if self.has_bias else None
+        return self.module.weight.grad, None if bias is None else bias.grad
 
 
 def batched(tensor: Tensor, dims: int) -> Tensor:

@@ -14,6 +14,7 @@ from dltrain_ext._arguments import as_number
 from dltrain_ext.codecs import CODECS
 from dltrain_ext.comm import Owners
 from dltrain_ext.kfac import checkpoint
+from dltrain_ext.kfac.cholesky import cost
 from dltrain_ext.kfac.inverses import Inverses
 from dltrain_ext.kfac.layers import APPROXIMATIONS
 from dltrain_ext.kfac.selection import select
@@ -39,10 +40,10 @@ class KFAC:
     **Ranks.** Gradients are those of DistributedDataParallel, with the hook of :mod:`dltrain_ext.ddp` or without. Each
     rank keeps running means of its own. When inverses are made, each layer's means go to its owner
     (:class:`dltrain_ext.comm.Owners`), as triangles in ``codec``; the owner inverts them, and sends the inverses to
-    ``grad_worker_fraction`` of the ranks. With less than 1, the gradients of layers that other ranks have preconditioned
-    travel at every step, in ``gradient_codec``. All ranks use what was decoded, also the owner, so all compute with the
-    same bits; their gradients have the same bits if their products do, as on processors of one kind with as many
-    threads. Without a process group it works in one process.
+    ``grad_worker_fraction`` of the ranks. With less than 1, the gradients of layers that other ranks have
+    preconditioned travel at every step, in ``gradient_codec``. All ranks use what was decoded, also the owner, so all
+    compute with the same bits; their gradients have the same bits if their products do, as on processors of one kind
+    with as many threads. Without a process group it works in one process.
 
     The host waits for the device only when inverses are made. A batch whose moments are not finite is left out.
 
@@ -128,7 +129,7 @@ class KFAC:
         self._gradient_codec, self._scaler = gradient_codec, scaler
         self._layers = select(model, approximation, skip_layers)
         self.layers = list(self._layers)
-        costs = {name: float(sum(size**3 for size in layer.shape)) for name, layer in self._layers.items()}
+        costs = {name: sum(map(cost, layer.shape)) for name, layer in self._layers.items()}
         device = next(iter(self._layers.values())).inputs.sum.device
         self.owners = Owners(costs, workers=_workers(grad_worker_fraction, group), group=group, device=device)
         self._inverses = Inverses(self._layers, self.owners, codec)
@@ -191,8 +192,8 @@ class KFAC:
             self._layers[name].set_gradient(gradient if factor is None else gradient.mul_(factor))
 
     def _limit(self, gradients: dict[str, Tensor], preconditioned: dict[str, Tensor]) -> Tensor | None:
-        """Returns by what the preconditioned gradients are multiplied. If one is not finite, it is not finite either, so
-        that a scaler sees it in all gradients."""
+        """Returns by what the preconditioned gradients are multiplied. It is NaN if one of them is not finite, so a
+        scaler sees that in all gradients."""
         if self.kl_clip is None:
             return None
         products = [torch.dot(gradients[name].flatten(), some.flatten()) for name, some in preconditioned.items()]

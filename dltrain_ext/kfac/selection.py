@@ -30,7 +30,9 @@ def select(model: nn.Module, approximation: str, skip_layers: Sequence[str]) -> 
         if not _is_supported(module) or any(p.search(name) or p.search(type(module).__name__) for p in patterns):
             continue
         for what in _obstacles(module, users):
-            raise ValueError(f"model: expected {what}, got layer {name!r}; skip_layers=[{re.escape(name)!r}] leaves it out")
+            raise ValueError(
+                f"model: expected {what}, got layer {name!r}; skip_layers=[{re.escape(name)!r}] leaves it out"
+            )
         layers[name] = Layer(name, module, approximation)
     if not layers:
         raise ValueError("model: expected at least one Linear or Conv2d layer that requires a gradient, got none")

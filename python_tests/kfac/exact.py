@@ -74,7 +74,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def means(found: list[Factors]) -> Factors:
-    return {name: tuple(sum(some) / len(found) for some in zip(*(f[name] for f in found), strict=True)) for name in found[0]}
+    return {
+        name: tuple(sum(some) / len(found) for some in zip(*(f[name] for f in found), strict=True)) for name in found[0]
+    }
 
 
 def batches(size: int, shape: tuple[int, ...], seed: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,5 +1,7 @@
 """Factors of layers, their packed form and their inverses, in one process."""
 
+import itertools
+
 import exact
 import pytest
 import torch
@@ -135,7 +137,7 @@ def test_means_decay_and_inverses_are_made_when_they_are_due():
         model[0].bias.grad.fill_(1)
         preconditioner.step()
         gradients.append(exact.gradients(model)["0"].clone())
-    changed = [not torch.equal(before, after) for before, after in zip(gradients, gradients[1:], strict=False)]
+    changed = [not torch.equal(before, after) for before, after in itertools.pairwise(gradients)]
     assert changed == [False, False, True, False, False], "the inverses of steps 0 and 3 serve three steps each"
     mean = sum(weight * rows.t() @ rows / 8 for weight, rows in zip((0.25, 0.5, 1), taken, strict=True)) / 1.75
     torch.testing.assert_close(preconditioner.state_dict()["layers"]["0"]["A"], mean)

@@ -1,4 +1,4 @@
-"""kfac.KFAC on several ranks: accuracy against fp64, the same bits, bytes, DDP, and checkpoints for other world sizes."""
+"""kfac.KFAC on several ranks: accuracy against fp64, the same bits, bytes, DDP, checkpoints."""
 
 import exact
 import pytest
@@ -101,7 +101,9 @@ def check_bytes(rank, world_size, fraction):
         preconditioner.step()
         sent = owners.stats()["wire_bytes"] - before
         few = 4 * 2 * world_size * 3 * 8 if step % 2 == 0 else 0  # a few numbers for each layer
-        assert gradients + (with_inverses if few else 0) <= sent <= gradients + (with_inverses if few else 0) + few, step
+        assert gradients + (with_inverses if few else 0) <= sent <= gradients + (with_inverses if few else 0) + few, (
+            step
+        )
 
 
 @pytest.mark.parametrize("ranks, fraction", GRIDS)
@@ -203,13 +205,20 @@ def check_unlike(rank, world_size):
         comm.Owners({"a": 1}, workers=3)
     with pytest.raises(ValueError, match=r"costs: .* got nan for 'a'"):
         comm.Owners({"a": float("nan")})
-    with pytest.raises(ValueError, match=r"grad_worker_fraction: expected one of 1/3, 3/3"):
-        raise ValueError("grad_worker_fraction: expected one of 1/3, 3/3")
     owners = comm.Owners({"a": 2, "b": 1})
     with pytest.raises(ValueError, match="tensors: expected names out of a, b, got 'c'"):
         owners.reduce({"c": torch.zeros(1)})
     with pytest.raises(ValueError, match="tensors: expected one for each"):
         owners.gather({}, {"a": (1,), "b": (1,)})
+
+
+def check_fraction(rank, world_size):
+    with pytest.raises(ValueError, match=r"grad_worker_fraction: expected one of 1/3, 3/3 on 3 ranks, got 0.7"):
+        kfac.KFAC(make(), grad_worker_fraction=0.7)
+
+
+def test_a_fraction_must_divide_the_ranks():
+    run_ranks(3, check_fraction)
 
 
 def test_owners_refuse_what_they_do_not_know():

@@ -34,7 +34,7 @@ PARTS = {
 
 # Python module -> the modules of the package that it may use
 MODULES = {
-    "__init__": {"amp", "codecs", "comm", "ddp", "optim", "sim", "_build_info"},
+    "__init__": {"amp", "codecs", "comm", "ddp", "kfac", "optim", "sim", "_build_info"},
     "_ops": {"_C", "_build_info"},
     "_arguments": set(),
     "reference": set(),
@@ -45,13 +45,14 @@ MODULES = {
     "compress": {"comm", "codecs", "_ops", "_arguments"},
     "ddp": {"compress", "comm", "amp", "_ops", "_arguments"},
     "fsdp": {"compress", "comm", "_arguments"},
+    "kfac": {"comm", "codecs", "_arguments"},
     "ps": {"amp", "optim", "comm", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
     "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
-PUBLIC = {"amp", "codecs", "comm", "ddp", "fsdp", "info", "lightning", "optim", "ps", "reference", "selftest", "sim"}
+PUBLIC = MODULES.keys() - {"__init__", "_ops", "_arguments", "compress"}
 
 
 def sources() -> list[Path]:
