@@ -82,15 +82,15 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         f"K-FAC, {len(shapes)} layers of ResNet-50 with factors of up to {largest}, {ranks} ranks, fp32",
         notes=[
             "a sample is one call after a barrier, on the slowest rank; the sides of a part are timed alternately",
-            "factors: the means of all ranks, as triangles to their owners; the peer all-reduces the matrices. inverses: "
-            "from their owners to all ranks; the peer broadcasts each matrix. inverting: the factors of rank 0 alone. "
-            "preconditioning: a gradient of every layer, with inverses, or with eigenvectors as KAISA does by default",
-            "#wrong: elements beyond the error of the encodings, or with other bits than on rank 0; for inverses, "
-            "matrices whose product with the factor is not the identity",
-            f"wire bytes: of one call, the largest over the ranks. Divided by {INVERSE_STEPS}, the sum of both parts is "
-            f"sent a step; KAISA's formula is {ring / 1e6:.4g} MB for each all-reduce of the factors, every "
-            f"{FACTOR_STEPS} steps, and as much as half of it for inverses, every {INVERSE_STEPS}: "
-            f"{(ring / FACTOR_STEPS + ring / 2 / INVERSE_STEPS) / 1e6:.4g} MB a step",
+            "factors: the means of all ranks, as triangles to their owners; the peer all-reduces the matrices",
+            "inverses: from their owners to all ranks; the peer broadcasts each matrix",
+            "inverting: the factors of all layers, on one rank",
+            "preconditioning: a gradient of each layer, with inverses, or with eigenvectors as KAISA does by default",
+            "#wrong: elements beyond the error of the encodings, or with other bits than on rank 0; where matrices are "
+            "inverted, those whose product with the factor is not the identity",
+            "wire bytes: of one call, the largest over the ranks; factors and inverses are sent every "
+            f"{INVERSE_STEPS} steps; KAISA's formula for its all-reduce of fp32 factors is {1e-6 * ring:.4g} MB, every "
+            f"{FACTOR_STEPS} steps",
         ],
         check_heading="#wrong",
     )

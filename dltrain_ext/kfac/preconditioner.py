@@ -32,8 +32,9 @@ class KFAC:
 
     ``step`` replaces the gradient V of a layer's weights (as a matrix, with the bias as its last column) by
     ``nu (G + sqrt(damping) / pi I)^-1 V (A + pi sqrt(damping) I)^-1``, where A and G are the running means of the
-    layer's Kronecker factors (:class:`dltrain_ext.kfac.layers.Layer` has their formulas), pi is the square root of the
-    quotient of the mean diagonals of A and G (Martens & Grosse 2015, arXiv:1503.05671, 6.3), and
+    layer's Kronecker factors, of the second moments of its inputs and of the gradients of its outputs for the loss of
+    one example (``dltrain_ext/kfac/layers.py`` has the formulas), pi is the square root of the quotient of the mean
+    diagonals of A and G (Martens & Grosse 2015, arXiv:1503.05671, 6.3), and
     ``nu = min(1, sqrt(kl_clip / (lr^2 sum of V * preconditioned V)))`` limits the change of all layers together
     (Ba, Grosse & Martens 2017).
 

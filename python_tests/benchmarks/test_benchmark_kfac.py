@@ -5,7 +5,6 @@ from pathlib import Path
 
 import commands
 import pytest
-import torch
 import torch.distributed as dist
 
 from benchmarks.cases import kfac

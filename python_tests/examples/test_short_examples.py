@@ -21,6 +21,7 @@ EXAMPLES = {
     "compiled.py": ("--steps 4 --backend aot_eager", [PERCENT, "25.6", "32"]),
     "compiled_step.py": ("--steps 4 --backend aot_eager", [PERCENT, r"\d\.\d{3}", r"\d+\.\d{3}"]),
     "fully_sharded.py": ("--steps 4", [PERCENT + r"\d", "4", "3.91", "32"]),
+    "matrix_optimizers.py": ("--steps 4", ["4", "25.6", "32", PERCENT]),
     "resume.py": ("--steps 6", [PERCENT, "25.6", "32"]),
     "sync_batch_norm.py": ("--steps 4", [PERCENT, "25.7", "32"]),
     "zero.py": ("--steps 4", [PERCENT, "25.6", "32", "0", "87"]),
@@ -50,6 +51,14 @@ def test_hybrid_sharding(tmp_path: Path) -> None:
     said = run_example("fully_sharded.py", tmp_path, "--steps", "4", "--hosts", "2", ranks=4)
     _, steps, ratio, _ = numbers(said)
     assert steps == "4" and float(ratio) > 3.5
+
+
+@pytest.mark.needs("pytorch_optimizer")
+@pytest.mark.parametrize(("optimizer", "least"), [("shampoo", 30), ("soap", 70), ("schedule-free", 70)])
+def test_optimizers_of_another_package_learn_behind_the_hook(optimizer: str, least: float, tmp_path: Path) -> None:
+    said = run_example("matrix_optimizers.py", tmp_path, "--optimizer", optimizer, "--steps", 40)
+    assert said.startswith(f"{optimizer}: 40 steps sent 25.6% of fp32's bytes")
+    assert float(numbers(said)[-1]) > least, said
 
 
 def test_every_short_example_is_tested_and_says_how_to_run_it() -> None:

@@ -20,7 +20,14 @@ from dltrain_ext import amp, comm, ddp, optim
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 SHOWING = [page for page in PAGES if "```python" in page.read_text()]
-IN_A_GROUP = {"README.md", "all_reduce.md", "parameter_server.md", "recipes.md", "schedules.md"}  # of two ranks
+IN_A_GROUP = {
+    "README.md",
+    "all_reduce.md",
+    "kfac.md",
+    "parameter_server.md",
+    "recipes.md",
+    "schedules.md",
+}  # of two ranks
 
 
 def run_page(rank: int, world_size: int, page: Path, folder: str) -> None:
