@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dltrain_ext._arguments import as_number, check_dense
+from dltrain_ext.comm.arguments import check_names, check_tensors
 from dltrain_ext.comm.communicator import Communicator
 from dltrain_ext.comm.groups import device_of, group_of
 
@@ -62,7 +64,7 @@ class Owners:
         workers: int = 1,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | None = None,
     ):
         alone = group is None and not dist.is_initialized()
         ranks = [0] if alone else dist.get_process_group_ranks(group_of(group))
@@ -70,8 +72,10 @@ class Owners:
         if type(workers) is not int or workers < 1 or len(ranks) % workers:
             raise ValueError(f"workers: expected a divisor of the number of ranks, {len(ranks)}, got {workers!r}")
         self._costs = _checked(costs)
+        if not isinstance(device, torch.device | None):
+            raise TypeError(f"device: expected a torch.device or None, got {device!r}")
         if device is None:
-            device = "cpu" if alone else device_of(group_of(group))
+            device = torch.device("cpu") if alone else device_of(group_of(group))
         self._nothing = torch.empty(0, device=device)
         self._by_rank = balanced(self._costs, len(ranks))
         self.owner = {name: owner for owner, names in enumerate(self._by_rank) for name in names}
@@ -116,6 +120,7 @@ class Owners:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Adds up a tensor over all ranks, in place and uncompressed, and returns it. Every rank gets the same bits."""
+        check_tensors(tensor=tensor)
         if self._everyone.communicator is not None:
             self._everyone.communicator.all_reduce(tensor, algorithm="direct")
         return tensor
@@ -130,7 +135,8 @@ class Owners:
         Returns:
             The means that belong to this rank, by name. They are computed in fp32 in the order of the ranks.
         """
-        self._check(tensors, "tensors", self.owner)
+        check_names("direct", codec)
+        self._check_tensors(tensors, self.owner)
         everyone = self._everyone
         if everyone.communicator is None:
             return dict(tensors)
@@ -159,17 +165,19 @@ class Owners:
         return self._exchanged(self._counterparts, tensors, shapes, codec)
 
     def _exchanged(self, over: "_Exchange", tensors: Items, shapes: Shapes, codec: str) -> dict[str, Tensor]:
-        own = [name for name in over.names[over.place] if name in shapes]
-        self._check(tensors, "tensors", own)
-        self._check(shapes, "shapes", self.owner)
-        if missing := [name for name in own if name not in tensors]:
-            raise ValueError(
-                f"tensors: expected one for each of this rank's items in shapes, got none for {missing[0]}"
-            )
+        check_names("direct", codec)
+        sizes = _sizes(shapes)
+        _check_known(sizes, "shapes", self.owner)
+        own = [name for name in over.names[over.place] if name in sizes]
+        self._check_tensors(tensors, own)
+        for name in own:
+            found = list(tensors[name].shape) if name in tensors else "none"
+            if found != list(sizes[name]):
+                raise ValueError(f"tensors: expected one of shape {list(sizes[name])} for {name!r}, got {found}")
         if over.communicator is None:
             return dict(tensors)
         mine = self._joined([tensors[name] for name in own])
-        groups = [{name: torch.Size(shapes[name]) for name in names if name in shapes} for names in over.names]
+        groups = [{name: sizes[name] for name in names if name in sizes} for names in over.names]
         whole = [mine.new_empty(sum(shape.numel() for shape in group.values())) for group in groups]
         over.communicator.all_gather(whole, mine, algorithm="direct", codec=codec)
         return {
@@ -178,9 +186,19 @@ class Owners:
             for name, found in _divided(part, group).items()
         }
 
-    def _check(self, given: Mapping[str, object], argument: str, known: Sequence[str] | Mapping[str, int]) -> None:
-        if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"{argument}: expected names out of {', '.join(known)}, got {unknown[0]!r}")
+    def _check_tensors(self, tensors: Items, known: Collection[str]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"tensors: expected a mapping from names to tensors, got {type(tensors).__name__}")
+        _check_known(tensors, "tensors", known)
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"tensors: expected a tensor for {name!r}, got {type(tensor).__name__}")
+            check_dense(tensor, f"tensors: {name!r}")
+            if tensor.dtype != torch.float32 or tensor.device != self._nothing.device:
+                raise TypeError(
+                    f"tensors: expected float32 on {self._nothing.device} for {name!r}, got {tensor.dtype} on "
+                    f"{tensor.device}"
+                )
 
     def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([self._nothing, *(tensor.detach().flatten() for tensor in tensors)])
@@ -214,9 +232,25 @@ def _checked(costs: Mapping[str, float]) -> dict[str, float]:
     if not isinstance(costs, Mapping):
         raise TypeError(f"costs: expected a mapping from names to numbers, got {type(costs).__name__}")
     for name, cost in costs.items():
-        if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+        if not isinstance(name, str):
+            raise TypeError(f"costs: expected names, got {name!r}")
+        if not 0 <= as_number(cost, f"costs: {name!r}") < math.inf:
             raise ValueError(f"costs: expected finite numbers of at least 0, got {cost!r} for {name!r}")
-    return dict(costs)
+    return {name: float(cost) for name, cost in costs.items()}
+
+
+def _sizes(shapes: Shapes) -> dict[str, torch.Size]:
+    if not isinstance(shapes, Mapping):
+        raise TypeError(f"shapes: expected a mapping from names to shapes, got {type(shapes).__name__}")
+    for name, shape in shapes.items():
+        if not isinstance(shape, list | tuple) or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
+            raise TypeError(f"shapes: expected a sequence of sizes for {name!r}, got {shape!r}")
+    return {name: torch.Size(shape) for name, shape in shapes.items()}
+
+
+def _check_known(given: Mapping[str, object], argument: str, known: Collection[str]) -> None:
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{argument}: expected names out of {', '.join(known)}, got {unknown[0]!r}")
 
 
 def balanced(costs: Mapping[str, float], ranks: int) -> list[list[str]]:

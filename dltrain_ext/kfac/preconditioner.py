@@ -114,9 +114,9 @@ class KFAC:
             if type(steps) is not int or steps < 1:
                 raise ValueError(f"{name}: expected an int of at least 1, got {steps!r}")
         for name, some in (("codec", codec), ("gradient_codec", gradient_codec)):
-            if some not in CODECS:
+            if not isinstance(some, str) or some not in CODECS:
                 raise ValueError(f"{name}: expected one of {', '.join(CODECS)}, got {some!r}")
-        if approximation not in APPROXIMATIONS:
+        if not isinstance(approximation, str) or approximation not in APPROXIMATIONS:
             raise ValueError(f"approximation: expected one of {', '.join(APPROXIMATIONS)}, got {approximation!r}")
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

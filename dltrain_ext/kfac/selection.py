@@ -18,9 +18,7 @@ def select(model: nn.Module, approximation: str, skip_layers: Sequence[str]) -> 
     """Returns the Linear and Conv2d layers by name, without those that ``skip_layers`` matches."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    if isinstance(skip_layers, str) or not all(isinstance(pattern, str) for pattern in skip_layers):
-        raise TypeError(f"skip_layers: expected a sequence of regular expressions, got {skip_layers!r}")
-    patterns = [re.compile(pattern) for pattern in skip_layers]
+    patterns = _compiled(skip_layers)
     users: dict[int, list[str]] = {}  # of each parameter
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -40,6 +38,15 @@ def select(model: nn.Module, approximation: str, skip_layers: Sequence[str]) -> 
     if len(devices) > 1:
         raise ValueError(f"model: expected all layers on one device, got {', '.join(sorted(map(str, devices)))}")
     return layers
+
+
+def _compiled(skip_layers: Sequence[str]) -> list[re.Pattern[str]]:
+    if not isinstance(skip_layers, list | tuple) or not all(isinstance(pattern, str) for pattern in skip_layers):
+        raise TypeError(f"skip_layers: expected a sequence of regular expressions, got {skip_layers!r}")
+    try:
+        return [re.compile(pattern) for pattern in skip_layers]
+    except re.error as error:
+        raise ValueError(f"skip_layers: {error} in {error.pattern!r}") from error
 
 
 def _is_supported(module: nn.Module) -> bool:

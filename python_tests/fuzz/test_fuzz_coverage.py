@@ -7,7 +7,7 @@ from pathlib import Path
 import fuzzing
 import torch
 
-from dltrain_ext import amp, codecs, comm, ddp, fsdp, optim, sim
+from dltrain_ext import amp, codecs, comm, ddp, fsdp, kfac, optim, sim
 
 # Names that hold or return what other tests pass in, and names without arguments.
 DATA = {
@@ -21,7 +21,7 @@ ELSEWHERE = {"fsdp.ShardedState.all_reduce", "fsdp.ShardedState.reduce_scatter"}
 
 
 def public():
-    for module in (amp, codecs, comm, ddp, fsdp, optim, sim):
+    for module in (amp, codecs, comm, ddp, fsdp, kfac, optim, sim):
         where = module.__name__.rpartition(".")[2]
         names = getattr(module, "__all__", ["GradStats", "LossScaler"])
         for name in names:

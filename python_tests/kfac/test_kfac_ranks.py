@@ -208,7 +208,7 @@ def check_unlike(rank, world_size):
     owners = comm.Owners({"a": 2, "b": 1})
     with pytest.raises(ValueError, match="tensors: expected names out of a, b, got 'c'"):
         owners.reduce({"c": torch.zeros(1)})
-    with pytest.raises(ValueError, match="tensors: expected one for each"):
+    with pytest.raises(ValueError, match="tensors: expected one of shape"):
         owners.gather({}, {"a": (1,), "b": (1,)})
 
 
