@@ -23,6 +23,14 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Returns the ranks of a group; without a group, and without a default group, those of this process alone."""
+    if group is None and not dist.is_initialized():
+        return [0]
+    ranks: list[int] = dist.get_process_group_ranks(group_of(group))
+    return ranks
+
+
 def group_named(name: str) -> dist.ProcessGroup:
     """Returns the group with a ``group_name``, by which torch's functional collectives name groups."""
     resolve: Any = dist.distributed_c10d._resolve_process_group

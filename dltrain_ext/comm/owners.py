@@ -13,7 +13,7 @@ from torch import Tensor
 from dltrain_ext._arguments import as_number, check_dense
 from dltrain_ext.comm.arguments import check_names, check_tensors
 from dltrain_ext.comm.communicator import Communicator
-from dltrain_ext.comm.groups import device_of, group_of
+from dltrain_ext.comm.groups import device_of, group_of, ranks_of
 
 Items = Mapping[str, Tensor]
 Shapes = Mapping[str, Sequence[int]]
@@ -67,7 +67,7 @@ class Owners:
         device: torch.device | None = None,
     ):
         alone = group is None and not dist.is_initialized()
-        ranks = [0] if alone else dist.get_process_group_ranks(group_of(group))
+        ranks = ranks_of(group)
         rank = 0 if alone else ranks.index(dist.get_rank())
         if type(workers) is not int or workers < 1 or len(ranks) % workers:
             raise ValueError(f"workers: expected a divisor of the number of ranks, {len(ranks)}, got {workers!r}")

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dltrain_ext._arguments import as_number
 from dltrain_ext.codecs import CODECS
 from dltrain_ext.comm import Owners
+from dltrain_ext.comm.groups import ranks_of
 from dltrain_ext.kfac import checkpoint
 from dltrain_ext.kfac.cholesky import cost
 from dltrain_ext.kfac.inverses import Inverses
@@ -227,7 +228,7 @@ class KFAC:
 
 
 def _workers(fraction: float, group: dist.ProcessGroup | None) -> int:
-    ranks = 1 if group is None and not dist.is_initialized() else dist.get_world_size(group)
+    ranks = len(ranks_of(group))
     workers = max(1, round(fraction * ranks))
     if ranks % workers:
         valid = ", ".join(f"{some}/{ranks}" for some in range(1, ranks + 1) if ranks % some == 0)
