@@ -46,7 +46,7 @@ class Setting:
 
 SETTINGS = {
     "digits": Setting(256, 0.97, 100, sgd=0.1, adamw=8e-3, kfac={"damping": 1e-3, "kl_clip": 1e-3}),
-    "python-source": Setting(32, 2.9, 140, sgd=0.3, adamw=4e-3, kfac={"damping": 1e-3, "kl_clip": 1e-3}),
+    "python-source": Setting(32, 2.9, 140, sgd=0.1, adamw=4e-3, kfac={"damping": 1e-3, "kl_clip": 1e-3}),
 }
 CONTESTANTS = ("sgd", "adamw", "kfac")
 NAMES = {"sgd": "SGD", "adamw": "AdamW", "kfac": "K-FAC"}

@@ -82,6 +82,7 @@ class Owners:
         self.world_size, self._workers = len(ranks), workers
         self.owned, self.worked_on = self._by_rank[rank], self._names_of_workers(rank)
 
+        self._groups: list[dist.ProcessGroup] = []  # that were made here
         everyone = None if alone else Communicator(group, timeout=timeout, ranks_per_host=1)
 
         def connected(members: range) -> Communicator | None:
@@ -90,6 +91,7 @@ class Owners:
             some = dist.new_group(
                 [ranks[member] for member in members], timeout, "gloo", use_local_synchronization=True
             )
+            self._groups.append(some)
             return Communicator(some, timeout=timeout, ranks_per_host=1)
 
         first = rank - rank % workers
@@ -218,6 +220,8 @@ class Owners:
         """Closes the connections: calls that are running, and later ones, fail."""
         for communicator in self._communicators():
             communicator.close()
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
 
 
 class _Exchange(NamedTuple):
@@ -257,7 +261,7 @@ def balanced(costs: Mapping[str, float], ranks: int) -> list[list[str]]:
     """Returns the names of each rank."""
     loads = [0.0] * ranks
     names: list[list[str]] = [[] for _ in range(ranks)]
-    for name in sorted(costs, key=lambda name: -costs[name]):
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
         least = loads.index(min(loads))
         loads[least] += costs[name]
         names[least].append(name)

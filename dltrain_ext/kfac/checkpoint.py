@@ -61,7 +61,7 @@ def _checked(name: str, entries: Any, layer: Layer) -> list[tuple[Tensor, float]
             raise ValueError(f"state_dict: expected a float32 tensor of shape {shape} as {letter} of {name!r}")
         if not factor.isfinite().all() or (factor.diagonal() < 0).any() or not torch.equal(factor, factor.t()):
             raise ValueError(f"state_dict: expected a second moment, symmetric and finite, as {letter} of {name!r}")
-        if not 0 <= weight < float("inf"):
+        if not 0 <= weight < float("inf") or not (factor.diagonal() * weight).isfinite().all():
             raise ValueError(f"state_dict: expected a number >= 0 as {letter}_weight of {name!r}, got {weight!r}")
         found.append((factor, weight))
     return found

@@ -23,10 +23,7 @@ def damped_inverses(matrices: Sequence[Tensor], dampings: Sequence[float]) -> tu
     the device once, and once more for each time that some damping grows.
 
     Returns:
-        The inverses, and how many times the damping of each has grown.
-
-    Raises:
-        ArithmeticError: a matrix has elements that are not finite.
+        The inverses, and how many times the damping of each has grown. An inverse is NaN if 30 times were not enough.
     """
     triangles, growths = list(matrices), [0] * len(matrices)
     waiting = list(range(len(matrices)))
@@ -41,6 +38,7 @@ def damped_inverses(matrices: Sequence[Tensor], dampings: Sequence[float]) -> tu
         waiting = [index for index, code in zip(waiting, failed, strict=True) if code]
         for index in waiting:
             growths[index] += 1
-            if growths[index] > MOST:
-                raise ArithmeticError("a factor cannot be inverted: it has elements that are not finite")
+        for index in (index for index in waiting if growths[index] > MOST):
+            triangles[index] = matrices[index].new_full(matrices[index].shape, torch.nan)
+        waiting = [index for index in waiting if growths[index] <= MOST]
     return [torch.cholesky_inverse(triangle) for triangle in triangles], growths

@@ -1,11 +1,12 @@
 """A layer's weights as a matrix, and what its Kronecker factors are made of."""
 
-from collections.abc import Callable
-from typing import Any
+import weakref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dltrain_ext.kfac.batches import Batches
 
 APPROXIMATIONS = ("expand", "reduce")
 
@@ -55,43 +56,31 @@ class Layer:
     The gradients are those of the given targets: it is the empirical Fisher matrix.
     """
 
-    def __init__(self, name: str, module: nn.Linear | nn.Conv2d, approximation: str):
-        self.name, self.module, self._reduces = name, module, approximation == "reduce"
+    def __init__(self, module: nn.Linear | nn.Conv2d, approximation: str, batches: Batches):
+        self.module, self._reduces, self.batches = module, approximation == "reduce", batches
         self.has_bias = module.bias is not None and module.bias.requires_grad
         outputs = module.weight.shape[0]
         self.shape = outputs, module.weight.numel() // outputs + self.has_bias
         self.inputs, self.gradients = (Moment(size, module.weight.device) for size in reversed(self.shape))
         self.calls = 0  # since the inverses were made
 
-    def watch(self, scale: Callable[[], float | Tensor | None]) -> Any:
-        """Has the module take the moments of every call whose gradient is computed, while ``scale`` is not None.
+    def take(self, output: Tensor, inputs: Tensor) -> None:
+        """Takes the moments of a call when its gradient comes."""
+        with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+            moment, shape = self._input_moment(inputs), output.shape
 
-        Args:
-            scale: returns by how much gradients are larger than those of the loss's mean over a call, if moments are to
-                be taken.
+        def take_gradient(gradient: Tensor) -> None:
+            if self.batches.are_taken:
+                self.batches.begin()
+                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                    self.inputs.add(moment)
+                    self.gradients.add(self._gradient_moment(gradient.reshape(shape)))
+                self.calls += 1
 
-        Returns:
-            The handle of the hook.
-        """
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def take(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
-            if not (torch.is_grad_enabled() and output.requires_grad and output.numel()) or scale() is None:
-                return
-            with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-                moment = self._input_moment(given[0] if given else named["input"])
-
-            def take_gradient(gradient: Tensor) -> None:
-                factor = scale()
-                if factor is not None:
-                    with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                        self.inputs.add(moment)
-                        self.gradients.add(self._gradient_moment(gradient, factor))
-                    self.calls += 1
-
-            output.register_hook(take_gradient)  # type: ignore[no-untyped-call]
-
-        return self.module.register_forward_hook(take, with_kwargs=True)
+        # An operation in place on a view, such as a Linear's output for a sequence, replaces the view's own node.
+        base = output._base
+        watched = output if base is None or base.numel() != output.numel() else base
+        watched.register_hook(take_gradient)  # type: ignore[no-untyped-call]
 
     def _input_moment(self, inputs: Tensor) -> Tensor:
         by_position = patches(inputs, self.module) if isinstance(self.module, nn.Conv2d) else sequences(inputs)
@@ -106,37 +95,39 @@ class Layer:
             moment[width, width] = len(rows)
         return moment.div_(len(rows))
 
-    def _gradient_moment(self, gradient: Tensor, scale: float | Tensor) -> Tensor:
+    def _gradient_moment(self, gradient: Tensor) -> Tensor:
         convolution = isinstance(self.module, nn.Conv2d)
         by_position = batched(gradient, 4).movedim(1, 3) if convolution else sequences(gradient)
         examples = len(by_position)
         if self._reduces:
             by_position = by_position.float().sum((1, 2))
-        rows = by_position.reshape(-1, by_position.shape[-1]).float()
-        return (rows.t() @ rows).mul_(examples if convolution else len(rows)).div_(scale).div_(scale)
+        rows = by_position.reshape(-1, by_position.shape[-1]).float() / self.batches.scale()
+        return (rows.t() @ rows).mul_(examples if convolution else len(rows))
 
     @property
     def moments(self) -> tuple[Moment, Moment]:
         return self.inputs, self.gradients
 
     def figures(self) -> Tensor:
-        """Returns the traces of both sums, their weights, and the number of calls since the last time."""
-        calls, self.calls = self.calls, 0
+        """Returns the traces of both sums, their weights, and the number of calls since the inverses were made."""
         return torch.stack(
             [
                 *(moment.sum.trace() for moment in self.moments),
                 *(moment.weight for moment in self.moments),
-                self.inputs.weight.new_tensor(calls),
+                self.inputs.weight.new_tensor(self.calls),
             ]
         )
 
     def gradient(self) -> Tensor | None:
         """Returns the gradient as a float32 matrix, or None if there is none."""
         weight, bias = self._gradients()
-        if weight is None or (self.has_bias and bias is None):
+        if weight is None:
             return None
         matrix = weight.flatten(1).float()
-        return matrix if bias is None else torch.cat([matrix, bias.float().unsqueeze(1)], 1)
+        if not self.has_bias:
+            return matrix
+        column = matrix.new_zeros(len(matrix)) if bias is None else bias.float()
+        return torch.cat([matrix, column.unsqueeze(1)], 1)
 
     def set_gradient(self, matrix: Tensor) -> None:
         weight, bias = self._gradients()
@@ -169,3 +160,22 @@ def patches(images: Tensor, module: nn.Conv2d) -> Tensor:
     for dim, kernel, stride, dilation in zip((2, 3), module.kernel_size, module.stride, module.dilation, strict=True):
         images = images.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
     return images.permute(0, 2, 3, 1, 4, 5)
+
+
+class Hook:
+    """A forward hook of a layer's module. A copy of the module, or one that was saved and loaded, has one that does
+    nothing."""
+
+    def __init__(self, layer: Layer | None = None):
+        self._layer = weakref.ref(layer) if layer is not None else lambda: None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
+        layer = self._layer()
+        if layer is None or not (module.training and torch.is_grad_enabled() and layer.batches.are_taken):
+            return
+        if output.requires_grad and output.numel():
+            layer.take(output, given[0] if given else named["input"])
+
+    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
+        return Hook, ()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext._arguments import as_number
@@ -15,9 +15,10 @@ from dltrain_ext.codecs import CODECS
 from dltrain_ext.comm import Owners
 from dltrain_ext.comm.groups import ranks_of
 from dltrain_ext.kfac import checkpoint
+from dltrain_ext.kfac.batches import Batches
 from dltrain_ext.kfac.cholesky import cost
 from dltrain_ext.kfac.inverses import Inverses
-from dltrain_ext.kfac.layers import APPROXIMATIONS
+from dltrain_ext.kfac.layers import APPROXIMATIONS, Hook, Layer
 from dltrain_ext.kfac.selection import select
 
 Number = float | Callable[[], float]
@@ -47,7 +48,11 @@ class KFAC:
     compute with the same bits; their gradients have the same bits if their products do, as on processors of one kind
     with as many threads. Without a process group it works in one process.
 
-    The host waits for the device only when inverses are made. A batch whose moments are not finite is left out.
+    The host waits for the device only when inverses are made. A factor leaves out the batches for which it is not
+    finite.
+
+    **Which passes count.** All backward passes through layers in training mode, while factors are taken, also those of
+    ``torch.autograd.grad``. Call ``eval()`` for passes that are no part of the training.
 
     Args:
         model: the module, or a DistributedDataParallel of it. Linear and Conv2d layers with groups=1 whose weight is a
@@ -55,22 +60,22 @@ class KFAC:
             ``print(preconditioner)`` lists the layers. A layer that is called several times in a step counts each call
             as a batch.
         damping: what is added to the Fisher matrix, > 0: a number, or a function that returns it when inverses are
-            made.
-        factor_decay: how much the earlier batches count at each update of the factors, from 0 to 1.
+            made, the same on all ranks.
+        factor_decay: by what the sums of the earlier batches are multiplied at each update of the factors, 0 to 1.
         factor_update_steps: the factors are updated at every such step.
         inv_update_steps: inverses are made at every such step; the first time at the first one.
         kl_clip: the largest change, by the quadratic model; None for no limit.
         lr: the learning rate of the optimizer, for ``kl_clip``: a number, or a function that returns it.
         grad_worker_fraction: the fraction of the ranks that precondition a layer's gradients. 1 sends only inverses, 0
-            (one rank) only gradients, and what is between both. The number of ranks must be a multiple of the number
-            that it gives, which is at least one.
+            (one rank) only gradients, and what is between both. Times the number of ranks, rounded, and at least 1, it
+            must be a divisor of the number of ranks.
         codec: one of ``codecs.CODECS``, in which factors and inverses are sent. They are divided by the mean of their
             diagonals before. Codes with fewer bits than fp16 are too coarse for a small damping.
         gradient_codec: one of ``codecs.CODECS``.
         approximation: ``"expand"`` or ``"reduce"``, how weights that positions share are treated.
         accumulation_steps: the number by which the loss of each of several backward passes of one step is divided.
         skip_layers: regular expressions; layers whose name or class matches one are left as they are.
-        scaler: the GradScaler that scales the loss. Call ``step`` before or after ``scaler.unscale_``.
+        scaler: the GradScaler that scales the loss. ``step`` comes before ``scaler.unscale_`` and ``scaler.step``.
         group: the process group that averages the gradients; the default group if None.
 
     Attributes:
@@ -126,17 +131,22 @@ class KFAC:
         if group is None and isinstance(model, DistributedDataParallel):
             group = model.process_group
         self.damping, self.lr, self.kl_clip = damping, lr, kl_clip
-        self.factor_decay, self.accumulation_steps = factor_decay, accumulation_steps
         self.factor_update_steps, self.inv_update_steps = factor_update_steps, inv_update_steps
-        self._gradient_codec, self._scaler = gradient_codec, scaler
-        self._layers = select(model, approximation, skip_layers)
+        self._gradient_codec = gradient_codec
+        self._batches = Batches(factor_decay, accumulation_steps, scaler)
+        found = select(model, skip_layers)
+        self._layers = {name: Layer(layer, approximation, self._batches) for name, layer in found.items()}
+        moments = [moment for layer in self._layers.values() for moment in layer.moments]
+        self._batches.sums += [number for moment in moments for number in (moment.sum, moment.weight)]
         self.layers = list(self._layers)
         costs = {name: sum(map(cost, layer.shape)) for name, layer in self._layers.items()}
         device = next(iter(self._layers.values())).inputs.sum.device
         self.owners = Owners(costs, workers=_workers(grad_worker_fraction, group), group=group, device=device)
         self._inverses = Inverses(self._layers, self.owners, codec)
         self._steps, self._is_loaded = 0, False
-        self._hooks = [layer.watch(self._factor_scale) for layer in self._layers.values()]
+        self._hooks = [
+            layer.module.register_forward_hook(Hook(layer), with_kwargs=True) for layer in self._layers.values()
+        ]
 
     def __str__(self) -> str:
         return f"KFAC of {len(self.layers)} layers; factors and inverses: {self.owners}"
@@ -151,31 +161,21 @@ class KFAC:
         averaged and before the step of the optimizer.
 
         Raises:
-            RuntimeError: inverses are to be made, and there was no forward and backward pass.
-            ArithmeticError: a factor cannot be inverted.
+            RuntimeError: inverses are to be made, and there was no forward and backward pass; or the scaler has
+                unscaled gradients.
+            ArithmeticError: the factors of a layer cannot be inverted; on all ranks.
             torch.distributed.DistBackendError: a rank is lost or late, as for :func:`dltrain_ext.comm.all_reduce`.
         """
-        takes_moments = self._takes_moments
+        self._batches.check_stage()
         if self._steps % self.inv_update_steps == 0 or self._inverses.lacks_some or self._is_loaded:
             self._inverses.update(_value("damping", self.damping))
             self._is_loaded = False
-        if takes_moments:
-            moments = [moment for layer in self._layers.values() for moment in layer.moments]
-            torch._foreach_mul_([of for moment in moments for of in (moment.sum, moment.weight)], self.factor_decay)
         self._precondition()
         self._steps += 1
+        self._batches.end(self._next_are_taken())
 
-    @property
-    def _takes_moments(self) -> bool:
+    def _next_are_taken(self) -> bool:
         return self._steps % self.factor_update_steps == 0 or self._inverses.lacks_some
-
-    def _factor_scale(self) -> float | Tensor | None:
-        """Returns by how much the gradients of a call are larger than those of its own mean loss."""
-        return self._loss_scale() / self.accumulation_steps if self._takes_moments else None
-
-    def _loss_scale(self) -> float | Tensor:
-        scale = None if self._scaler is None else self._scaler._get_scale_async()
-        return 1.0 if scale is None else scale
 
     def _precondition(self) -> None:
         found = {name: self._layers[name].gradient() for name in self._inverses.names}
@@ -199,11 +199,8 @@ class KFAC:
         if self.kl_clip is None:
             return None
         products = [torch.dot(gradients[name].flatten(), some.flatten()) for name, some in preconditioned.items()]
-        lr, unscaled = _value("lr", self.lr), self._scaler is not None and _has_unscaled(self._scaler)
-        change = torch.stack(products).sum().abs() * lr**2
-        if not unscaled:
-            change = change / self._loss_scale() ** 2
-        return (self.kl_clip / change).sqrt().clamp(max=1)
+        change = torch.stack(products).sum().abs() * _value("lr", self.lr) ** 2 / self._batches.loss_scale() ** 2
+        return torch.where(change.isfinite(), (self.kl_clip / change).sqrt().clamp(max=1), torch.nan)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the means of the factors over all ranks, in fp32 on the CPU, their weights, and the number of steps.
@@ -218,7 +215,10 @@ class KFAC:
             TypeError, ValueError: it is not the state of a KFAC of such layers. Nothing has changed.
         """
         self._steps = checkpoint.load(state_dict, self._layers)
-        self._is_loaded = any(float(layer.inputs.weight) > 0 for layer in self._layers.values())
+        self._inverses.reset()
+        self._is_loaded = self._steps > 0
+        self._batches.are_taken = self._is_loaded  # as the last step of the run that was saved
+        self._batches.end(self._next_are_taken())
 
     def close(self) -> None:
         """Removes the hooks from the model, and closes the connections."""
@@ -234,10 +234,6 @@ def _workers(fraction: float, group: dist.ProcessGroup | None) -> int:
         valid = ", ".join(f"{some}/{ranks}" for some in range(1, ranks + 1) if ranks % some == 0)
         raise ValueError(f"grad_worker_fraction: expected one of {valid} on {ranks} ranks, got {fraction!r}")
     return workers
-
-
-def _has_unscaled(scaler: GradScaler) -> bool:
-    return any(state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values())
 
 
 def _value(name: str, number: Number) -> float:

@@ -8,13 +8,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dltrain_ext.kfac.layers import Layer
-
 # A Linear whose weights are used, but which is not called: MultiheadAttention's own.
 _NEVER_CALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
-def select(model: nn.Module, approximation: str, skip_layers: Sequence[str]) -> dict[str, Layer]:
+def select(model: nn.Module, skip_layers: Sequence[str]) -> dict[str, nn.Linear | nn.Conv2d]:
     """Returns the Linear and Conv2d layers by name, without those that ``skip_layers`` matches."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -29,12 +27,12 @@ def select(model: nn.Module, approximation: str, skip_layers: Sequence[str]) -> 
             continue
         for what in _obstacles(module, users):
             raise ValueError(
-                f"model: expected {what}, got layer {name!r}; skip_layers=[{re.escape(name)!r}] leaves it out"
+                f"model: expected {what}, got layer {name!r}; skip_layers=[{f'^{re.escape(name)}$'!r}] leaves it out"
             )
-        layers[name] = Layer(name, module, approximation)
+        layers[name] = module
     if not layers:
         raise ValueError("model: expected at least one Linear or Conv2d layer that requires a gradient, got none")
-    devices = {layer.module.weight.device for layer in layers.values()}
+    devices = {layer.weight.device for layer in layers.values()}
     if len(devices) > 1:
         raise ValueError(f"model: expected all layers on one device, got {', '.join(sorted(map(str, devices)))}")
     return layers
@@ -50,10 +48,13 @@ def _compiled(skip_layers: Sequence[str]) -> list[re.Pattern[str]]:
 
 
 def _is_supported(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Linear | nn.Conv2d) or isinstance(module, _NEVER_CALLED):
+    if type(module).forward not in (nn.Linear.forward, nn.Conv2d.forward) or isinstance(module, _NEVER_CALLED):
         return False
-    weight = module._parameters.get("weight")  # which is no parameter if it is computed of others
-    return weight is not None and weight.requires_grad and getattr(module, "groups", 1) == 1
+    # What is computed of other parameters is none itself.
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or (bias is None and module.bias is not None):
+        return False
+    return weight.requires_grad and getattr(module, "groups", 1) == 1
 
 
 def _obstacles(module: nn.Module, users: dict[int, list[str]]) -> Iterator[str]:

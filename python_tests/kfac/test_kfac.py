@@ -1,7 +1,9 @@
 """kfac.KFAC in one process: what it composes with, what it leaves out, and what it refuses."""
 
 import copy
+import gc
 import io
+import weakref
 
 import exact
 import pytest
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dltrain_ext import amp, kfac, optim
+from dltrain_ext.kfac.inverses import Inverses
 
 
 def make(seed=0):
@@ -43,18 +46,17 @@ def plain_step(**options):
 
 
 @pytest.mark.parametrize("make_scaler", [amp.LossScaler, torch.amp.GradScaler])
-@pytest.mark.parametrize("unscaled", [False, True])
-def test_scaled_losses_give_the_same_factors_and_limit(make_scaler, unscaled):
+def test_scaled_losses_give_the_same_factors_and_limit(make_scaler):
     model = make()
     scaler, optimizer = make_scaler("cpu", init_scale=1024.0), optim.SGD(model.parameters(), 0.1)
     preconditioner = kfac.KFAC(model, scaler=scaler, kl_clip=1e-4)
     scaler.scale(torch.zeros(()))
     backward(model, scale=1024.0)
-    if unscaled:
-        scaler.unscale_(optimizer)
     preconditioner.step()
-    found = flat(model) / (1.0 if unscaled else 1024.0)
-    torch.testing.assert_close(found, plain_step(kl_clip=1e-4), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(flat(model) / 1024.0, plain_step(kl_clip=1e-4), rtol=1e-3, atol=1e-6)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="step: expected to be called before unscale_"):
+        preconditioner.step()
     scaler.step(optimizer)
     scaler.update()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -267,6 +269,137 @@ def test_a_checkpoint_loads_whole_or_not_at_all():
     for name, entries in other.state_dict()["layers"].items():
         for key, value in entries.items():
             torch.testing.assert_close(value, state["layers"][name][key])
+
+
+def test_a_disabled_scaler_scales_nothing():
+    found = plain_step(scaler=torch.amp.GradScaler("cpu", enabled=False), kl_clip=1e-4)
+    assert torch.equal(found, plain_step(kl_clip=1e-4))
+
+
+def test_copies_of_the_model_take_no_moments():
+    model = make()
+    preconditioner = kfac.KFAC(model)
+    for copied in (copy.deepcopy(model), torch.load(saved(model), weights_only=False)):
+        backward(copied)
+    assert not preconditioner.state_dict()["layers"]["0"]["A_weight"]
+
+
+def test_a_preconditioner_that_is_gone_takes_no_moments():
+    model = make()
+    preconditioner = kfac.KFAC(model)
+    gone = weakref.ref(preconditioner)
+    del preconditioner
+    gc.collect()
+    assert gone() is None
+    backward(model)
+
+
+def test_evaluation_mode_leaves_passes_out():
+    model = make()
+    preconditioner = kfac.KFAC(model)
+    inputs = batch()[0].requires_grad_()
+    model.eval()
+    torch.autograd.grad(1000 * model(inputs).sum(), inputs)
+    model.train()
+    backward(model)
+    preconditioner.step()
+    torch.testing.assert_close(flat(model), plain_step())
+
+
+@pytest.mark.parametrize("after", [nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True)])
+def test_operations_in_place_on_the_output_of_sequences(after):
+    model = nn.Sequential(nn.Linear(8, 6), after, nn.Linear(6, 2))
+    preconditioner = kfac.KFAC(model)
+    model(torch.randn(4, 3, 8)).square().mean().backward()
+    before = model[0].weight.grad.clone()
+    preconditioner.step()
+    assert preconditioner.state_dict()["layers"]["0"]["G"].any() and not torch.equal(model[0].weight.grad, before)
+
+
+def test_layers_with_a_forward_of_their_own_are_left_as_they_are():
+    class Own(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(2 * inputs), None
+
+    assert kfac.KFAC(nn.Sequential(Own(2, 2), nn.Linear(2, 2))).layers == ["1"]
+
+
+def test_a_bias_that_is_frozen_later():
+    model = make()
+    preconditioner = kfac.KFAC(model)
+    model[0].bias.requires_grad_(False)
+    backward(model)
+    before = model[0].weight.grad.clone()
+    preconditioner.step()
+    assert model[0].bias.grad is None and not torch.equal(model[0].weight.grad, before)
+
+
+@pytest.mark.parametrize(("factor_steps", "inverse_steps"), [(1, 1), (2, 3), (10, 5)])
+def test_without_memory_the_latest_batch_counts(factor_steps, inverse_steps):
+    model = make()
+    preconditioner = kfac.KFAC(model, factor_decay=0, factor_update_steps=factor_steps, inv_update_steps=inverse_steps)
+    for step in range(11):
+        backward(model, step)
+        preconditioner.step()
+        assert preconditioner.state_dict()["layers"]["0"]["A_weight"] == 1
+    rows = torch.cat([batch(10)[0], torch.ones(32, 1)], 1)
+    torch.testing.assert_close(preconditioner.state_dict()["layers"]["0"]["A"], rows.t() @ rows / 32)
+
+
+def test_a_run_that_overflowed_at_once_goes_on_from_its_checkpoint():
+    model = make()
+    first = kfac.KFAC(model)
+    backward(model, scale=torch.inf)
+    first.step()
+    second = kfac.KFAC(make(1))
+    second.load_state_dict(first.state_dict())
+    first.close()
+    third = kfac.KFAC(model)
+    third.load_state_dict(second.state_dict())
+    backward(model)
+    third.step()
+    torch.testing.assert_close(flat(model), plain_step(), rtol=1e-3, atol=1e-6)
+
+
+def test_an_update_that_fails_leaves_the_earlier_inverses():
+    model = make()
+    preconditioner = kfac.KFAC(model, factor_update_steps=1, inv_update_steps=1, kl_clip=None)
+    backward(model)
+    preconditioner.step()
+    preconditioner.damping = 1e-200
+    model[0].weight.data.mul_(1e-3)
+    backward(model)
+    before = flat(model)
+    with pytest.raises(ArithmeticError, match="the factors of layer '2' cannot be inverted with damping 1e-200"):
+        preconditioner.step()
+    assert torch.equal(flat(model), before)
+    preconditioner.damping = 1e-3
+    preconditioner.step()
+    assert not torch.equal(flat(model), before)
+
+
+def test_a_layer_without_gradients_does_not_have_inverses_made_for_ever(monkeypatch):
+    made = []
+    update = Inverses.update
+    monkeypatch.setattr(Inverses, "update", lambda self, damping: (made.append(1), update(self, damping)))
+    model = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+    preconditioner = kfac.KFAC(model)
+    for seed in range(40):
+        inputs, targets = batch(seed)
+        F.cross_entropy(model[0](inputs) + 0 * model[1](inputs), targets).backward()
+        preconditioner.step()
+    assert 2 < len(made) < 15
+
+
+def test_huge_gradients_without_a_scaler_are_not_finite_after_the_limit():
+    model = make()
+    preconditioner = kfac.KFAC(model)
+    backward(model)
+    preconditioner.step()
+    for parameter in model.parameters():
+        parameter.grad.fill_(1e30)
+    preconditioner.step()
+    assert flat(model).isnan().all()
 
 
 def saved(state):

@@ -212,6 +212,23 @@ def check_unlike(rank, world_size):
         owners.gather({}, {"a": (1,), "b": (1,)})
 
 
+def check_failure(rank, world_size):
+    model = make()
+    preconditioner = kfac.KFAC(model, 1e-200)
+    backward(model, rank)
+    with pytest.raises(ArithmeticError, match="cannot be inverted"):
+        preconditioner.step()
+    preconditioner.damping = DAMPING
+    preconditioner.step()
+    order = ["a", "b"] if rank == 0 else ["b", "a"]
+    owners = comm.Owners(dict.fromkeys(order, 1.0))
+    assert owners.owner == {"a": 0, "b": 1}, "the order in which costs are given does not matter"
+
+
+def test_all_ranks_see_a_failed_inversion():
+    run_ranks(2, check_failure)
+
+
 def check_fraction(rank, world_size):
     with pytest.raises(ValueError, match=r"grad_worker_fraction: expected one of 1/3, 3/3 on 3 ranks, got 0.7"):
         kfac.KFAC(make(), grad_worker_fraction=0.7)
