@@ -157,8 +157,8 @@ class KFAC:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Preconditions the gradients, in place. All ranks call it, after each backward pass whose gradients have been
-        averaged and before the step of the optimizer.
+        """Preconditions the gradients, in place. All ranks call it once a step, when the gradients have been averaged,
+        and before the step of the optimizer.
 
         Raises:
             RuntimeError: inverses are to be made, and there was no forward and backward pass; or the scaler has

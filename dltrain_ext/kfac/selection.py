@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 # A Linear whose weights are used, but which is not called: MultiheadAttention's own.
@@ -61,7 +60,7 @@ def _obstacles(module: nn.Module, users: dict[int, list[str]]) -> Iterator[str]:
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             yield "initialized layers (run the model once before)"
-        elif isinstance(parameter, DTensor):
+        elif hasattr(parameter, "device_mesh"):  # a DTensor; importing its class would take a second
             yield "parameters that are not sharded"
         elif parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             yield f"float32, float16 or bfloat16 parameters, not {parameter.dtype}"

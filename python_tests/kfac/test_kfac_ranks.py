@@ -229,6 +229,19 @@ def test_all_ranks_see_a_failed_inversion():
     run_ranks(2, check_failure)
 
 
+def check_sharded(rank, world_size):
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    fully_shard(model)
+    with pytest.raises(ValueError, match="model: expected parameters that are not sharded, got layer '0'"):
+        kfac.KFAC(model)
+
+
+def test_sharded_layers_are_refused():
+    run_ranks(2, check_sharded)
+
+
 def check_fraction(rank, world_size):
     with pytest.raises(ValueError, match=r"grad_worker_fraction: expected one of 1/3, 3/3 on 3 ranks, got 0.7"):
         kfac.KFAC(make(), grad_worker_fraction=0.7)
