@@ -1,6 +1,7 @@
 """A layer's weights as a matrix, and what its Kronecker factors are made of."""
 
 import weakref
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,11 +168,18 @@ class Hook:
     nothing."""
 
     def __init__(self, layer: Layer | None = None):
-        self._layer = weakref.ref(layer) if layer is not None else lambda: None
+        self._layer = None if layer is None else weakref.ref(layer)
+        # Not as a decorator: that would import the compiler together with this file.
+        self._take: Any = None if layer is None else torch.compiler.disable(self._take_if_due)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
-        layer = self._layer()
+        if self._take is not None:
+            self._take(module, given, named, output)
+
+    def _take_if_due(
+        self, module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
+    ) -> None:
+        layer = None if self._layer is None else self._layer()
         if layer is None or not (module.training and torch.is_grad_enabled() and layer.batches.are_taken):
             return
         if output.requires_grad and output.numel():
