@@ -15,8 +15,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 try:
     import torch
@@ -41,7 +41,7 @@ class Setting:
     most: int  # steps
     sgd: float  # learning rates
     adamw: float
-    kfac: dict[str, float]
+    kfac: dict[str, Any]
 
 
 SETTINGS = {
@@ -64,7 +64,7 @@ def make(contestant: str, model: nn.Module, setting: Setting) -> tuple[list[torc
         return [optim.AdamW(model.parameters(), setting.adamw)], None
     if contestant == "sgd":
         return [optim.SGD(model.parameters(), setting.sgd, momentum=0.9)], None
-    preconditioner = kfac.KFAC(model, lr=KFAC_LR, factor_update_steps=1, inv_update_steps=1, **setting.kfac)
+    preconditioner = kfac.KFAC(model, lr=KFAC_LR, factor_update_steps=1, **setting.kfac)
     inside = {id(p) for name in preconditioner.layers for p in model.get_submodule(name).parameters()}
     layers = [p for p in model.parameters() if id(p) in inside]
     others = [p for p in model.parameters() if id(p) not in inside]
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--target", type=float, help="of the metric (default: that of the data)")
+    parser.add_argument("--inverses", type=int, default=1, help="steps between them (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=0, help="(default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -128,8 +129,9 @@ def main() -> None:
         dist.init_process_group("gloo")
     console = Console(quiet=dist.is_initialized() and dist.get_rank() > 0)
     task, setting = TASKS[args.data](), SETTINGS[args.data]
+    setting = replace(setting, kfac=setting.kfac | {"inv_update_steps": args.inverses})
     if args.target is not None:
-        setting = Setting(**{**vars(setting), "target": args.target})
+        setting = replace(setting, target=args.target)
     goal = f"{task.metric} {task.style.format(setting.target)}"
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     table = Table("optimizer", "seeds that reach it", "steps", "ms a step", "seconds", title=f"{args.data}: {goal}")

@@ -1,7 +1,7 @@
 """A layer's weights as a matrix, and what its Kronecker factors are made of."""
 
 import weakref
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -168,22 +168,26 @@ class Hook:
     nothing."""
 
     def __init__(self, layer: Layer | None = None):
-        self._layer = None if layer is None else weakref.ref(layer)
         # Not as a decorator: that would import the compiler together with this file.
-        self._take: Any = None if layer is None else torch.compiler.disable(self._take_if_due)  # type: ignore[no-untyped-call]
+        self._take = None if layer is None else torch.compiler.disable(partial(_take, weakref.ref(layer)))  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
         if self._take is not None:
             self._take(module, given, named, output)
 
-    def _take_if_due(
-        self, module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
-    ) -> None:
-        layer = None if self._layer is None else self._layer()
-        if layer is None or not (module.training and torch.is_grad_enabled() and layer.batches.are_taken):
-            return
-        if output.requires_grad and output.numel():
-            layer.take(output, given[0] if given else named["input"])
-
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
         return Hook, ()
+
+
+def _take(
+    reference: "weakref.ref[Layer]",
+    module: nn.Module,
+    given: tuple[Tensor, ...],
+    named: dict[str, Tensor],
+    output: Tensor,
+) -> None:
+    layer = reference()
+    if layer is None or not (module.training and torch.is_grad_enabled() and layer.batches.are_taken):
+        return
+    if output.requires_grad and output.numel():
+        layer.take(output, given[0] if given else named["input"])

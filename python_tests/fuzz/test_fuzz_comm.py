@@ -15,18 +15,12 @@ from torch.distributed.fsdp import fully_shard
 
 from dltrain_ext import codecs, comm, ddp, fsdp, sim
 
+pytestmark = pytest.mark.usefixtures("group")
+
 codec_names = st.sampled_from(codecs.CODECS)
 algorithms = st.sampled_from([*comm.ALGORITHMS, "auto", "butterfly"])
 sizes = st.one_of(st.integers(0, 9), numbers)
 networks = st.sampled_from([None, sim.Network(), sim.Network(ranks_per_host=2)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from fuzzing import anything, attempt, bits, fuzz, numbers, plain, spoiled, tensors
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,16 +12,10 @@ from torch import nn
 
 from dltrain_ext import codecs, comm, kfac
 
+pytestmark = pytest.mark.usefixtures("group")
+
 codec_names = st.sampled_from(codecs.CODECS)
 NAMES = ("a", "b")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """kfac.KFAC on several ranks: accuracy against fp64, the same bits, bytes, DDP, checkpoints."""
 
+import re
+
 import exact
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import ROOT, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,6 +82,42 @@ def test_inverses_have_the_accuracy_of_their_condition_and_the_same_bits(ranks, 
 def test_fp16_loses_less_than_a_hundredth(ranks, fraction):
     errors = run_ranks(ranks, check_step, fraction, "fp16")
     assert 1e-5 < max(errors) < 1e-2, "it is used, and good enough for a direction"
+
+
+def check_dominant(rank, world_size, size, scale, codec):
+    torch.manual_seed(0)
+    module = nn.Linear(size, 10)
+    nn.init.zeros_(module.weight)
+    model = DistributedDataParallel(nn.Sequential(module))
+    preconditioner = kfac.KFAC(model, kl_clip=None, codec=codec)
+    generator = torch.Generator().manual_seed(rank + 1)
+    inputs = (1 + 0.1 * torch.randn(256, size, generator=generator)) * scale
+    F.cross_entropy(model(inputs), torch.randint(0, 7, (256,), generator=generator)).backward()
+    before = exact.gradients(model.module)["0"].clone()
+    preconditioner.step()
+    factors = preconditioner.state_dict()["layers"]["0"]
+    a, g = factors["A"].double(), factors["G"].double()
+    wanted = exact.preconditioned(a, g, before, 1e-3)
+    error = torch.linalg.norm(exact.gradients(model.module)["0"] - wanted) / torch.linalg.norm(wanted)
+    return float(error), float(torch.linalg.cond(exact.damped(a, g, 1e-3)[0]))
+
+
+def documented():
+    """Return the rows of the table of errors: inputs, scale, condition, and the errors in raw and fp16."""
+    page = (ROOT / "docs" / "kfac.md").read_text()
+    rows = re.findall(r"^\| ([\d,]+) +\| (\d+) +\| ([\d.e]+) +\| ([\d.]+)% +\| ([\d.]+)% *\|$", page, re.M)
+    assert len(rows) == 4
+    return [tuple(float(cell.replace(",", "")) for cell in row) for row in rows]
+
+
+@pytest.mark.parametrize("row", documented(), ids=lambda row: f"{row[0]:.0f}-{row[1]:.0f}")
+def test_a_dominant_direction_costs_what_the_page_says(row):
+    size, scale, condition, *percents = row
+    for codec, percent in zip(("raw", "fp16"), percents, strict=True):
+        (error, found), _ = run_ranks(2, check_dominant, int(size), scale, codec)
+        assert 0.5 < 100 * error / percent < 2, (codec, error)
+        assert 0.9 < found / condition < 1.1
+        assert error < found * (10 * EPS if codec == "raw" else 2**-11)
 
 
 def check_bytes(rank, world_size, fraction):
