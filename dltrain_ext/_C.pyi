@@ -192,11 +192,12 @@ class Level:
         """Is a collective call; ``timeout`` is in seconds."""
 
 class BucketState:
-    """The state of a DDP bucket. A parameter is its first element, number of elements, codec, and first number."""
+    """The state of a flat tensor. A parameter, or a part of one, is its first element, number of elements, codec, first
+    random number, and the rank to which it belongs in a reduce-scatter or an all-gather, else -1."""
 
     def __init__(
         self,
-        parameters: Sequence[tuple[int, int, str, int]],
+        parameters: Sequence[tuple[int, int, str, int, int]],
         *,
         by_parameter: bool,
         squares: Tensor | None = None,

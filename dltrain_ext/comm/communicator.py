@@ -289,8 +289,9 @@ class Communicator:
         communicator.run(tensor, **options)
         return None
 
-    def reduce_bucket(self, tensor: torch.Tensor, bucket: _ops.BucketState, **options: Any) -> Work:
-        """Is called by the hooks: passes the tensor to the worker, or enqueues the work."""
+    def run_bucket(self, tensor: torch.Tensor, bucket: _ops.BucketState, **options: Any) -> Work:
+        """Is called by the hooks, also for other collectives than all-reduces: passes the tensor to the worker, or
+        enqueues the work."""
         return self._submit(self._on(checked_device(tensor)), tensor, bucket=bucket, **options)
 
     def _submit(self, by: "_ops.Communicator", tensor: torch.Tensor, **options: Any) -> Work:

@@ -4,8 +4,15 @@ import torch
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import check_number
+from dltrain_ext.codecs import CODECS
 from dltrain_ext.codecs.arguments import dtype_of_feedback, is_stochastic
 from dltrain_ext.comm.arguments import check_names
+
+
+def check_codec(codec: object, name: str) -> None:
+    """Raises ValueError unless it is the name of a codec; ``name`` is that of the argument."""
+    if not isinstance(codec, str) or codec not in CODECS:
+        raise ValueError(f"{name}: expected one of {', '.join(CODECS)}, or None, got {codec!r}")
 
 
 def check_options(

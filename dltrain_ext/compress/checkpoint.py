@@ -1,6 +1,6 @@
 """Residuals in a checkpoint: plain tensors and numbers, by parameter and by the rank that has them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ def takes(rank: int, world_size: int, saved_by: int) -> range:
 
 
 def save(
-    feedback: Feedback[Tensor] | None,
-    parameters: Mapping[str, Tensor],
+    collect: Callable[[bool], Mapping[str, Tensor]],
     steps: int,
     rank: int,
     world_size: int,
@@ -33,6 +32,7 @@ def save(
 ) -> dict[str, Any]:
     """Returns ``version``, ``steps``, ``world_size`` and ``feedback``, by rank, then by parameter, in its shape.
 
+    collect: returns copies of this rank's residuals by parameter or, if it is given False, zeros like them.
     saved_by: None, or a world size, for zeros instead of the residuals that this rank takes of as many ranks. Raises
     ValueError if it is not a world size.
     """
@@ -42,17 +42,24 @@ def save(
         raise ValueError(f"saved_by: expected a world size of at least 1, or None, got {saved_by!r}")
     if saved_by > MOST_RANKS:
         raise ValueError(f"saved_by: expected at most {MOST_RANKS}, got {saved_by}")
-    by_rank: dict[str, dict[str, Tensor]] = {}
-    for saving in takes(rank, world_size, saved_by):
-        residuals = by_rank[key_of(saving, saved_by)] = {}
-        if feedback is None:
-            continue
-        for name, parameter in parameters.items():
-            lost = feedback.of(parameter) if saved_by == world_size else None
-            if lost is None:
-                lost = torch.zeros(parameter.numel(), dtype=feedback.dtype, device=parameter.device)
-            residuals[name] = lost.reshape(parameter.shape).clone()
+    taken = takes(rank, world_size, saved_by)
+    by_rank = {key_of(saving, saved_by): dict(collect(saved_by == world_size)) for saving in taken}
     return {"version": VERSION, "steps": steps, "world_size": saved_by, "feedback": by_rank}
+
+
+def residuals_of(
+    feedback: Feedback[Tensor] | None, parameters: Mapping[str, Tensor], as_they_are: bool
+) -> dict[str, Tensor]:
+    """Returns copies of the residuals by the name of their parameter, in its shape; zeros unless ``as_they_are``."""
+    residuals: dict[str, Tensor] = {}
+    if feedback is None:
+        return residuals
+    for name, parameter in parameters.items():
+        lost = feedback.of(parameter) if as_they_are else None
+        if lost is None:
+            lost = torch.zeros(parameter.numel(), dtype=feedback.dtype, device=parameter.device)
+        residuals[name] = lost.reshape(parameter.shape).clone()
+    return residuals
 
 
 def merge(
@@ -60,6 +67,7 @@ def merge(
 ) -> tuple[int, dict[str, Tensor]]:
     """Returns the number of steps, and this rank's residuals by name, from what one or several ranks saved.
 
+    parameters: the parameters by name, or tensors of their shapes and devices.
     of: the name of the class whose states these are, for messages. Raises TypeError or ValueError that names the
     expected and the actual value.
     """

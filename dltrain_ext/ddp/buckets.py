@@ -119,8 +119,7 @@ class Buckets:
         regions = regions_of(
             self.parameters, dict(zip(parameters, firsts, strict=True)), codec, self._min_compress_numel
         )
-        feedback = self.feedback if any(region.is_lossy for region in regions) else None
-        return Layout(buffer, regions, feedback, by_parameter=by_parameter, with_squares=self._with_squares)
+        return Layout(buffer, regions, self.feedback, by_parameter=by_parameter, with_squares=self._with_squares)
 
     def _absent(self) -> list[str]:
         """Returns the names of parameters that have a gradient but are in no bucket."""

@@ -183,7 +183,7 @@ class AllReduceState:
         # errors of this call to units that will be right later.
         feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
         buffer = bucket.buffer()
-        work = self.communicator.reduce_bucket(
+        work = self.communicator.run_bucket(
             buffer,
             layout.handle,
             average=True,
@@ -266,7 +266,8 @@ class AllReduceState:
         """
         named = self._parameters.named()
         self._buckets.settle_after_backward()
-        saved = checkpoint.save(self._feedback, named, self.steps, self._rank, self._world_size, saved_by)
+        residuals = partial(checkpoint.residuals_of, self._feedback, named)
+        saved = checkpoint.save(residuals, self.steps, self._rank, self._world_size, saved_by)
         return {**saved, "choice": self.choice.to_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """The state that the hooks of a model of ``fully_shard`` share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -8,30 +8,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dltrain_ext._arguments import is_dense
 from dltrain_ext.comm import Communicator
-from dltrain_ext.compress.checkpoint import key_of
+from dltrain_ext.comm.work import Work
+from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
+from dltrain_ext.fsdp.checkpoint import checked, joined
+from dltrain_ext.fsdp.flat import Sharded
+from dltrain_ext.fsdp.gathering import Gathering
 from dltrain_ext.fsdp.gradient import Gradient
-
-VERSION = 1
 
 
 class ShardedState:
     """The state that :func:`dltrain_ext.fsdp.register` returns.
 
     Args:
-        numels: the number of elements of each gradient, by the name of its module.
+        groups: the parameters that are reduced and gathered together, by the name of their module.
         replicas: the ranks between which shards are averaged; None if the reduce-scatter is compressed.
     """
 
     def __init__(
         self,
-        numels: Mapping[str, int],
+        groups: Mapping[str, Sequence[Sharded]],
         replicas: dist.ProcessGroup | None,
         *,
         codec: str,
         algorithm: str,
+        gather: str | None,
         feedback_dtype: torch.dtype | None,
         scaler: torch.amp.GradScaler | None,
         min_compress_numel: int,
@@ -39,26 +41,42 @@ class ShardedState:
         seed: int,
         timeout: timedelta | None,
     ):
-        self.codec, self.algorithm, self.min_compress_numel = codec, algorithm, min_compress_numel
+        self.codec, self.algorithm, self.gather, self.min_compress_numel = codec, algorithm, gather, min_compress_numel
         self._scaler = scaler if is_scaling(scaler) else None
         self._feedback_dtype = feedback_dtype
         self._stochastic, self._seed, self._timeout = stochastic, seed, timeout
-        self._numels = dict(numels)
+        self._groups = {name: list(parameters) for name, parameters in groups.items()}
+        self._replicas = replicas
         self._communicators: dict[dist.ProcessGroup, Communicator] = {}
         if replicas is not None:
             self._communicators[replicas] = Communicator(replicas, timeout=timeout)
-        self._begin(dict.fromkeys(numels, 0))
+        self._gatherings = {
+            name: Gathering(name, parameters, gather or "raw", min_compress_numel)
+            for name, parameters in self._groups.items()
+        }
+        self._begin(dict.fromkeys(groups, 0))
 
     def _begin(self, steps: Mapping[str, int]) -> None:
         """Begins without residuals."""
         self._gradients = {
-            name: Gradient(name, numel, (self._seed + index) % 2**63, steps[name], self._feedback_dtype, self._scaler)
-            for index, (name, numel) in enumerate(self._numels.items())
+            name: Gradient(
+                name,
+                [parameter for parameter in parameters if parameter.has_gradient],
+                is_scattered=self._replicas is None,
+                codec=self.codec,
+                min_compress_numel=self.min_compress_numel,
+                seed=(self._seed + index) % 2**63,
+                steps=steps[name],
+                feedback_dtype=self._feedback_dtype,
+                scaler=self._scaler,
+            )
+            for index, (name, parameters) in enumerate(self._groups.items())
         }
 
     def all_reduce(self, name: str, tensor: Tensor) -> None:
         """Averages a module's gradient between the replicas, in place."""
-        (communicator,) = self._communicators.values()
+        assert self._replicas is not None
+        communicator = self._communicators[self._replicas]
         algorithm, segments = self.algorithm, None
         if algorithm == "auto":
             algorithm, segments = communicator.plan_for(self.codec, 4 * tensor.numel())
@@ -66,22 +84,22 @@ class ShardedState:
 
     def reduce_scatter(self, name: str, shard: Tensor, tensor: Tensor, group: dist.ProcessGroup, average: bool) -> None:
         """Reduces a module's gradient over a group, and writes this rank's part to ``shard``."""
+        self._reduce(name, self._in_one_level(group), tensor, collective="reduce_scatter", shard=shard, average=average)
+
+    def _in_one_level(self, group: dist.ProcessGroup) -> Communicator:
         if group not in self._communicators:
             self._communicators[group] = Communicator(group, timeout=self._timeout, ranks_per_host=1)
-        self._reduce(
-            name, self._communicators[group], tensor, collective="reduce_scatter", shard=shard, average=average
-        )
+        return self._communicators[group]
 
     def _reduce(self, name: str, communicator: Communicator, tensor: Tensor, **options: Any) -> None:
         """Returns when the reduction is complete or, on CUDA, when the current stream waits for it."""
-        codec = "raw" if tensor.numel() < self.min_compress_numel else self.codec
         gradient = self._gradients[name]
-        layout = gradient.enter(tensor, codec)
-        communicator.reduce_bucket(
+        layout = gradient.enter(tensor)
+        communicator.run_bucket(
             tensor,
             layout.handle,
             feeds=layout.has_feedback,
-            codec=codec,
+            codec=layout.codec,
             loss_scale=loss_scale_of(self._scaler, tensor.device) if layout.has_feedback else None,
             stochastic=self._stochastic,
             seed=gradient.seed,
@@ -89,70 +107,95 @@ class ShardedState:
             **options,
         ).wait()
 
+    def all_gather(self, name: str, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Work:
+        """Gathers a module's parameters in the codec ``gather``, also this rank's own."""
+        layout = self._gatherings[name].enter(output, dist.get_world_size(group))
+        return self._in_one_level(group).run_bucket(
+            output, layout.handle, collective="all_gather", shard=shard, codec=layout.codec
+        )
+
     def stats(self) -> dict[str, Any]:
-        """Returns a dict: ``wire_bytes``, which this rank has sent for gradients; ``ratio``, the size of fp32 messages
-        over that of the latest reductions' messages, or None before the first; and ``per_module``, which has for each
-        module that has been reduced the ``numel`` of the latest reduction, ``calls`` and ``wire_bytes``."""
+        """Returns a dict: ``wire_bytes``, which this rank has sent for gradients, and ``gather_bytes``, for parameters;
+        ``ratio``, the size of fp32 messages over that of the latest reductions' messages, or None before the first; and
+        ``per_module``, which has for each module that has been reduced the ``numel`` of the latest reduction, ``calls``
+        and ``wire_bytes``. ``gather_bytes`` is 0 if parameters are gathered by torch."""
         reduced = {name: gradient for name, gradient in self._gradients.items() if gradient.message_bytes > 0}
         message_bytes = sum(gradient.message_bytes for gradient in reduced.values())
+        per_module = {name: gradient.stats() for name, gradient in reduced.items()}
         return {
-            "wire_bytes": sum(communicator.stats()["wire_bytes"] for communicator in self._communicators.values()),
+            "wire_bytes": sum(each["wire_bytes"] for each in per_module.values()),
+            "gather_bytes": sum(gathering.wire_bytes for gathering in self._gatherings.values()),
             "ratio": 4 * sum(gradient.numel for gradient in reduced.values()) / message_bytes if reduced else None,
-            "per_module": {name: gradient.stats() for name, gradient in reduced.items()},
+            "per_module": per_module,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns plain tensors and numbers of this rank, for ``torch.save`` or ``torch.distributed.checkpoint``: by
-        rank (``"rank 0 of 4"``) the residual of each module's gradient, flat. It must not be called between a backward
-        pass and the ``step`` of the scaler, which may skip that step."""
-        lost = {name: gradient.lost() for name, gradient in self._gradients.items() if gradient.feedback is not None}
-        steps = {name: gradient.steps for name, gradient in self._gradients.items()}
-        return {"version": VERSION, "steps": steps, "feedback": {_key(): lost}}
+    @property
+    def _contribution(self) -> tuple[int, int]:
+        """Which of the contributions to an average this rank makes, and how many there are."""
+        return dist.get_rank(self._replicas), dist.get_world_size(self._replicas)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from what this rank saved in a world of the same size.
+    @property
+    def _shard(self) -> tuple[int, int]:
+        """Which of how many shards of the parameters this rank's residuals are."""
+        sharded = [parameter for parameters in self._groups.values() for parameter in parameters]
+        return (0, 1) if self._replicas is None or not sharded else (sharded[0].shard, sharded[0].shards)
+
+    def _residuals(self, as_they_are: bool) -> dict[str, Tensor]:
+        residuals: dict[str, Tensor] = {}
+        for gradient in self._gradients.values():
+            residuals.update(gradient.residuals())
+        return residuals if as_they_are else {name: torch.zeros_like(lost) for name, lost in residuals.items()}
+
+    def state_dict(self, *, saved_by: int | None = None) -> dict[str, Any]:
+        """Returns plain tensors and numbers of this rank, for ``torch.save`` or ``torch.distributed.checkpoint``.
+
+        It must not be called between a backward pass and the ``step`` of the scaler, which may skip that step.
+
+        Args:
+            saved_by: as for :meth:`dltrain_ext.ddp.AllReduceState.state_dict`; with ``replicas`` their number.
+
+        Returns:
+            A dict of ``version``; ``steps``, the most reductions of a module; ``reductions``, by module;
+            ``world_size``, the number of contributions to an average, which are those of the ranks or, with
+            ``replicas``, of these; ``shard``, the number of the shard that the residuals are, and how many shards there
+            are, which is 1 without ``replicas``; and ``feedback``, the residuals by contribution (``"rank 0 of 4"``)
+            and by parameter, in its shape.
 
         Raises:
-            ValueError: the state is invalid; the message has the expected and the actual value. Nothing has changed.
+            ValueError: ``saved_by`` is not a world size.
         """
-        given = state_dict if isinstance(state_dict, Mapping) else {}
-        steps, by_rank = given.get("steps"), given.get("feedback")
-        version = given.get("version")
-        if (
-            type(version) is not int
-            or version != VERSION
-            or not isinstance(steps, Mapping)
-            or not isinstance(by_rank, Mapping)
-        ):
-            raise ValueError(f"state_dict: expected one of a ShardedState, version {VERSION}")
-        if _key() not in by_rank:
-            raise ValueError(
-                f"state_dict: expected what {_key()} saved, since shards differ with the world size, got that of "
-                f"{', '.join(map(str, by_rank))}; to continue without it, register anew"
-            )
-        lost = by_rank[_key()]
-        if not isinstance(lost, Mapping):
-            raise ValueError(f"state_dict: expected the feedback of {_key()} by module, got {type(lost).__name__}")
-        found = {name: tensor.numel() for name, tensor in lost.items() if _is_feedback(tensor)}
-        if steps.keys() != self._numels.keys() or (lost and found != self._numels):
-            raise ValueError(f"state_dict: expected the modules and sizes of this model, {self._numels}, got {found}")
-        if not all(type(done) is int and done >= 0 for done in steps.values()):
-            raise ValueError(f"state_dict: expected steps of at least 0, got {dict(steps)}")
+        reductions = {name: gradient.steps for name, gradient in self._gradients.items()}
+        steps = max(reductions.values(), default=0)
+        saved = checkpoint.save(self._residuals, steps, *self._contribution, saved_by)
+        return {**saved, "reductions": reductions, "shard": list(self._shard)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continues from what this rank has saved or, where the number of ranks differs, from a list of what all ranks
+        have saved.
+
+        With another number of ranks, each adds up the residuals of several ones, or takes none, so that the sum over
+        all ranks is preserved. In tensor parallelism the number must be the same.
+
+        Raises:
+            TypeError, ValueError: the state is invalid; the message has the expected and the actual value. Nothing has
+                changed.
+        """
+        states = [state_dict] if isinstance(state_dict, Mapping) else state_dict
+        parameters = [parameter for parameters in self._groups.values() for parameter in parameters]
+        contribution, contributions = self._contribution
+        steps = checked(states, self._groups.keys(), parameters, contributions)
+        own, shards = self._shard
+        has_these_shards = all(state["shard"][1] == shards for state in states)
+        if has_these_shards:
+            states = [state for state in states if state["shard"][0] == own]
+        else:
+            states = joined(states, {parameter.name: parameter.dim for parameter in parameters})
+        is_whole = self._replicas is None or not has_these_shards
+        like = {
+            parameter.name: parameter.like() if is_whole else parameter.cut(parameter.like(), parameter.shard)
+            for parameter in parameters
+        }
+        _, residuals = checkpoint.merge(states, contribution, contributions, like, of="a ShardedState")
         self._begin(steps)
-        for name, gradient in self._gradients.items():
-            if gradient.feedback is not None and name in lost:
-                gradient.feedback.initial[name] = lost[name].to(gradient.feedback.dtype)
-
-
-def _is_feedback(value: object) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and is_dense(value)
-        and value.dim() == 1
-        and value.is_floating_point()
-        and not value.is_meta
-    )
-
-
-def _key() -> str:
-    return key_of(dist.get_rank(), dist.get_world_size())
+        for gradient in self._gradients.values():
+            gradient.restore(residuals, is_whole)

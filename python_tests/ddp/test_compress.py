@@ -1,6 +1,7 @@
 """The code that ddp and fsdp share, without a process group."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from dltrain_ext import amp, codecs
 from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.feedback import Feedback
-from dltrain_ext.compress.layout import Layout, regions_of
+from dltrain_ext.compress.layout import Layout, Region, divided, regions_of, rows_of
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.compress.scaling import StepOutcome, loss_scale_of
 
@@ -36,13 +37,15 @@ def test_merging_saved_states_restores_them():
     parameters = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
     feedback = Feedback(torch.float32, double_buffered=False)
     feedback.lay({parameters["w"]: (0, 6)}, torch.zeros(6))["residual"].copy_(torch.arange(6.0))
-    saved = checkpoint.save(feedback, parameters, steps=3, rank=1, world_size=2, saved_by=None)
+    collect = partial(checkpoint.residuals_of, feedback, parameters)
+    saved = checkpoint.save(collect, steps=3, rank=1, world_size=2, saved_by=None)
     steps, residuals = merge([saved], 1, 2, parameters)
     assert steps == 3 and torch.equal(residuals["w"], torch.arange(6.0).view(2, 3)) and not residuals["b"].any()
     for saved_by, keys in ((1, []), (5, ["rank 1 of 5", "rank 3 of 5"])):
-        places = checkpoint.save(feedback, parameters, steps=3, rank=1, world_size=2, saved_by=saved_by)["feedback"]
+        places = checkpoint.save(collect, steps=3, rank=1, world_size=2, saved_by=saved_by)["feedback"]
         assert list(places) == keys and all(not part.any() for place in places.values() for part in place.values())
-    assert checkpoint.save(None, parameters, 3, 1, 2, None)["feedback"] == {"rank 1 of 2": {}}
+    none = partial(checkpoint.residuals_of, None, parameters)
+    assert checkpoint.save(none, 3, 1, 2, None)["feedback"] == {"rank 1 of 2": {}}
 
 
 OWN = {"w": torch.ones(2, 3)}
@@ -95,7 +98,30 @@ def test_states_of_different_runs_are_refused():
 def test_saved_by_has_to_be_a_world_size():
     for saved_by, text in ((0, "expected a world size of at least 1, or None, got 0"), (2**32, "expected at most")):
         with pytest.raises(ValueError, match=f"saved_by: {text}"):
-            checkpoint.save(None, {}, 3, 0, 1, saved_by)
+            checkpoint.save(lambda as_they_are: {}, 3, 0, 1, saved_by)
+
+
+def test_rows_are_those_of_shard():
+    for size in (0, 1, 3, 8, 10):
+        for ranks in (1, 2, 3, 4):
+            chunks = torch.arange(size).chunk(ranks) if size else ()
+            sizes = [len(chunk) for chunk in chunks] + [0] * (ranks - len(chunks))
+            assert [count for _, count in rows_of(size, ranks)] == sizes
+            firsts = [int(chunk[0]) for chunk in chunks if len(chunk)]
+            assert [first for first, count in rows_of(size, ranks) if count] == firsts
+
+
+def test_a_region_is_divided_among_owners():
+    region = Region("part", 100, 7 * 5, "int8", 64)
+    parts = divided(region, 7, 3)
+    assert [(part.first, part.numel, part.number, part.owner) for part in parts] == [
+        (100, 15, 64, 0),
+        (115, 15, 76, 1),
+        (130, 5, 92, 2),
+    ]
+    feedback = Feedback(torch.float32, double_buffered=False)
+    assert Layout(torch.zeros(200), parts, feedback, by_parameter=True).has_feedback
+    assert feedback.of("part").shape == (35,)
 
 
 def model_parameters():

@@ -378,18 +378,21 @@ def test_hook_checkpoints(data):
 def sharded(group):
     model = torch.nn.Linear(3, 2)
     fully_shard(model)
-    return fsdp.register(model, "int8", min_compress_numel=0)
+    return fsdp.register(model, "int8", error_feedback=True, min_compress_numel=0)
 
 
 @fuzz("fsdp.ShardedState.load_state_dict", "fsdp.ShardedState.state_dict", "fsdp.ShardedState.stats", examples=60)
 @given(st.data())
 def test_shard_checkpoints(sharded, data):
-    good = {"version": 1, "steps": {"": 3}, "feedback": {"rank 0 of 1": {"": torch.ones(8)}}}
+    residuals = {"rank 0 of 1": {"weight": torch.ones(2, 3), "bias": torch.ones(2)}}
+    good = {"version": 1, "steps": 3, "world_size": 1, "feedback": residuals, "reductions": {"": 3}, "shard": [0, 1]}
     sharded.load_state_dict(good)
     before = repr(sharded.state_dict())
-    _, error = attempt(sharded.load_state_dict, {"state_dict": data.draw(corrupted(good))})
+    saved = data.draw(st.one_of(corrupted(good), corrupted([good]), corrupted([{**good, "shard": [1, 2]}, good])))
+    _, error = attempt(sharded.load_state_dict, {"state_dict": saved})
     if error is not None:
         assert repr(sharded.state_dict()) == before
+    attempt(sharded.state_dict, {"saved_by": data.draw(sizes)}, names=["saved_by"])
     assert sharded.stats()["per_module"] == {}
 
 

@@ -13,11 +13,11 @@ from dltrain_ext import amp, codecs, comm, ddp, fsdp, kfac, optim, sim
 DATA = {
     *("codecs.CODECS", "codecs.ErrorBound", "codecs.DecodeStats", "sim.Estimate", "sim.StepEstimate"),
     *("sim.StalenessEstimate", "sim.StepEstimate.efficiency", "sim.Speed.from_list", "sim.Speed.to_list"),
-    *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.reduce_bucket"),
+    *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.run_bucket"),
     *("comm.Communicator.connect", "comm.CallOptions", "comm.Work.then", "comm.Plan.to_json"),
 }
-# FSDP calls these with its own arguments; python_tests/ddp/test_fsdp.py tests their errors.
-ELSEWHERE = {"fsdp.ShardedState.all_reduce", "fsdp.ShardedState.reduce_scatter"}
+# FSDP calls these with its own arguments; python_tests/fsdp/test_fsdp.py tests their errors.
+ELSEWHERE = {f"fsdp.ShardedState.{name}" for name in ("all_reduce", "reduce_scatter", "all_gather")}
 
 
 def public():

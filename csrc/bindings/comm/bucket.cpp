@@ -82,6 +82,13 @@ void BucketState::check(const at::Tensor& tensor) const {
   if (squares_) check_dense({*squares_, "squares", true}, tensor.device());
 }
 
+void BucketState::check_owners(int owners) const {
+  for (const comm::Region& region : layout_) {
+    TORCH_CHECK_VALUE(!by_parameter_ || (owners ? region.owner >= 0 && region.owner < owners : region.owner == -1),
+                      "parameters: expected an owner of ", owners, " for each, got ", region.owner);
+  }
+}
+
 void BucketState::add_up(const ExecutionContext& context, const at::Tensor& tensor) const {
   if (!squares_) return;
   const TypedPointer values{tensor.data_ptr(), dtype_of(tensor)};
@@ -136,11 +143,13 @@ std::vector<std::pair<const char*, double>> BucketState::stats() const {
 
 void bind_buckets(py::module_& module) {
   py::class_<BucketState, std::shared_ptr<BucketState>>(module, "BucketState")
-      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, std::string, int64_t>>& given, bool by_parameter,
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, std::string, int64_t, int64_t>>& given, bool by_parameter,
                        std::optional<at::Tensor> squares, std::optional<at::Tensor> residual, std::optional<at::Tensor> spare,
                        std::optional<at::Tensor> swapped) {
              comm::Layout layout;
-             for (const auto& [first, numel, codec, number] : given) layout.push_back({{first, numel}, &find_codec(codec), number});
+             for (const auto& [first, numel, codec, number, owner] : given) {
+               layout.push_back({{first, numel}, &find_codec(codec), number, owner});
+             }
              FeedbackTensors feedback{std::move(residual), std::move(spare), std::move(swapped), std::nullopt, true};
              return std::make_shared<BucketState>(std::move(layout), by_parameter, std::move(squares), std::move(feedback));
            }),

@@ -28,14 +28,16 @@ struct FeedbackTensors {
   void keep_for(const ExecutionContext& context) const;
 };
 
-// The state of a DDP bucket that is kept from step to step: the regions of its parameters' gradients and their codecs, the residuals, and
-// statistics of the all-reduces.
+// The state of a flat tensor, such as a DDP bucket, that is kept from step to step: its regions and their codecs, the residuals, and
+// statistics of the collectives.
 class BucketState : public comm::Observer {
  public:
-  // The layout has a region for each parameter. by_parameter: regions are divided separately. squares: optional, a float64 per region.
+  // The layout has regions of parameters. by_parameter: they are divided separately. squares: optional, a float64 per region.
   BucketState(comm::Layout layout, bool by_parameter, std::optional<at::Tensor> squares, FeedbackTensors feedback);
 
   void check(const at::Tensor& tensor) const;
+  // Throws unless each region, if it is divided separately, belongs to one of `owners` ranks, or to none if there are no owners.
+  void check_owners(int owners) const;
 
   const comm::Layout* layout() const { return by_parameter_ ? &layout_ : nullptr; }
   const FeedbackTensors& feedback() const { return feedback_; }
@@ -44,13 +46,13 @@ class BucketState : public comm::Observer {
   void add_up(const ExecutionContext& context, const at::Tensor& tensor) const;
   void keep_for(const ExecutionContext& context) const;
 
-  // Called by one all-reduce after another, never by two at the same time.
+  // Called by one collective after another, never by two at the same time.
   void started(Clock::time_point submitted);
   void ended(Clock::time_point submitted, int64_t wire_bytes);
   void begin(comm::Phase phase) override;
   void end(comm::Phase phase) override;
 
-  // Sums over all its all-reduces, by name; in seconds, except "calls" and "wire_bytes".
+  // Sums over all its collectives, by name; in seconds, except "calls" and "wire_bytes".
   std::vector<std::pair<const char*, double>> stats() const;
 
  private:

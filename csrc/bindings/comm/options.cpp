@@ -50,12 +50,14 @@ void check_values(const at::Tensor& tensor, const c10::Device& device, const Col
   }
 }
 
+void check_bucket(const at::Tensor& tensor, const CollectiveOptions& options, int world_size) {
+  TORCH_CHECK_TYPE(fits_plans(tensor.scalar_type()), "bucket: expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
+  options.bucket->check(tensor);
+  options.bucket->check_owners(comm::has_owners(options.call.collective) ? world_size : 0);
+}
+
 void check_feedback_of(const at::Tensor& tensor, const CollectiveOptions& options) {
-  if (options.bucket) {
-    TORCH_CHECK_TYPE(fits_plans(tensor.scalar_type()), "bucket: expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
-    options.bucket->check(tensor);
-  }
-  options.feedback.check(options.call.collective == comm::Collective::all_gather ? *options.shard : tensor);
+  options.feedback.check(options.call.collective == comm::Collective::all_gather && options.shard ? *options.shard : tensor);
   if (options.feedback.residual) {
     TORCH_CHECK_VALUE(!options.is_native(tensor.scalar_type()), "residual: expected none for the algorithm native");
     check_feedback(find_codec(options.call.codec), options.call.stochastic);
@@ -79,11 +81,12 @@ std::vector<Span> CollectiveOptions::shards(int64_t numel, int world_size) const
 void CollectiveOptions::check(const at::Tensor& tensor, const c10::Device& device, int rank, int world_size) const {
   comm::check_names(call.collective, call.algorithm, call.codec);
   TORCH_CHECK_VALUE(call.root >= 0 && call.root < world_size, "root: expected 0 to ", world_size - 1, ", got ", call.root);
-  if (comm::has_owners(call.collective)) {
+  if (comm::has_owners(call.collective) && (shard || !bucket)) {
     check_shards(tensor, device, rank, world_size);
   } else {
     check_values(tensor, device, *this);
   }
+  if (bucket) check_bucket(tensor, *this, world_size);
   check_feedback_of(tensor, *this);
 }
 

@@ -14,7 +14,7 @@ namespace dltrain::bindings {
 // The options of a collective over one tensor.
 struct CollectiveOptions {
   comm::CallOptions call;           // without its timeout and what depends on the tensors and the bucket
-  std::optional<at::Tensor> shard;  // this rank's shard: written by a reduce-scatter, read by an all-gather
+  std::optional<at::Tensor> shard;  // this rank's shard: written by a reduce-scatter, read by an all-gather; or these are in place
   std::vector<int64_t> sizes;       // elements of each rank's shard; if empty, all shards have the same size
   FeedbackTensors feedback;
   std::shared_ptr<BucketState> bucket;
@@ -22,10 +22,12 @@ struct CollectiveOptions {
   // Whether the backend's own all-reduce is used: it was selected by name, or is the only one for this type.
   bool is_native(at::ScalarType type) const;
   // Whether elements are sent unchanged, whatever their type is.
-  bool is_verbatim() const { return !comm::adds_up(call.collective) && call.codec == "raw" && !feedback.residual; }
+  bool is_verbatim() const { return !comm::adds_up(call.collective) && call.codec == "raw" && !feedback.residual && !bucket; }
 
   // The tensor that is written.
-  const at::Tensor& result(const at::Tensor& tensor) const { return call.collective == comm::Collective::reduce_scatter ? *shard : tensor; }
+  const at::Tensor& result(const at::Tensor& tensor) const {
+    return call.collective == comm::Collective::reduce_scatter && shard ? *shard : tensor;
+  }
   std::vector<Span> shards(int64_t numel, int world_size) const;
 
   // Throws unless the options are valid for this tensor, device and rank.

@@ -49,7 +49,7 @@ TensorCollectives::TensorCollectives(std::shared_ptr<Level> across, std::shared_
 // Runs in the same kind of profiler range as torch's own collectives, so that viewers recognize it as a collective.
 void TensorCollectives::run(const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options) {
   if (!at::hasCallbacks()) return attempt(context, tensor, options);
-  const bool gathers = options.call.collective == comm::Collective::all_gather;
+  const bool gathers = options.call.collective == comm::Collective::all_gather && options.shard;
   const at::Tensor &in = gathers ? *options.shard : tensor, &out = options.result(tensor);
   const bool all_reduces = options.call.collective == comm::Collective::all_reduce;
   const auto& [name, description, ranks, rank] = members_;

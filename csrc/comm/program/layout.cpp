@@ -1,6 +1,7 @@
 #include "comm/program/layout.h"
 
 #include <algorithm>
+#include <map>
 
 #include "core/digest.h"
 
@@ -24,7 +25,7 @@ Layout within(const Layout& layout, const Span& span) {
     const int64_t end = std::min(region.span.first + region.span.count, span.first + span.count);
     if (begin >= end) continue;
     const int64_t skipped = (begin - region.span.first) / 4 * 4;
-    out.push_back({{begin - span.first, end - begin}, region.codec, region.number + skipped});
+    out.push_back({{begin - span.first, end - begin}, region.codec, region.number + skipped, region.owner});
   }
   return out;
 }
@@ -37,7 +38,9 @@ int64_t message_bytes(const Layout& layout) {
 
 int64_t digest(const Layout& layout) {
   uint64_t all = 0;
-  for (const auto& [span, codec, number] : layout) all = dltrain::digest({span.first, span.count, codec - codecs().data(), number}, all);
+  for (const auto& [span, codec, number, owner] : layout) {
+    all = dltrain::digest({span.first, span.count, codec - codecs().data(), number, owner}, all);
+  }
   return static_cast<int64_t>(all | 1);
 }
 
@@ -88,22 +91,23 @@ std::vector<std::vector<Piece>> cut_in_shards(const std::vector<Span>& shards, c
 }
 
 std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments) {
-  constexpr int64_t most = 1 << 19;  // elements of a piece, so that one large region can fill several segments
-  constexpr int64_t whole = 4096;    // a piece of up to this many elements is not divided into chunks
-  const int64_t total = std::max<int64_t>(message_bytes(layout), 1);
-  std::vector<std::vector<Piece>> out;
-  int64_t bytes = 0, latest = -1;
+  constexpr int64_t most = 1 << 19;          // elements of a piece, so that one large region can fill several segments
+  constexpr int64_t whole = 4096;            // a piece of up to this many elements is not divided into chunks
+  std::map<int64_t, int64_t> totals, bytes;  // by owner
+  for (const Region& region : layout) totals[region.owner] += region.codec->bytes(region.span.count);
+  std::vector<std::vector<Piece>> out(segments);
   for (const Region& region : layout) {
+    const int64_t total = std::max<int64_t>(totals[region.owner], 1);
+    int64_t& before = bytes[region.owner];
     for (int64_t first = 0; first < region.span.count; first += most) {
       const int64_t count = std::min(most, region.span.count - first), number = region.number + first;
       const Span span{region.span.first + first, count};
-      const int64_t segment = bytes * segments / total;
-      if (segment != latest) out.emplace_back();
-      latest = segment;
-      out.back().push_back({{span, region.codec, number}, count <= whole ? count : region.codec->alignment, turn_of(number)});
-      bytes += region.codec->bytes(count);
+      const int64_t grain = count <= whole ? count : region.codec->alignment;
+      out[before * segments / total].push_back({{span, region.codec, number, region.owner}, grain, turn_of(number)});
+      before += region.codec->bytes(count);
     }
   }
+  std::erase_if(out, [](const std::vector<Piece>& pieces) { return pieces.empty(); });
   if (out.empty()) out.emplace_back();
   return out;
 }

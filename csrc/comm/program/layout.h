@@ -5,6 +5,7 @@
 // only on its parameter, and not on what else is in the bucket.
 //
 // If chunk r belongs to rank r, each rank's shard is divided into segments like a tensor, and chunk r of a segment is a part of shard r.
+// The regions of a layout may have owners, too: then chunk r consists of regions that belong to rank r.
 //
 //   one tensor    |  segment 0   |  segment 1   |        two regions   | region 0  |re| region 1, a | region 1, b |
 //   chunks        | 0 | 1 | 2 | 3| 0 | 1 | 2 | 3|        chunks        |0 |1 |2 |3 |2 |0 | 1 | 2 |3 |0 | 1 | 2 | 3|
@@ -23,6 +24,7 @@ struct Region {
   Span span;
   const Codec* codec;
   int64_t number = 0;  // the index of its first element among the elements of all regions of all buckets; a multiple of 4
+  int64_t owner = -1;  // if not -1, the chunk that gets the whole region
   auto operator<=>(const Region&) const = default;
 };
 
@@ -40,9 +42,8 @@ int64_t digest(const std::vector<Span>& shards);
 
 // A region, or a part of one, that is divided into the chunks of a segment.
 struct Piece : Region {
-  int64_t grain;       // the granularity in elements, one block or more: chunks begin at multiples of it
-  uint32_t turn = 0;   // selects the chunks that get the remainder
-  int64_t owner = -1;  // if not -1, the chunk that gets the whole piece
+  int64_t grain;      // the granularity in elements, one block or more: chunks begin at multiples of it
+  uint32_t turn = 0;  // selects the chunks that get the remainder
 
   Piece part(int64_t parts, int64_t part) const;
 };

@@ -98,7 +98,7 @@ Executor::~Executor() {
 
 void Executor::run(const ExecutionContext& context, const TypedPointer& values, int64_t numel, const CallOptions& call) {
   check(numel >= 0, "numel: expected at least 0, got ", numel);
-  if (has_owners(call.collective) && call.shards.empty()) {
+  if (has_owners(call.collective) && call.shards.empty() && !call.layout) {
     check(numel % world_size() == 0, "numel: expected a multiple of ", world_size(), ", got ", numel);
     CallOptions equal = call;
     equal.shards = equal_shards(numel, world_size());

@@ -31,7 +31,7 @@ std::optional<Sum> Invocation::sum_of(const SumStep& step) const {
     sum.own = values.from(step.region.span.first);
     sum.own_position = step.own_position;
     if (call.average) sum.scale = call.weight > 0 ? call.weight : 1.0f / static_cast<float>(world_size);
-    const int64_t origin = call.collective == Collective::all_gather ? call.shards[rank].first : 0;
+    const int64_t origin = call.collective == Collective::all_gather && !call.layout ? call.shards[rank].first : 0;
     if (encodes) sum.feedback = call.feedback.from(step.region.span.first - origin);
     // The slot is the tensor itself, so the message is there already.
     if (program.result == Result::values_in_place && step.received.empty() && sum.scale == 1.0f && !sum.feedback.residual.data) return {};

@@ -29,13 +29,14 @@ struct CallOptions {
 
   char* message = nullptr;  // if not null, the final bytes are written here in the layout of encoded(), and the values do not change
 
-  std::vector<Span> shards;  // of the values, by rank, if chunk r belongs to rank r; empty: equal shards
+  std::vector<Span> shards;  // of the values, by rank, if chunk r belongs to rank r; empty: equal shards, or the layout has owners
   TypedPointer shard;        // if not null, this rank's shard of a reduce-scatter is written here, and the values do not change
 
   std::string type;       // the element type of the tensor if the values are only its bytes; ranks have to agree on it
   int64_t agreement = 0;  // a digest on which ranks have to agree, too; 0: none
 
-  const Layout* layout = nullptr;  // null: the whole tensor is encoded by `codec`; otherwise `codec` only selects the plan
+  const Layout* layout = nullptr;  // null: the whole tensor is encoded by `codec`; otherwise `codec` only selects the plan, and regions
+                                   // have owners if the collective has
   Feedback feedback;               // for the values or, in an all-gather, for this rank's shard
   bool stochastic = false;         // rounding
   uint64_t seed = 0;

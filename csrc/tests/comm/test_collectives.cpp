@@ -88,6 +88,59 @@ TEST_P(CollectivesOn, AllGatherGivesAllRanksAllShards) {
   }
 }
 
+// Both collectives are in place, and what belongs to a rank is not adjacent. An element that no region contains does not change.
+TEST_P(CollectivesOn, RegionsMayHaveOwners) {
+  const int64_t sizes[] = {1280, 3, 0, 5000, 129};
+  for (int world_size : all() ? std::vector{1, 2, 3, 5} : std::vector{1, 3}) {
+    for (const char* codec : {"raw", "int8"}) {
+      Layout layout;
+      int64_t numel = 0;
+      for (const int64_t size : sizes) {
+        for (int owner = 0; owner < world_size; ++owner) {
+          layout.push_back({{numel, size}, &find_codec(codec), (numel + 3) / 4 * 4, owner});
+          numel += size;
+        }
+        ++numel;
+      }
+      by_every_plan(Collective::reduce_scatter, world_size, [&](Executor& executor, Runner& runner, CallOptions call) {
+        if (call.codec != std::string(codec)) return;
+        std::vector<float> values(numel, 5.0f), expected(numel, 5.0f);
+        for (const Region& region : layout) {
+          for (int64_t i = 0; i < region.span.count; ++i) {
+            float sum = 0;
+            for (int rank = 0; rank < world_size; ++rank) sum += given(rank, i);
+            values[region.span.first + i] = given(executor.rank(), i);
+            expected[region.span.first + i] = sum;
+          }
+        }
+        const Array<float> array(context(), values);
+        call.layout = &layout;
+        runner.run(executor, {array.data()}, numel, call);
+        const auto shards = array.values();
+        const bool exact = call.codec == "raw" || call.algorithm == "direct";
+        std::vector<float> scattered(numel, -1.0f);  // what is given to the all-gather
+        for (const Region& region : layout) {
+          if (region.owner != executor.rank()) continue;
+          for (int64_t i = 0; i < region.span.count; ++i) {
+            const int64_t k = region.span.first + i;
+            ASSERT_TRUE(!exact || shards[k] == expected[k]) << shards[k] << " for " << expected[k] << " at " << k;
+            scattered[k] = given(0, i);
+          }
+        }
+        call.collective = Collective::all_gather;
+        const Array<float> parts(context(), scattered);
+        runner.run(executor, {parts.data()}, numel, call);
+        const auto whole = parts.values();
+        std::vector<float> gathered(numel, -1.0f);
+        for (const Region& region : layout) {
+          for (int64_t i = 0; i < region.span.count; ++i) gathered[region.span.first + i] = given(0, i);
+        }
+        EXPECT_EQ(whole, gathered);
+      });
+    }
+  }
+}
+
 TEST_P(CollectivesOn, BroadcastGivesAllRanksTheTensorOfTheRoot) {
   for (int world_size : all() ? std::vector{1, 2, 3, 5, 8} : std::vector{1, 3}) {
     for (int64_t count : all() ? std::vector<int64_t>{0, 1, 127, 10'007} : std::vector<int64_t>{0, 1280}) {

@@ -67,6 +67,36 @@ TEST(Layout, SpreadsSmallRegionsOverTheChunks) {
   for (const int count : chunks) EXPECT_NEAR(count, 100, 30);
 }
 
+// A region with an owner is in the chunk of that owner only, and each owner's regions are spread evenly over the segments.
+TEST(Layout, GivesRegionsToTheirOwners) {
+  Layout layout;
+  for (int64_t owner = 0; owner < 3; ++owner) {
+    layout.push_back({{owner * 2'000'000, 1'900'000}, &codec("int8"), owner * 2'000'000, owner});
+    layout.push_back({{owner * 2'000'000 + 1'900'000, 7}, &codec("raw"), owner * 2'000'000 + 1'900'000, owner});
+  }
+  for (const int segments : {1, 3}) {
+    const auto cut = cut_by_region(layout, segments);
+    EXPECT_EQ(std::ssize(cut), segments);
+    std::vector<int64_t> owned(3);
+    for (const auto& pieces : cut) {
+      std::vector<int64_t> here(3);
+      for (const Piece& piece : pieces) {
+        for (int i = 0; i < 3; ++i) {
+          const Piece part = piece.part(3, i);
+          EXPECT_EQ(part.span.count, i == piece.owner ? piece.span.count : 0);
+          here[i] += part.span.count;
+        }
+      }
+      for (int i = 0; i < 3; ++i) owned[i] += here[i];
+      EXPECT_TRUE(here[0] > 0 && here[0] == here[1] && here[1] == here[2]);
+    }
+    EXPECT_EQ(owned, (std::vector<int64_t>{1'900'007, 1'900'007, 1'900'007}));
+  }
+  Layout others = layout;
+  others.back().owner = 0;
+  EXPECT_NE(digest(layout), digest(others));
+}
+
 TEST(Layout, CanBeRestrictedToASpan) {
   const Layout layout = {{{0, 10}, &codec("raw"), 0}, {{10, 100}, &codec("int8"), 12}, {{200, 10}, &codec("raw"), 112}};
   const Layout expected = {{{0, 85}, &codec("int8"), 12 + 12}, {{175, 5}, &codec("raw"), 112}};

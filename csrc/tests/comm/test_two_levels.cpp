@@ -111,7 +111,7 @@ TEST_P(TwoLevelsOn, KeepRegionsApart) {
     levels.all_reduce(context, array.data(), numel, call);
     results[rank] = array.values();
   });
-  for (const auto& [span, codec, number] : layout) {
+  for (const auto& [span, codec, number, owner] : layout) {
     for (int64_t i = span.first; i < span.first + span.count; ++i) {
       float sum = 0;
       for (int rank = 0; rank < 4; ++rank) sum += given(i, rank);

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from models import SIZES, bits, make, meshes, same, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,43 +21,6 @@ from dltrain_ext import amp, fsdp, optim
 
 # torch caches meshes of equal shape, whose groups then have other names.
 run_ranks = partial(ranks.run_ranks, fresh=True)
-
-SIZES = (50, 71, 64, 3)  # odd numbers, so shards have different lengths; the last layer is small
-
-
-def make(mesh=None, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(*SIZES[i : i + 2]), nn.Tanh()) for i in range(3)))
-    for part in (*model, model):
-        fully_shard(part, mesh=mesh, **options)
-    return model
-
-
-def meshes(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    return mesh["replicate"], mesh["shard"], mesh
-
-
-def train(model, optimizer, scaler, rank, steps, first=0, max_norm=None, spoilt=None):
-    """Train, and return the losses of this rank."""
-    losses = []
-    for step in range(first, first + steps):
-        x = torch.randn(8, SIZES[0], generator=torch.Generator().manual_seed(100 * step + rank))
-        optimizer.zero_grad()
-        loss = (model(x) - x[:, : SIZES[-1]]).square().mean()
-        scaler.scale(loss * (math.inf if (step, rank) == spoilt else 1)).backward()
-        scaler.step(optimizer, **({} if max_norm is None else {"max_norm": max_norm}))
-        scaler.update()
-        losses.append(loss.item())
-    return losses
-
-
-def bits(model):
-    return [p.to_local().clone() for p in model.parameters()]
-
-
-def same(ours, theirs, **tolerance):
-    return all(torch.allclose(a, b, **tolerance) for a, b in zip(ours, theirs, strict=True))
 
 
 def check_optimizer(rank, world_size, ours, theirs, options):
@@ -217,7 +181,7 @@ def check_skipped(rank, world_size, kind):
     (clean, lost), (spoilt, lost_too) = found
     assert all(torch.equal(a, b) for a, b in zip(clean, spoilt, strict=True))
     ((name, residuals),) = lost.items()
-    assert residuals["0"].any()
+    assert residuals["0.0.weight"].any()
     for module, residual in residuals.items():
         assert torch.equal(residual, lost_too[name][module])
 
@@ -250,15 +214,18 @@ def check_resume(rank, world_size, kind):
     its_state.load_state_dict(saved)
     train(resumed, its_optimizer, off, rank, 3, first=3)
     assert all(torch.equal(a, b) for a, b in zip(bits(model), bits(resumed), strict=True))
-    key = f"rank {rank} of {world_size}"
+    (key,) = saved["feedback"]
     for broken, text in (
-        ({}, "version 1"),
-        (saved | {"feedback": {"rank 9 of 16": saved["feedback"][key]}}, "got that of rank 9 of 16"),
-        (saved | {"feedback": {key: {"0": torch.zeros(3)}}}, "modules and sizes"),
-        (saved | {"feedback": {key: {name: [1.0] for name in saved["steps"]}}}, "modules and sizes"),
-        (saved | {"steps": dict.fromkeys(saved["steps"], "x")}, "steps of at least 0"),
-        (saved | {"steps": 7}, "version 1"),
-        ({"version": 1}, "version 1"),
+        ({}, "one of a ShardedState"),
+        ([], "got \\[\\]"),
+        (saved | {"feedback": {"rank 9 of 16": saved["feedback"][key]}}, r"ranks \[\d\] are missing"),
+        (saved | {"feedback": {key: {"0.0.weight": torch.zeros(3)}}}, "expected feedback of shape"),
+        (saved | {"feedback": {key: {"0.0.weight": [1.0]}}}, "as a dense tensor"),
+        (saved | {"feedback": {key: {"unknown": torch.zeros(3)}}}, "got unknown"),
+        (saved | {"reductions": dict.fromkeys(saved["reductions"], "x")}, "reductions of at least 0"),
+        (saved | {"reductions": {"elsewhere": 1}}, "the modules of this model"),
+        (saved | {"shard": 3}, "shard as two numbers"),
+        (saved | {"steps": -1}, "steps of at least 0"),
     ):
         with pytest.raises(ValueError, match=text):
             its_state.load_state_dict(broken)
