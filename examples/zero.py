@@ -1,29 +1,38 @@
-"""ZeroRedundancyOptimizer around our AdamW: every rank keeps only the state of its part of the parameters.
+"""An optimizer whose state is divided among the ranks: each updates a part of the parameters, and all gather the result.
 
-The LossScaler uses the gradients of all parameters, which ZeRO's param_groups contain, so ranks clip and skip alike.
+With --torch, ZeroRedundancyOptimizer around our AdamW. The LossScaler uses the gradients of all parameters, which its
+param_groups contain, so ranks clip and skip alike.
 Run: torchrun --standalone --nproc-per-node 2 examples/zero.py
 """
 
 from shared import TASK, accuracy, batches, finish, parser, start
 from tasks import loss
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import amp, ddp, optim
 
 
 def main() -> None:
-    args = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--torch", action="store_true", help="use ZeroRedundancyOptimizer")
+    args = options.parse_args()
     start()
     model = DistributedDataParallel(TASK.model())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=TASK.lr)
+    if args.torch:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=TASK.lr)
+        state = ddp.register(model, codec="int8")
+    else:
+        optimizer = optim.AdamW(model.parameters(), lr=TASK.lr)
+        state = ddp.register(model, codec="int8", shard=optimizer)
     scaler = amp.LossScaler(enabled=False)
-    state = ddp.register(model, codec="int8")
     for inputs, targets in batches(args.steps):
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()
-        scaler.step(optimizer, max_norm=1.0)  # without grad_stats, which ZeRO's step cannot use
-    kept = sum(moments["exp_avg"].numel() for moments in optimizer.optim.state.values())
+        scaler.step(optimizer, max_norm=1.0)  # without grad_stats, since no rank updates all parameters
+    moments = [entry["exp_avg"] for entry in (optimizer.optim if args.torch else optimizer).state.values()]
+    kept = sum((moment.to_local() if isinstance(moment, DTensor) else moment).numel() for moment in moments)
     finish(
         f"test accuracy: {accuracy(model):.1%}",
         f"bytes sent for gradients: {1 / state.stats()['ratio']:.1%} of fp32's",

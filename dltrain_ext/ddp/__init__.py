@@ -2,5 +2,6 @@
 
 from dltrain_ext.ddp.hook import AllReduceState, allreduce_hook
 from dltrain_ext.ddp.registration import register
+from dltrain_ext.ddp.sharded import ShardedOptimizerState
 
-__all__ = ["AllReduceState", "allreduce_hook", "register"]
+__all__ = ["AllReduceState", "ShardedOptimizerState", "allreduce_hook", "register"]

@@ -1,5 +1,6 @@
 """DDP's buckets, as the hook has seen them last: their layout and what was found out about them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from dltrain_ext.amp import GradStats
 from dltrain_ext.compress.feedback import Feedback
-from dltrain_ext.compress.layout import Layout, regions_of
+from dltrain_ext.compress.layout import Layout, divided, regions_of
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.compress.scaling import StepOutcome
 from dltrain_ext.ddp.parameters import check_parameters
@@ -41,6 +42,8 @@ class Buckets:
         feedback: None without error feedback.
         min_compress_numel: parameters of fewer elements, or of at most one dimension, are sent raw.
         with_squares: whether the sum of squares is computed.
+        owners: the number of ranks to which the rows of each parameter belong; 0 if they belong to none.
+        outcome: says whether the step of the gradients that were averaged is taken; None for their sum of squares.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Buckets:
         *,
         min_compress_numel: int,
         with_squares: bool,
+        owners: int = 0,
+        outcome: Callable[[], StepOutcome] | None = None,
     ):
         self.parameters = parameters
         self.feedback = feedback
@@ -59,6 +64,8 @@ class Buckets:
         self._task = -1  # id of autograd's graph task in the latest pass
         self._min_compress_numel = min_compress_numel
         self._with_squares = with_squares
+        self._owners = owners
+        self._outcome = outcome or (lambda: StepOutcome.of_sum(self.sum_squares))
         # The order by number of the parameters of these buckets. It is valid until a bucket changes.
         self._orders: dict[tuple[int, ...], Tensor] = {}
 
@@ -79,7 +86,7 @@ class Buckets:
         """Records the future of the bucket that was found last, and whether its reduction writes feedback."""
         self._last = future
         if feeds and self.feedback is not None:
-            self.feedback.expect(StepOutcome.of_sum(self.sum_squares))
+            self.feedback.expect(self._outcome())
 
     def settle(self) -> None:
         """Decides between passes whether the feedback of the latest pass is kept. The host does not wait for it."""
@@ -119,6 +126,8 @@ class Buckets:
         regions = regions_of(
             self.parameters, dict(zip(parameters, firsts, strict=True)), codec, self._min_compress_numel
         )
+        if self._owners:
+            regions = [part for region in regions for part in divided(region, len(region.part), self._owners)]
         return Layout(buffer, regions, self.feedback, by_parameter=by_parameter, with_squares=self._with_squares)
 
     def _absent(self) -> list[str]:

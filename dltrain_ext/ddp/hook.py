@@ -73,6 +73,8 @@ class AllReduceState:
         TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
 
+    _collective = "all_reduce"
+
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -159,12 +161,11 @@ class AllReduceState:
         """Begins anew, without residuals."""
         dtype = self._feedback_dtype
         self._feedback = None if dtype is None else Feedback[Tensor](dtype, double_buffered=self._is_scaled)
-        self._buckets = Buckets(
-            self._parameters,
-            self._feedback,
-            min_compress_numel=self.min_compress_numel,
-            with_squares=self.scaler is not None,
-        )
+        self._buckets = self._new_buckets()
+
+    def _new_buckets(self, **options: Any) -> Buckets:
+        options = {"with_squares": self.scaler is not None} | options
+        return Buckets(self._parameters, self._feedback, min_compress_numel=self.min_compress_numel, **options)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):
@@ -176,9 +177,10 @@ class AllReduceState:
         if self._buckets.begins(bucket, skips=getattr(self._model(), "skip_all_reduce_unused_params", False)):
             self._buckets.begin()
             self._follow()
+            self._begin_pass()
             self.steps += 1
         codec = "raw" if self._world_size == 1 or self.steps <= self.warmup_steps else self.codec
-        layout = self._buckets.find(bucket, codec, self.choice.is_by_parameter(codec, self._world_size)).layout
+        layout = self._buckets.find(bucket, codec, self._is_by_parameter(codec)).layout
         # A rank that has joined is called outside of backward. Its scaler is not updated, so it cannot convert the
         # errors of this call to units that will be right later.
         feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
@@ -186,6 +188,7 @@ class AllReduceState:
         work = self.communicator.run_bucket(
             buffer,
             layout.handle,
+            collective=self._collective,
             average=True,
             feeds=feeds,
             algorithm=self.algorithm,
@@ -201,6 +204,12 @@ class AllReduceState:
             # This waits before DDP itself waits, which Ctrl-C cannot interrupt.
             Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
         return work.get_future()
+
+    def _begin_pass(self) -> None:
+        """Is called in the backward pass before its first bucket is reduced."""
+
+    def _is_by_parameter(self, codec: str) -> bool:
+        return self.choice.is_by_parameter(codec, self._world_size)
 
     def _check_scaler(self) -> None:
         if self.scaler is None:

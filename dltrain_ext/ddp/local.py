@@ -18,9 +18,13 @@ def has_peers() -> bool:
 
 
 class LocalState(AllReduceState):
-    """The state of a model in a process without peers; ``steps`` are those of the checkpoint that was loaded."""
+    """The state of a model in a process without peers; ``steps`` are those of the checkpoint that was loaded.
+
+    An optimizer that was to be sharded updates the whole model, which is therefore ``shards``.
+    """
 
     def __init__(self, model: nn.Module, codec: str | None = None, **options: Any):
+        self.shards = model
         self._trained = trained_parameters(model)
         codec = "raw" if codec == "auto" else "int8" if codec is None else codec
         super().__init__(codec=codec, named_parameters=self._trained.items(), **options)

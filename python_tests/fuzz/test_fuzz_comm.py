@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fuzz_optim import corrupted
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext import codecs, comm, ddp, fsdp, sim
 
@@ -353,6 +354,31 @@ def test_hooks(data):
         state.communicator.close()
     for register in (ddp.register, fsdp.register):
         attempt(register, {"model": data.draw(anything()), "codec": "int8"})
+
+
+@fuzz(
+    "ddp.ShardedOptimizerState",
+    *(f"ddp.ShardedOptimizerState.{name}" for name in ("grad_stats", "stats", "codec", "algorithm")),
+    *(f"ddp.ShardedOptimizerState.{name}" for name in ("state_dict", "load_state_dict")),
+)
+@given(st.data())
+def test_sharded_optimizers(data):
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    good = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"codec": codec_names, "algorithm": st.sampled_from(["auto", "direct", "ring"]), "shard": st.just(good)}
+    arguments = data.draw(spoiled(given).filter(lambda given: given["shard"] is not None))
+    state, _ = attempt(ddp.register, {"model": model, **arguments})
+    if state is None:
+        params = good.param_groups[0]["params"]
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True)), "the optimizer has not changed"
+        return
+    assert state.stats()["gather_bytes"] == 0
+    assert (state.codec, state.algorithm) == (arguments["codec"] or "int8", state.algorithm)
+    saved = state.state_dict()
+    attempt(state.load_state_dict, {"state_dict": data.draw(corrupted(saved))})
+    with pytest.raises(RuntimeError, match="grad_stats: expected a state without shard"):
+        _ = state.grad_stats
+    state.communicator.close()
 
 
 @fuzz("ddp.AllReduceState.load_state_dict", "ddp.AllReduceState.state_dict", "ddp.AllReduceState.stats", examples=60)

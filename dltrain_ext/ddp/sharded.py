@@ -1,0 +1,106 @@
+"""The hook whose optimizer is sharded: a reduce-scatter of gradients, and an all-gather of parameters (ZeRO-1)."""
+
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from dltrain_ext.comm.arguments import check_names
+from dltrain_ext.comm.groups import group_of
+from dltrain_ext.compress.scaling import StepOutcome
+from dltrain_ext.ddp.buckets import Buckets
+from dltrain_ext.ddp.hook import AllReduceState
+from dltrain_ext.ddp.parameters import trained_parameters
+from dltrain_ext.ddp.shards import Shards, check_shardable
+
+
+class ShardedOptimizerState(AllReduceState):
+    """The state that :func:`dltrain_ext.ddp.register` returns for ``shard=optimizer``.
+
+    Each rank gets the average of its rows of each gradient, updates these rows, and keeps optimizer state for them
+    alone. After the step all ranks gather the parameters, bit for bit (stage 1 of ZeRO, arXiv:1910.02054).
+
+    Args:
+        model: the DDP model.
+        optimizer: one of its trained parameters, without state. Its groups get the shards.
+        codec, algorithm, options: as for :class:`AllReduceState`, without ``"auto"`` codecs, ``tuning``, and
+            ``ranks_per_host``; the algorithm is one for ``comm.reduce_scatter``.
+
+    Attributes:
+        shards: a module whose parameters are the shards, DTensors by the names of the model's parameters. Their
+            gradients are there, too. Use it where a function takes a model and this optimizer, such as
+            ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, or gradients, such as
+            ``clip_grad_norm_(state.shards.parameters(), 1.0)``.
+    """
+
+    _collective = "reduce_scatter"
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        codec: str | None = None,
+        algorithm: str = "auto",
+        **options: Any,
+    ):
+        named = trained_parameters(model.module)
+        if refused := options.keys() & {"tuning", "ranks_per_host"}:
+            raise ValueError(f"{min(refused)}: expected none with shard, whose collectives have one level and one plan")
+        codec, algorithm = "int8" if codec is None else codec, "direct" if algorithm == "auto" else algorithm
+        check_names(algorithm, codec, self._collective)
+        check_shardable(named, optimizer)
+        super().__init__(
+            model.process_group,
+            codec=codec,
+            algorithm=algorithm,
+            named_parameters=named.items(),
+            ranks_per_host=1,
+            **options,
+        )
+        self._named, self._optimizer = named, optimizer
+
+    def _watch(self, model: DistributedDataParallel) -> None:
+        super()._watch(model)
+        self._shards = Shards(self._named, self._optimizer, self._group, self.communicator)
+        self.shards = self._shards.module
+
+    def _use(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group_of(group)
+        self.communicator = self._communicator_of(self._group)
+        self._rank, self._world_size, self.choice = dist.get_rank(group), dist.get_world_size(group), self._asked
+
+    def _follow(self) -> None:
+        model = self._model()
+        if model is not None and (model._join_config.enable or model.process_group is not self._group):
+            raise ValueError("shard: expected the group that the model was registered with, and no model.join()")
+
+    def _new_buckets(self, **options: Any) -> Buckets:
+        scaler = self.scaler
+        return super()._new_buckets(
+            with_squares=False,
+            owners=self._world_size,
+            outcome=None if scaler is None else lambda: StepOutcome.of_scaler(scaler),
+        )
+
+    def _is_by_parameter(self, codec: str) -> bool:
+        return True
+
+    def _begin_pass(self) -> None:
+        # DDP writes the gradients in a callback that it queues during the pass. One that is queued by another callback
+        # runs after it.
+        queue: Any = Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._shards.take_gradients))
+
+    @property
+    def grad_stats(self) -> NoReturn:
+        """Raises RuntimeError: no rank has the averages of all gradients. Call ``scaler.step`` without it, which adds
+        up over the shards."""
+        raise RuntimeError("grad_stats: expected a state without shard; call step without it")
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the entries of :meth:`AllReduceState.stats`, and ``gather_bytes``, which this rank has sent for
+        parameters; ``wire_bytes`` includes them."""
+        return {**super().stats(), "gather_bytes": self._shards.wire_bytes}

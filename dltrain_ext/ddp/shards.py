@@ -1,0 +1,171 @@
+"""The shards of a model's parameters that an optimizer updates, and how all ranks get the results (ZeRO stage 1)."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dltrain_ext.comm import Communicator
+from dltrain_ext.compress.layout import EXACT, Layout, Region, divided, rows_of
+
+_CACHE_LINE = 64  # bytes
+
+
+class Shards:
+    """Gives an optimizer the part of each parameter that belongs to this rank, its rows as ``torch.distributed.tensor``
+    cuts them for ``Shard(0)``: DTensors, whose parts are views of the parameters.
+
+    The parameters move to one tensor for each dtype and device, so that one all-gather after each step brings the parts
+    of the other ranks.
+
+    Args:
+        parameters: the trained parameters of a model by name.
+        optimizer: one of these parameters that has no state yet. Its groups get the shards.
+        group: the ranks.
+
+    Attributes:
+        module: a module that has the shards as parameters, by the names of the model's.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        communicator: Communicator,
+    ):
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._communicator = communicator
+        self._flats: list[tuple[Tensor, Layout[str]]] = []
+        self._parameters = dict(parameters)
+        alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+        for name, parameter in parameters.items():
+            alike.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
+        for (dtype, _), some in alike.items():
+            self._flats.append(_flattened(some, EXACT[dtype], ranks))
+        # Imported here, because it takes as long as importing torch.
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = DeviceMesh.from_group(group, next(iter(parameters.values())).device.type)
+        self._places = {name: p.data_ptr() for name, p in parameters.items()}
+        self._rows = {name: rows_of(len(p), ranks)[rank] for name, p in parameters.items()}
+        self._shards: dict[str, nn.Parameter] = {}
+        self._gradients: dict[str, DTensor] = {}
+        for name, parameter in parameters.items():
+
+            def shard_of(tensor: Tensor, name: str = name, like: Tensor = parameter) -> DTensor:
+                return DTensor.from_local(
+                    tensor, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+                )
+
+            rows = parameter.detach().narrow(0, *self._rows[name])
+            self._shards[name] = nn.Parameter(shard_of(rows))
+            self._gradients[name] = shard_of(torch.zeros_like(rows))
+        by_parameter = {parameter: self._shards[name] for name, parameter in parameters.items()}
+        for options in optimizer.param_groups:
+            options["params"][:] = [by_parameter[parameter] for parameter in options["params"]]
+        self.module = _nested(self._shards)
+        optimizer.register_step_post_hook(lambda *_: self.gather())
+
+    def take_gradients(self) -> None:
+        """Moves what a backward pass has left for this rank to the shards, and clears the gradients of the model."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            rows = parameter.grad.narrow(0, *self._rows[name])
+            shard, gradient = self._shards[name], self._gradients[name]
+            if shard.grad is None:
+                gradient.to_local().copy_(rows)
+                shard.grad = gradient
+            else:
+                shard.grad.to_local().add_(rows)  # type: ignore[attr-defined]
+            parameter.grad = None
+
+    def gather(self) -> None:
+        """Gives all ranks the parameters that each has updated, bit for bit."""
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._places[name]:
+                raise RuntimeError(
+                    f"shard: expected {name} to stay where register has put it, but it has been moved or replaced; "
+                    "move and load the model before, or copy into its parameters"
+                )
+        works = [
+            self._communicator.run_bucket(flat, layout.handle, collective="all_gather", codec=layout.codec)
+            for flat, layout in self._flats
+        ]
+        for work in works:
+            work.wait()
+        torch.autograd.graph.increment_version(list(self._parameters.values()))
+
+    @property
+    def wire_bytes(self) -> int:
+        """The bytes that this rank has sent for parameters."""
+        return int(sum(layout.handle.stats()["wire_bytes"] for _, layout in self._flats))
+
+
+def check_shardable(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Raises TypeError or ValueError unless the optimizer is one of these parameters, and they can be divided."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"shard: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if optimizer.state:
+        raise ValueError("shard: expected an optimizer without state, got one that has stepped; register before that")
+    given = [parameter for options in optimizer.param_groups for parameter in options["params"]]
+    if missing := [name for name, parameter in parameters.items() if not any(parameter is each for each in given)]:
+        raise ValueError(f"shard: expected an optimizer of all trained parameters, got one without {missing[0]}")
+    if len(given) != len(parameters):
+        raise ValueError(
+            f"shard: expected an optimizer of the model's {len(parameters)} trained parameters only, got {len(given)}"
+        )
+    for name, parameter in parameters.items():
+        rows = len(parameter) if parameter.dim() else 0
+        if not rows or not parameter.numel():
+            raise ValueError(
+                f"shard: expected parameters of at least one element and dimension, got {name} of shape "
+                f"{tuple(parameter.shape)}"
+            )
+        if not _is_dense(parameter) or (rows > 1 and parameter.stride(0) != parameter.numel() // rows):
+            raise ValueError(
+                f"shard: expected parameters whose rows are adjacent in memory, got {name} of shape "
+                f"{tuple(parameter.shape)} and strides {parameter.stride()}"
+            )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Returns whether the elements are adjacent in memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flattened(parameters: Mapping[str, Tensor], codec: str, ranks: int) -> tuple[Tensor, Layout[str]]:
+    """Moves the parameters to one tensor. Returns it, and the regions that belong to the ranks."""
+    regions: list[Region[str]] = []
+    begin = 0
+    for name, parameter in parameters.items():
+        regions += divided(Region(name, begin, parameter.numel(), codec, 0), len(parameter), ranks)
+        line = _CACHE_LINE // parameter.element_size()
+        begin += -(-parameter.numel() // line) * line
+    flat = next(iter(parameters.values())).detach().new_empty(begin)
+    for parameter, region in zip(parameters.values(), regions[::ranks], strict=True):
+        place = flat.as_strided(parameter.shape, parameter.stride(), region.first)
+        parameter.data = place.copy_(parameter.detach())
+    return flat, Layout(flat, regions, None, by_parameter=True)
+
+
+def _nested(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """Returns a module that has the parameters by these names, whose dots separate modules."""
+    root = nn.Module()
+    for name, parameter in parameters.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, parameter)
+    return root
