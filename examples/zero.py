@@ -1,4 +1,4 @@
-"""An optimizer whose state is divided among the ranks: each updates a part of the parameters, and all gather the result.
+"""An optimizer whose state is divided among the ranks: each updates some rows of each parameter, and all gather them.
 
 With --torch, ZeroRedundancyOptimizer around our AdamW. The LossScaler uses the gradients of all parameters, which its
 param_groups contain, so ranks clip and skip alike.
