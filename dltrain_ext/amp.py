@@ -94,6 +94,13 @@ class LossScaler(torch.amp.GradScaler):
         torch's, the gradients had been unscaled before, or the scaler is disabled."""
         return torch.tensor(math.nan) if self._total_norm is None else self._total_norm
 
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers for a logger, a flat dict: ``amp/scale``, ``amp/skipped_steps`` and, where it is known,
+        ``amp/norm``, which is ``total_norm``. Waits for the device."""
+        found = {"amp/scale": float(self.get_scale()), "amp/skipped_steps": float(self.skipped_steps)}
+        norm = float(self.total_norm)
+        return found if math.isnan(norm) and self._total_norm is None else found | {"amp/norm": norm}
+
     def step(
         self,
         optimizer: torch.optim.Optimizer,

@@ -1,6 +1,7 @@
 """PyTorch Lightning. Run: torchrun --standalone --nproc-per-node 2 examples/with_lightning.py
 
-The strategy averages gradients in int8, and the plugin clips them in one pass with the step of the optimizer.
+The strategy averages gradients in int8, and the plugin clips them in one pass with the step of the optimizer. With
+--csv FOLDER, one of Lightning's loggers writes the metrics of the hook.
 """
 
 import logging
@@ -8,6 +9,7 @@ import os
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from shared import TASK, accuracy, finish, parser
 from tasks import loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,12 +27,18 @@ class Digits(pl.LightningModule):
         images, labels = batch
         return loss(self.net(images), labels)
 
+    def on_train_batch_end(self, *_: object) -> None:
+        self.log_dict(self.trainer.strategy.hook_state.metrics())
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optim.AdamW(self.parameters(), lr=TASK.lr)
 
 
 def main() -> None:
-    steps = parser(__doc__).parse_args().steps
+    options = parser(__doc__)
+    options.add_argument("--csv", help="the folder of a CSVLogger; none logs nothing")
+    args = options.parse_args()
+    steps = args.steps
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     torch.set_num_threads(1)
@@ -45,7 +53,8 @@ def main() -> None:
         plugins=[MixedPrecision("bf16-mixed", device)],
         gradient_clip_val=1.0,
         max_steps=steps,
-        logger=False,
+        logger=CSVLogger(args.csv) if args.csv else False,
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

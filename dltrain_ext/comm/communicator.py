@@ -32,6 +32,7 @@ from dltrain_ext.comm.arguments import (
 from dltrain_ext.comm.connections import Connections
 from dltrain_ext.comm.cost_model import Network
 from dltrain_ext.comm.groups import device_of, group_of
+from dltrain_ext.comm.metrics import SENT, Bandwidths
 from dltrain_ext.comm.selection import Selector
 from dltrain_ext.comm.transports import TRANSPORTS
 from dltrain_ext.comm.tuning import Tuning
@@ -134,6 +135,7 @@ class Communicator:
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._numbers = itertools.count(1)  # of the calls
         self._measuring = collections.Counter[str]()  # what stats() must not count
+        self._bandwidths = Bandwidths()
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._close = weakref.finalize(self, _close, self._by_device, self._connections)
@@ -334,7 +336,9 @@ class Communicator:
         """What is sent in this context is not counted."""
         before = self._counted()
         yield timing.Group(self._rank, self._world_size, self._device, self._try, self._connections.rendezvous.exchange)
-        self._measuring.update(self._counted() - before)
+        measured = self._counted()
+        measured.subtract(before)
+        self._measuring.update(measured)
 
     def connect(self, numel: int, dtype: torch.dtype, *, codec: str, algorithm: str, segments: int | None) -> None:
         """Connects on CUDA the ranks that such an all-reduce requires, so that the first one does not block its caller
@@ -349,6 +353,11 @@ class Communicator:
     def _try(self, tensor: torch.Tensor, trial: timing.Trial) -> None:
         codec = "raw" if trial.codec == "native" else trial.codec
         self.all_reduce(tensor, algorithm=trial.algorithm, codec=codec, segments=trial.segments, step=0)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._world_size
 
     @property
     def tuning(self) -> Tuning | None:
@@ -386,12 +395,27 @@ class Communicator:
         """Returns the number of ``calls`` completed (on CUDA: enqueued), and the bytes that this rank has sent:
         ``wire_bytes`` (in two levels: between hosts) and ``inside_bytes`` (within its host). Headers, what a backend
         sends by itself, and measurements are not counted."""
+        counted = self.counted()
+        return {name: int(counted[name]) for name in SENT}
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers for a logger: ``comm/calls``, ``comm/wire_bytes`` and ``comm/inside_bytes``, the entries of
+        :meth:`stats`; ``comm/seconds``, in which calls were running; and ``comm/algbw`` and ``comm/busbw`` since the
+        previous call, the bytes of the tensors per second of running, in 10^9 bytes per second, and the same times the
+        factor by which nccl-tests make collectives and numbers of ranks comparable.
+
+        On CUDA calls only enqueue work, so ``comm/seconds`` is 0 and there are no bandwidths; ``torch.profiler`` shows
+        them."""
+        return self._bandwidths.metrics(self.counted())
+
+    def counted(self) -> "collections.Counter[str]":
+        """Returns what C++ has counted, without measurements."""
         total = self._counted()
         total.subtract(self._measuring)
-        return dict(total)
+        return total
 
     def _counted(self) -> "collections.Counter[str]":
-        total = collections.Counter(calls=0, wire_bytes=0, inside_bytes=0)
+        total = collections.Counter[str](dict.fromkeys((*SENT, "seconds", "tensor_bytes", "bus_bytes"), 0))
         for communicator in self._by_device.values():
             total.update(communicator.stats())
         return total

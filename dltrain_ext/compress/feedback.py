@@ -52,6 +52,19 @@ class Feedback(Generic[Part]):
             return views[0]
         return torch.where(self._swapped_on(views[0].device).bool(), views[1], views[0])
 
+    def norms(self, parts: Iterable[Part]) -> Tensor:
+        """Returns the 2-norm of the residual of each of these parts, which are laid out on one device."""
+        current, other = zip(*(self._views[part] for part in parts), strict=True)
+        norms = torch.stack(torch._foreach_norm(current))
+        if not self.double_buffered:
+            return norms
+        return torch.where(self._swapped_on(norms.device).bool(), torch.stack(torch._foreach_norm(other)), norms)
+
+    def norm(self, parts: Iterable[Part]) -> float:
+        """Returns the 2-norm of the residuals of those of these parts that are laid out. Waits for the device."""
+        laid = [part for part in parts if part in self._views]
+        return float(self.norms(laid).double().square().sum().sqrt()) if laid else 0.0
+
     def expect(self, outcome: StepOutcome) -> None:
         """Sets the outcome that decides about the residuals written from now on, unless no step can be skipped."""
         if self.double_buffered:

@@ -24,6 +24,11 @@ class Bucket:
     codec: str
     layout: Layout[Tensor]
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the seconds of its calls are known. On a device calls only enqueue."""
+        return self.parameters[0].device.type == "cpu"
+
     def is_like(self, bucket: dist.GradBucket, codec: str) -> bool:
         parameters = bucket.parameters()
         return (

@@ -20,11 +20,13 @@ from dltrain_ext.comm.groups import group_of
 from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.arguments import check_options
 from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.compress.layout import Layout
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
+from dltrain_ext.compress.watch import Finding, Watch
 from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.selection import Reduction, choose, usual_codec
-from dltrain_ext.ddp.statistics import stats_of
+from dltrain_ext.ddp.statistics import Passes, codec_error, ratio_of, stats_of
 
 
 class AllReduceState:
@@ -69,6 +71,9 @@ class AllReduceState:
             depend on its bucket there, and a part of the residuals of the first step, before DDP rebuilds its buckets,
             is not fed back.
 
+        watch: look at each gradient before it is averaged, so that :meth:`findings` knows the first overflow. This
+            reads the gradients, and the residuals, once more; no host waits for it.
+
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
@@ -93,6 +98,7 @@ class AllReduceState:
         transport: str = "auto",
         ranks_per_host: int | None = None,
         tuning: Tuning | str | os.PathLike[str] | None = None,
+        watch: bool = False,
     ):
         parameters = Parameters(named_parameters)
         if codec is None:
@@ -108,6 +114,10 @@ class AllReduceState:
             seed=seed,
         )
         check_number(warmup_steps, "warmup_steps", 2**63)
+        if not isinstance(watch, bool):
+            raise TypeError(f"watch: expected a bool, got {watch!r}")
+        self._watch = Watch() if watch else None
+        self._names = {parameter: name for name, parameter in (parameters.names or {}).items()}
         self._communicator_of = partial(
             Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
@@ -125,7 +135,7 @@ class AllReduceState:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self.choice = choose(self.communicator, group, self._asked, (self._parameters.names or {}).values())
 
-    def _watch(self, model: DistributedDataParallel) -> None:
+    def _attach(self, model: DistributedDataParallel) -> None:
         """Keeps the model, which shows what DDP does not pass to a hook: skipped buckets, and a group that was
         replaced."""
         self._model = weakref.ref(model)
@@ -162,6 +172,7 @@ class AllReduceState:
         dtype = self._feedback_dtype
         self._feedback = None if dtype is None else Feedback[Tensor](dtype, double_buffered=self._is_scaled)
         self._buckets = self._new_buckets()
+        self._passes = Passes()
 
     def _new_buckets(self, **options: Any) -> Buckets:
         options = {"with_squares": self.scaler is not None} | options
@@ -181,6 +192,8 @@ class AllReduceState:
             self.steps += 1
         codec = "raw" if self._world_size == 1 or self.steps <= self.warmup_steps else self.codec
         layout = self._buckets.find(bucket, codec, self._is_by_parameter(codec)).layout
+        if self._watch is not None:
+            self._look(self._watch, layout, bucket)
         # A rank that has joined is called outside of backward. Its scaler is not updated, so it cannot convert the
         # errors of this call to units that will be right later.
         feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
@@ -204,6 +217,34 @@ class AllReduceState:
             # This waits before DDP itself waits, which Ctrl-C cannot interrupt.
             Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
         return work.get_future()
+
+    def _look(self, watch: Watch, layout: Layout[Tensor], bucket: dist.GradBucket) -> None:
+        parameters, share = bucket.parameters(), 1.0 / self._world_size
+        scale = loss_scale_of(self.scaler, bucket.buffer().device)
+        watch.look(
+            layout,
+            [self._names.get(parameter, f"a parameter of shape {list(parameter.shape)}") for parameter in parameters],
+            bucket.gradients(),
+            self._feedback.norms(parameters) if layout.has_feedback and self._feedback is not None else None,
+            self.steps,
+            share if scale is None else share / scale,
+        )
+
+    def findings(self) -> list[Finding]:
+        """Returns what went wrong first since the previous call, by the name of the parameter, the rank and the step: a
+        gradient that was not finite before it was averaged, or feedback that grows. This is a collective call of a
+        state with ``watch=True``, and waits for the device.
+
+        Returns:
+            :class:`dltrain_ext.monitor.Finding` objects: of each kind those of the earliest step, of all ranks that
+            have some. In a step a rank finds the parameter that backward reached first, up to the order in a bucket.
+
+        Raises:
+            RuntimeError: the state was made without ``watch=True``.
+        """
+        if self._watch is None:
+            raise RuntimeError("findings: expected a state with watch=True")
+        return self._watch.findings(self._group)
 
     def _begin_pass(self) -> None:
         """Is called in the backward pass before its first bucket is reduced."""
@@ -256,6 +297,31 @@ class AllReduceState:
             **self.choice.to_dict(),
             **stats_of(self._buckets.reduced, self._feedback, scale),
         }
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers for a logger, a flat dict: those of ``communicator.metrics()``, ``ddp/steps`` and what else
+        is known. Waits for the device.
+
+        Returns:
+            ``ddp/ratio``, the size of fp32 messages over that of the latest pass's messages; ``ddp/residual_norm``, the
+            2-norm of this rank's residuals in units of the unscaled, averaged gradient; ``ddp/codec_error``, the same
+            over the norm of the averaged gradients; and of the passes since the previous call ``ddp/hidden``, as in
+            :meth:`stats`, and seconds per pass: ``ddp/waiting``, during which this rank has waited for peers, and
+            ``ddp/exposed``, from when the last bucket is ready until it has been reduced.
+            :func:`dltrain_ext.monitor.over_ranks` says of these who is late.
+        """
+        self._buckets.settle_after_backward()
+        buckets = self._buckets.reduced
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        found = {
+            **self.communicator.metrics(),
+            "ddp/steps": float(self.steps),
+            **self._passes.metrics(buckets),
+        }
+        known = {"ratio": ratio_of(buckets), "codec_error": codec_error(buckets, self._feedback, scale)}
+        if self._feedback is not None:
+            known["residual_norm"] = self._feedback.norm(p for bucket in buckets for p in bucket.parameters)
+        return found | {f"ddp/{name}": number for name, number in known.items() if number is not None}
 
     def state_dict(self, *, saved_by: int | None = None) -> dict[str, Any]:
         """Returns plain tensors and numbers, for ``torch.save`` on every rank or ``torch.distributed.checkpoint``.

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dltrain_ext.amp import GradStats
+from dltrain_ext.compress.watch import Finding
 from dltrain_ext.ddp.hook import AllReduceState
 from dltrain_ext.ddp.parameters import trained_parameters
 
@@ -48,6 +49,14 @@ class LocalState(AllReduceState):
         if not norms:
             raise RuntimeError("grad_stats: expected a backward pass first")
         return GradStats(torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms]).square().sum())
+
+    def findings(self) -> list[Finding]:
+        """Returns nothing: no gradient is looked at, since none is averaged."""
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        """Returns ``ddp/steps``; nothing was sent."""
+        return {"ddp/steps": float(self.steps)}
 
     def stats(self) -> dict[str, Any]:
         """Returns the entries of :meth:`AllReduceState.stats`; nothing was sent."""

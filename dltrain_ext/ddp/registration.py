@@ -66,5 +66,5 @@ def register(
             "model: expected a DistributedDataParallel without a comm hook; wrap model.module anew for another one, "
             "and use torch.autocast instead of mixed_precision=, which is one too"
         ) from error
-    state._watch(model)
+    state._attach(model)
     return state

@@ -24,7 +24,8 @@ class ShardedOptimizerState(AllReduceState):
 
     Args:
         model: the DDP model.
-        optimizer: one of its trained parameters, without state. Its groups get the shards.
+        optimizer: one of its trained parameters, with the same state on all ranks, or none yet. Its groups and its
+            state get the shards.
         codec, algorithm, options: as for :class:`AllReduceState`, without ``"auto"`` codecs, ``tuning``, and
             ``ranks_per_host``; the algorithm is one for ``comm.reduce_scatter``.
 
@@ -62,8 +63,8 @@ class ShardedOptimizerState(AllReduceState):
         )
         self._named, self._optimizer = named, optimizer
 
-    def _watch(self, model: DistributedDataParallel) -> None:
-        super()._watch(model)
+    def _attach(self, model: DistributedDataParallel) -> None:
+        super()._attach(model)
         self._shards = Shards(self._named, self._optimizer, self._group, self.communicator)
         self.shards = self._shards.module
 

@@ -1,5 +1,6 @@
 """The shards of a model's parameters that an optimizer updates, and how all ranks get the results (ZeRO stage 1)."""
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +23,7 @@ class Shards:
 
     Args:
         parameters: the trained parameters of a model by name.
-        optimizer: one of these parameters that has no state yet. Its groups get the shards.
+        optimizer: one of these parameters, with the same state on all ranks. Its groups and state get the shards.
         group: the ranks.
 
     Attributes:
@@ -53,6 +54,7 @@ class Shards:
         self._rows = {name: rows_of(len(p), ranks)[rank] for name, p in parameters.items()}
         self._shards: dict[str, nn.Parameter] = {}
         self._gradients: dict[str, DTensor] = {}
+        by_parameter: dict[Tensor, Tensor] = {}
         for name, parameter in parameters.items():
 
             def shard_of(tensor: Tensor, name: str = name, like: Tensor = parameter) -> DTensor:
@@ -63,11 +65,30 @@ class Shards:
             rows = parameter.detach().narrow(0, *self._rows[name])
             self._shards[name] = nn.Parameter(shard_of(rows))
             self._gradients[name] = shard_of(torch.zeros_like(rows))
-        by_parameter = {parameter: self._shards[name] for name, parameter in parameters.items()}
+            by_parameter[parameter] = self._shards[name]
+            if (entry := optimizer.state.pop(parameter, None)) is not None:
+                optimizer.state[self._shards[name]] = {
+                    key: shard_of(value.narrow(0, *self._rows[name]).clone()) if _is_like(value, parameter) else value
+                    for key, value in entry.items()
+                }
         for options in optimizer.param_groups:
             options["params"][:] = [by_parameter[parameter] for parameter in options["params"]]
         self.module = _nested(self._shards)
         optimizer.register_step_post_hook(lambda *_: self.gather())
+        self._clear_with(optimizer)
+        self.take_gradients()
+
+    def _clear_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes ``zero_grad`` also clear gradients that no reduction has taken from the model yet."""
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def clear(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+        optimizer.zero_grad = clear  # type: ignore[method-assign]
 
     def take_gradients(self) -> None:
         """Moves what a backward pass has left for this rank to the shards, and clears the gradients of the model."""
@@ -109,8 +130,6 @@ def check_shardable(parameters: Mapping[str, Tensor], optimizer: torch.optim.Opt
     """Raises TypeError or ValueError unless the optimizer is one of these parameters, and they can be divided."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"shard: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if optimizer.state:
-        raise ValueError("shard: expected an optimizer without state, got one that has stepped; register before that")
     given = [parameter for options in optimizer.param_groups for parameter in options["params"]]
     if missing := [name for name, parameter in parameters.items() if not any(parameter is each for each in given)]:
         raise ValueError(f"shard: expected an optimizer of all trained parameters, got one without {missing[0]}")
@@ -130,6 +149,10 @@ def check_shardable(parameters: Mapping[str, Tensor], optimizer: torch.optim.Opt
                 f"shard: expected parameters whose rows are adjacent in memory, got {name} of shape "
                 f"{tuple(parameter.shape)} and strides {parameter.stride()}"
             )
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _is_dense(tensor: Tensor) -> bool:

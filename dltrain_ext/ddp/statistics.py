@@ -1,49 +1,95 @@
 """Statistics of the buckets of a backward pass."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
+from dltrain_ext import _ops
 from dltrain_ext.compress.feedback import Feedback
-from dltrain_ext.ddp.buckets import Bucket, square_sum
+from dltrain_ext.ddp.buckets import Bucket
+
+TIMES = ("queued", "encoding", "sending", "waiting", "busy", "late")
+Counted = dict[str, float]  # of a bucket: calls, bytes, and seconds
 
 
-def stats_of(buckets: list[Bucket], feedback: Feedback[Tensor] | None, scale: float) -> dict[str, Any]:
+def stats_of(buckets: Sequence[Bucket], feedback: Feedback[Tensor] | None, scale: float) -> dict[str, Any]:
     """Returns ``ratio``, ``hidden`` and ``per_bucket`` of AllReduceState.stats. Waits for the device."""
     per_bucket = [_stats_of(bucket, feedback, scale) for bucket in buckets]
-    busy = [stats["busy"] for stats in per_bucket]
-    hidden = None
-    if busy and None not in busy and (total := math.fsum(busy)) > 0:
-        hidden = max(0.0, 1 - per_bucket[-1]["late"] / total)
+    hidden = _hidden([{name: bucket[name] or 0.0 for name in TIMES} for bucket in per_bucket])
+    return {"ratio": ratio_of(buckets), "hidden": hidden, "per_bucket": per_bucket}
+
+
+def ratio_of(buckets: Sequence[Bucket]) -> float | None:
+    """Returns the size of fp32 messages over that of the messages of these buckets."""
     sent = sum(bucket.layout.message_bytes for bucket in buckets)
-    numel = sum(p.numel() for bucket in buckets for p in bucket.parameters)
-    return {"ratio": 4 * numel / sent if sent else None, "hidden": hidden, "per_bucket": per_bucket}
+    return 4 * sum(p.numel() for bucket in buckets for p in bucket.parameters) / sent if sent else None
 
 
 def _stats_of(bucket: Bucket, feedback: Feedback[Tensor] | None, scale: float) -> dict[str, Any]:
-    layout = bucket.layout
-    stats = layout.handle.stats()
-    calls = int(stats["calls"])
-    on_cpu = bucket.parameters[0].device.type == "cpu"
-    times = {
-        name: stats[name] / calls if calls and on_cpu else None
-        for name in ("queued", "encoding", "sending", "waiting", "busy", "late")
-    }
-    error = None
-    if layout.has_feedback and feedback is not None:
-        lost = _square_norm([feedback.of(p) for p in bucket.parameters])
-        gradients = [p.grad for p in bucket.parameters]
-        total = _square_norm(gradients) if layout.squares is None else float(layout.squares.sum())
-        error = math.sqrt(lost / total) * scale if total > 0 else None
+    stats = bucket.layout.handle.stats()
+    times = _times(stats) if bucket.is_timed else dict.fromkeys(TIMES)
     return {
-        "numel": layout.numel,
+        "numel": bucket.layout.numel,
         "wire_bytes": int(stats["wire_bytes"]),
-        "ratio": 4 * sum(p.numel() for p in bucket.parameters) / layout.message_bytes,
-        "codec_error": error,
+        "ratio": ratio_of([bucket]),
+        "codec_error": codec_error([bucket], feedback, scale),
         **times,
     }
 
 
-def _square_norm(tensors: list[Tensor | None]) -> float:
-    return math.fsum(float(square_sum(tensor)) for tensor in tensors if tensor is not None)
+def _times(counted: Counted) -> dict[str, float | None]:
+    """Returns seconds per pass."""
+    calls = counted["calls"]
+    return {name: counted[name] / calls if calls else None for name in TIMES}
+
+
+def _hidden(per_bucket: Sequence[dict[str, float]]) -> float | None:
+    total = math.fsum(times["busy"] for times in per_bucket)
+    return max(0.0, 1 - per_bucket[-1]["late"] / total) if total > 0 else None
+
+
+def codec_error(buckets: Sequence[Bucket], feedback: Feedback[Tensor] | None, scale: float) -> float | None:
+    """Returns the 2-norm of the residuals over that of the averaged gradients, or None if one of them is not known."""
+    buckets = [bucket for bucket in buckets if bucket.layout.has_feedback]
+    if feedback is None or not buckets:
+        return None
+    total = math.hypot(*(_gradient_norm(bucket) for bucket in buckets))
+    if not total > 0:
+        return None
+    return feedback.norm(p for bucket in buckets for p in bucket.parameters) / total * scale
+
+
+def _gradient_norm(bucket: Bucket) -> float:
+    if bucket.layout.squares is not None:
+        return math.sqrt(float(bucket.layout.squares.sum()))
+    gradients = [p.grad for p in bucket.parameters if p.grad is not None]
+    return float(get_total_norm(gradients)) if gradients else 0.0
+
+
+class Passes:
+    """What the passes since the previous look have taken."""
+
+    def __init__(self) -> None:
+        self._before: dict[_ops.BucketState, Counted] = {}
+
+    def metrics(self, buckets: Sequence[Bucket]) -> dict[str, float]:
+        """Returns ``ddp/hidden``, and seconds per pass: ``ddp/waiting`` for peers, in all buckets together, and
+        ``ddp/exposed``, which the last bucket takes after it is ready."""
+        buckets = [bucket for bucket in buckets if bucket.is_timed]
+        now = {bucket.layout.handle: bucket.layout.handle.stats() for bucket in buckets}
+        since = []
+        for handle, counted in now.items():
+            before = self._before.get(handle, dict.fromkeys(counted, 0.0))
+            since.append(_times({name: number - before[name] for name, number in counted.items()}))
+        self._before = now
+        known = [{name: seconds for name, seconds in times.items() if seconds is not None} for times in since]
+        known = [times for times in known if times]
+        if not known:
+            return {}
+        found = {"ddp/waiting": math.fsum(times["waiting"] for times in known), "ddp/exposed": known[-1]["late"]}
+        if (hidden := _hidden(known)) is not None:
+            found["ddp/hidden"] = hidden
+        return found

@@ -8,6 +8,7 @@ from torch import Tensor
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, Region
 from dltrain_ext.compress.scaling import StepOutcome
+from dltrain_ext.compress.watch import Watch
 from dltrain_ext.fsdp.flat import Part, Sharded, regions_of
 
 
@@ -85,6 +86,25 @@ class Gradient:
         # FSDP does not say which parameters the tensor has.
         codec = "raw" if numel < self._min_compress_numel else self.codec
         return Layout(tensor, [Region((self.name, 0), 0, numel, codec, 0)], None)
+
+    def look(self, watch: Watch, layout: Layout[Part], tensor: Tensor, share: Tensor | float) -> None:
+        parts = [(region.part, tensor[region.first : region.first + region.numel]) for region in self._regions]
+        if tensor.numel() != sum(region.numel for region in self._regions):  # some parameters are unused
+            parts = [((self.name or "the model", 0), tensor)]
+        parts = [(part, gradient) for part, gradient in parts if gradient.numel()]
+        norms = None
+        if layout.has_feedback and self.feedback is not None:
+            norms = self.feedback.norms(part for part, _ in parts)
+        watch.look(
+            layout, [name for (name, _), _ in parts], [gradient for _, gradient in parts], norms, self.steps, share
+        )
+
+    def residual_norm(self) -> float:
+        """Returns the 2-norm of the residuals. Waits for the device."""
+        if self.feedback is None:
+            return 0.0
+        self.feedback.settle()
+        return self.feedback.norm((parameter.name, shard) for parameter in self.parameters for shard in self._shards)
 
     def residuals(self) -> dict[str, Tensor]:
         """Returns copies of the residuals by parameter, in its shape or that of this rank's shard."""

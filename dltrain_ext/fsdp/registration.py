@@ -81,6 +81,7 @@ def register(
     rounding: str = "nearest",
     seed: int = 0,
     timeout: timedelta | None = None,
+    watch: bool = False,
 ) -> ShardedState:
     """Compresses the gradients, and the gathered parameters, of a model of ``fully_shard`` (FSDP2).
 
@@ -104,7 +105,7 @@ def register(
 
     Args:
         model: a module to which ``fully_shard`` has been applied, to its submodules first.
-        codec, algorithm, feedback_dtype, min_compress_numel, rounding, seed, timeout: as for
+        codec, algorithm, feedback_dtype, min_compress_numel, rounding, seed, timeout, watch: as for
             :class:`dltrain_ext.ddp.AllReduceState`, without the codec ``"auto"``. The algorithm applies to ``replicas``
             only. Without feedback some parameters of a module may have no gradients; its other gradients are then sent
             in one codec, also those of small parameters.
@@ -140,6 +141,8 @@ def register(
     )
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout: expected a datetime.timedelta or None, got {timeout!r}")
+    if not isinstance(watch, bool):
+        raise TypeError(f"watch: expected a bool, got {watch!r}")
     if gather is not None:
         check_codec(gather, "gather")
     group = None if replicas is None else _replicas(replicas, model)
@@ -159,6 +162,7 @@ def register(
         stochastic=stochastic,
         seed=seed,
         timeout=timeout,
+        watch=watch,
     )
     for name, (module, parameters) in groups.items():
         if gather is not None and parameters:

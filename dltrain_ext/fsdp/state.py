@@ -1,5 +1,7 @@
 """The state that the hooks of a model of ``fully_shard`` share."""
 
+import collections
+import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext.comm import Communicator
+from dltrain_ext.comm.metrics import Bandwidths
 from dltrain_ext.comm.work import Work
 from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
+from dltrain_ext.compress.watch import Finding, Watch
 from dltrain_ext.fsdp.checkpoint import checked, joined
 from dltrain_ext.fsdp.flat import Sharded
 from dltrain_ext.fsdp.gathering import Gathering
@@ -40,6 +44,7 @@ class ShardedState:
         stochastic: bool,
         seed: int,
         timeout: timedelta | None,
+        watch: bool,
     ):
         self.codec, self.algorithm, self.gather, self.min_compress_numel = codec, algorithm, gather, min_compress_numel
         self._scaler = scaler if is_scaling(scaler) else None
@@ -54,6 +59,8 @@ class ShardedState:
             name: Gathering(name, parameters, gather or "raw", min_compress_numel)
             for name, parameters in self._groups.items()
         }
+        self._bandwidths = Bandwidths()
+        self._watch = Watch() if watch else None
         self._begin(dict.fromkeys(groups, 0))
 
     def _begin(self, steps: Mapping[str, int]) -> None:
@@ -95,6 +102,10 @@ class ShardedState:
         """Returns when the reduction is complete or, on CUDA, when the current stream waits for it."""
         gradient = self._gradients[name]
         layout = gradient.enter(tensor)
+        if self._watch is not None:
+            share = 1.0 / communicator.world_size if options["average"] else 1.0
+            scale = loss_scale_of(self._scaler, tensor.device)
+            gradient.look(self._watch, layout, tensor, share if scale is None else share / scale)
         communicator.run_bucket(
             tensor,
             layout.handle,
@@ -128,6 +139,42 @@ class ShardedState:
             "ratio": 4 * sum(gradient.numel for gradient in reduced.values()) / message_bytes if reduced else None,
             "per_module": per_module,
         }
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers for a logger, a flat dict. Waits for the device.
+
+        Returns:
+            The entries of :meth:`dltrain_ext.comm.Communicator.metrics`, over all connections; ``fsdp/steps``, the most
+            reductions of a module; ``fsdp/gather_bytes``, which this rank has sent for parameters; ``fsdp/ratio``, the
+            size of fp32 messages over that of the latest reductions' messages; and with feedback
+            ``fsdp/residual_norm``, the 2-norm of this rank's residuals in units of the unscaled, averaged gradient.
+        """
+        counted = collections.Counter[str]()
+        for communicator in self._communicators.values():
+            counted.update(communicator.counted())
+        stats = self.stats()
+        found = {
+            **self._bandwidths.metrics(counted),
+            "fsdp/steps": float(max((gradient.steps for gradient in self._gradients.values()), default=0)),
+            "fsdp/gather_bytes": float(stats["gather_bytes"]),
+        }
+        if stats["ratio"] is not None:
+            found["fsdp/ratio"] = stats["ratio"]
+        if self._feedback_dtype is not None:
+            norms = [gradient.residual_norm() for gradient in self._gradients.values()]
+            found["fsdp/residual_norm"] = math.hypot(*norms)
+        return found
+
+    def findings(self) -> list[Finding]:
+        """Returns what went wrong first since the previous call, as :meth:`dltrain_ext.ddp.AllReduceState.findings`
+        does, over all ranks. ``step`` counts the reductions of the parameter's module.
+
+        Raises:
+            RuntimeError: the state was made without ``watch=True``.
+        """
+        if self._watch is None:
+            raise RuntimeError("findings: expected a state with watch=True")
+        return self._watch.findings(None)
 
     @property
     def _contribution(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense
 from dltrain_ext.optim import sparse
+from dltrain_ext.optim.metrics import metrics_of
 from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import Shards, any_sharded, local
@@ -323,6 +324,12 @@ class FusedStep(torch.optim.Optimizer):
         else:
             self.state[p].clear()
             self.state[p].update(entry)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers for a logger, a flat dict: ``optim/lr`` or, of several groups, ``optim/lr/0``, ...; what this
+        rank keeps of the state, in bytes, as ``optim/state_bytes``; and ``optim/steps``, the most steps of a parameter.
+        Waits for the device."""
+        return metrics_of(self)
 
     def sum_squares(self, groups: Sequence[_ops.FusedGroup]) -> list[Tensor]:
         """Returns sums of squares of the gradients that the groups have read in this step: float64 numbers to add."""

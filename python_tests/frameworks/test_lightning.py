@@ -150,5 +150,10 @@ def test_the_error_without_lightning_says_what_to_install(monkeypatch):
 
 
 def test_the_example(tmp_path):
-    answer = run_example("with_lightning.py", tmp_path, "--steps", "4", fresh=True)
+    (tmp_path / "run").mkdir()
+    options = ["--steps", "4", "--csv", tmp_path / "logs"]
+    answer = run_example("with_lightning.py", tmp_path / "run", *options, fresh=True)
+    (file,) = tmp_path.rglob("metrics.csv")
+    names, *lines = file.read_text().splitlines()
+    assert {"ddp/codec_error", "comm/busbw", "ddp/hidden"} <= set(names.split(",")) and len(lines) == 4
     assert re.fullmatch(r"test accuracy [\d.]+% after 4 steps, with 3.90 times fewer bytes than fp32\n", answer)

@@ -7,21 +7,28 @@ from pathlib import Path
 import fuzzing
 import torch
 
-from dltrain_ext import amp, codecs, comm, ddp, fsdp, kfac, optim, sim
+from dltrain_ext import amp, codecs, comm, ddp, fsdp, kfac, monitor, optim, sim
 
 # Names that hold or return what other tests pass in, and names without arguments.
 DATA = {
     *("codecs.CODECS", "codecs.ErrorBound", "codecs.DecodeStats", "sim.Estimate", "sim.StepEstimate"),
     *("sim.StalenessEstimate", "sim.StepEstimate.efficiency", "sim.Speed.from_list", "sim.Speed.to_list"),
     *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.run_bucket"),
-    *("comm.Communicator.connect", "comm.CallOptions", "comm.Work.then", "comm.Plan.to_json"),
+    *(
+        "comm.Communicator.counted",
+        "monitor.Finding",
+        "comm.Communicator.connect",
+        "comm.CallOptions",
+        "comm.Work.then",
+        "comm.Plan.to_json",
+    ),
 }
 # FSDP calls these with its own arguments; python_tests/fsdp/test_fsdp.py tests their errors.
 ELSEWHERE = {f"fsdp.ShardedState.{name}" for name in ("all_reduce", "reduce_scatter", "all_gather")}
 
 
 def public():
-    for module in (amp, codecs, comm, ddp, fsdp, kfac, optim, sim):
+    for module in (amp, codecs, comm, ddp, fsdp, kfac, monitor, optim, sim):
         where = module.__name__.rpartition(".")[2]
         names = getattr(module, "__all__", ["GradStats", "LossScaler"])
         for name in names:

@@ -34,7 +34,7 @@ PARTS = {
 
 # Python module -> the modules of the package that it may use
 MODULES = {
-    "__init__": {"amp", "codecs", "comm", "ddp", "kfac", "optim", "sim", "_build_info"},
+    "__init__": {"amp", "codecs", "comm", "ddp", "kfac", "monitor", "optim", "sim", "_build_info"},
     "_ops": {"_C", "_build_info"},
     "_arguments": set(),
     "reference": set(),
@@ -46,6 +46,7 @@ MODULES = {
     "ddp": {"compress", "comm", "amp", "_ops", "_arguments"},
     "fsdp": {"compress", "comm", "_arguments"},
     "kfac": {"comm", "codecs", "_arguments"},
+    "monitor": {"compress", "comm", "_arguments"},
     "ps": {"amp", "optim", "comm", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},

@@ -212,7 +212,8 @@ void Communicator::close() {
 
 Communicator::Stats Communicator::stats() const {
   const comm::Communicator& group = work_->group();
-  return {group.calls(), group.wire_bytes(), group.inside_bytes()};
+  const auto& [nanoseconds, tensor_bytes, bus_bytes] = work_->done();
+  return {group.calls(), group.wire_bytes(), group.inside_bytes(), static_cast<double>(nanoseconds) * 1e-9, tensor_bytes, bus_bytes};
 }
 
 void Communicator::drain() {

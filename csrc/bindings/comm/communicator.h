@@ -42,6 +42,8 @@ class Communicator {
 
   struct Stats {
     int64_t calls, wire_bytes, inside_bytes;  // sent by this rank
+    double seconds;                           // see TensorCollectives::Work
+    int64_t tensor_bytes, bus_bytes;
   };
   Stats stats() const;
 

@@ -90,6 +90,9 @@ void bind_communicator(py::module_& module) {
         out["calls"] = stats.calls;
         out["wire_bytes"] = stats.wire_bytes;
         out["inside_bytes"] = stats.inside_bytes;
+        out["seconds"] = stats.seconds;
+        out["tensor_bytes"] = stats.tensor_bytes;
+        out["bus_bytes"] = stats.bus_bytes;
         return out;
       });
   def_with_options(communicator, "run", [](Communicator& self, const py::object& tensor, const CollectiveOptions& options) {

@@ -7,10 +7,12 @@
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 #include <utility>
 
 #include "bindings/comm/gloo/control_channel.h"
+#include "core/clock.h"
 
 namespace dltrain::bindings {
 
@@ -24,6 +26,13 @@ int stride_of(const std::vector<int>& ranks) {
     if (ranks[i] - ranks[i - 1] != stride) return -1;
   }
   return stride;
+}
+
+// The bytes that the busiest link carries, relative to those of the tensor, as nccl-tests define it.
+double bus_factor(comm::Collective collective, int64_t ranks) {
+  if (!comm::has_owners(collective) && collective != comm::Collective::all_reduce) return 1;
+  const double others = static_cast<double>(ranks - 1) / static_cast<double>(ranks);
+  return collective == comm::Collective::all_reduce ? 2 * others : others;
 }
 
 std::shared_ptr<comm::Executor> executor_of(const std::shared_ptr<Level>& level) {
@@ -62,6 +71,7 @@ void TensorCollectives::run(const ExecutionContext& context, const at::Tensor& t
 
 void TensorCollectives::attempt(const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto start = Clock::now();
   const at::Tensor dense = tensor.contiguous();
   try {
     group_.attempt([&] { run_dense(context, dense, options); });
@@ -70,6 +80,10 @@ void TensorCollectives::attempt(const ExecutionContext& context, const at::Tenso
   }
   if (!dense.is_same(tensor) && options.result(tensor).is_same(tensor)) tensor.copy_(dense);
   if (options.bucket) options.bucket->add_up(context, tensor);
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  done_.tensor_bytes += bytes;
+  done_.bus_bytes += std::llround(static_cast<double>(bytes) * bus_factor(options.call.collective, std::ssize(members_.ranks)));
+  if (!context.on_cuda()) done_.nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 }
 
 void TensorCollectives::run_dense(const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options) {

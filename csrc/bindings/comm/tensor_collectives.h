@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -31,6 +32,13 @@ class TensorCollectives {
 
   comm::Communicator& group() { return group_; }
 
+  // Sums over all calls. bus_bytes: the bytes of the tensors times what nccl-tests multiply a bandwidth with, for the "bus bandwidth".
+  struct Work {
+    std::atomic<int64_t> nanoseconds = 0;  // on the CPU
+    std::atomic<int64_t> tensor_bytes = 0, bus_bytes = 0;
+  };
+  const Work& done() const { return done_; }
+
   // Throws torch.distributed.DistBackendError for errors that concern other ranks.
   void run(const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options);
 
@@ -47,6 +55,7 @@ class TensorCollectives {
   const std::shared_ptr<Level> across_, inside_;
   const std::chrono::milliseconds timeout_;
   const bool measures_;
+  Work done_;
   comm::Communicator group_;
 };
 
