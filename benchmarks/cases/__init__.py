@@ -10,7 +10,7 @@ case that times nothing passes a Simulation. benchmarks.plots decides what is dr
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, amp, codec, collectives, ddp, kfac, optim, simulate, store
+from benchmarks.cases import allreduce, amp, codec, collectives, ddp, kfac, optim, sharded, simulate, store
 
 CASES: dict[str, ModuleType | collectives.Case] = {
     "optim": optim,
@@ -19,6 +19,7 @@ CASES: dict[str, ModuleType | collectives.Case] = {
     **collectives.CASES,
     "codec": codec,
     "ddp": ddp,
+    "sharded": sharded,
     "kfac": kfac,
     "store": store,
     "simulate": simulate,

@@ -291,9 +291,12 @@ class Communicator:
         communicator.run(tensor, **options)
         return None
 
-    def run_bucket(self, tensor: torch.Tensor, bucket: _ops.BucketState, **options: Any) -> Work:
-        """Is called by the hooks, also for other collectives than all-reduces: passes the tensor to the worker, or
-        enqueues the work."""
+    def run_bucket(self, tensor: torch.Tensor, bucket: _ops.BucketState, **options: Any) -> None:
+        """Is called by the hooks, also for other collectives than all-reduces."""
+        self._on(checked_device(tensor)).run(tensor, bucket=bucket, **options)
+
+    def submit_bucket(self, tensor: torch.Tensor, bucket: _ops.BucketState, **options: Any) -> Work:
+        """Does the same in the worker's thread; on CUDA it enqueues the work on a stream of this object."""
         return self._submit(self._on(checked_device(tensor)), tensor, bucket=bucket, **options)
 
     def _submit(self, by: "_ops.Communicator", tensor: torch.Tensor, **options: Any) -> Work:

@@ -198,7 +198,7 @@ class AllReduceState:
         # errors of this call to units that will be right later.
         feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
         buffer = bucket.buffer()
-        work = self.communicator.run_bucket(
+        work = self.communicator.submit_bucket(
             buffer,
             layout.handle,
             collective=self._collective,

@@ -113,7 +113,7 @@ class Shards:
                     "move and load the model before, or copy into its parameters"
                 )
         works = [
-            self._communicator.run_bucket(flat, layout.handle, collective="all_gather", codec=layout.codec)
+            self._communicator.submit_bucket(flat, layout.handle, collective="all_gather", codec=layout.codec)
             for flat, layout in self._flats
         ]
         for work in works:

@@ -58,12 +58,10 @@ class _AllGather:
         if group is not self._group:
             handle = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
             return handle
-        work = self._state.all_gather(self._name, output_tensor, input_tensor, group)
-        if async_op:
+        work = self._state.all_gather(self._name, output_tensor, input_tensor, group, async_op)
+        if work is not None:
             as_work: Any = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
             handle = as_work(work.get_future())  # of the class that FSDP waits for
-        else:
-            work.wait()
         return handle
 
 

@@ -116,14 +116,19 @@ class ShardedState:
             seed=gradient.seed,
             step=gradient.steps % 2**32,
             **options,
-        ).wait()
-
-    def all_gather(self, name: str, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Work:
-        """Gathers a module's parameters in the codec ``gather``, also this rank's own."""
-        layout = self._gatherings[name].enter(output, dist.get_world_size(group))
-        return self._in_one_level(group).run_bucket(
-            output, layout.handle, collective="all_gather", shard=shard, codec=layout.codec
         )
+
+    def all_gather(
+        self, name: str, output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> Work | None:
+        """Gathers a module's parameters in the codec ``gather``, also this rank's own. Returns when that is complete,
+        unless ``async_op``, or, on CUDA, when the current stream waits for it."""
+        layout = self._gatherings[name].enter(output, dist.get_world_size(group))
+        communicator, options = self._in_one_level(group), {"collective": "all_gather", "codec": layout.codec}
+        if async_op:
+            return communicator.submit_bucket(output, layout.handle, shard=shard, **options)
+        communicator.run_bucket(output, layout.handle, shard=shard, **options)
+        return None
 
     def stats(self) -> dict[str, Any]:
         """Returns a dict: ``wire_bytes``, which this rank has sent for gradients, and ``gather_bytes``, for parameters;

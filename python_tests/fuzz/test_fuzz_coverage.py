@@ -13,7 +13,12 @@ from dltrain_ext import amp, codecs, comm, ddp, fsdp, kfac, monitor, optim, sim
 DATA = {
     *("codecs.CODECS", "codecs.ErrorBound", "codecs.DecodeStats", "sim.Estimate", "sim.StepEstimate"),
     *("sim.StalenessEstimate", "sim.StepEstimate.efficiency", "sim.Speed.from_list", "sim.Speed.to_list"),
-    *("ddp.AllReduceState.grad_stats", "comm.Communicator.check_process", "comm.Communicator.run_bucket"),
+    *(
+        "ddp.AllReduceState.grad_stats",
+        "comm.Communicator.check_process",
+        "comm.Communicator.run_bucket",
+        "comm.Communicator.submit_bucket",
+    ),
     *(
         "comm.Communicator.counted",
         "monitor.Finding",

@@ -111,17 +111,26 @@ void Communicator::check(const at::Tensor& tensor, const CollectiveOptions& opti
   options.check(tensor, device_, executor.rank(), executor.world_size());
 }
 
+void Communicator::work(TensorCollectives& by, const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options,
+                        Clock::time_point submitted) {
+  const int64_t sent = by.group().wire_bytes();
+  if (options.bucket) options.bucket->started(submitted);
+  by.run(context, tensor, options);
+  if (options.bucket) options.bucket->ended(submitted, by.group().wire_bytes() - sent);
+}
+
 void Communicator::run_without_gil(const at::Tensor& tensor, const CollectiveOptions& options) {
   const ExecutionContext caller = caller_context(device_);
+  const auto submitted = Clock::now();
   if constexpr (built_with_cuda) {
     if (stream_queue_) {
       return stream_queue_->run(caller, [&](const ExecutionContext& side) {
         const OnStream current(side);
-        work_->run(side, tensor, options);
+        work(*work_, side, tensor, options, submitted);
       });
     }
   }
-  queue_->run(as_caller([&] { work_->run(caller, tensor, options); }));
+  queue_->run(as_caller([&] { work(*work_, caller, tensor, options, submitted); }));
 }
 
 void Communicator::run(const at::Tensor& tensor, const CollectiveOptions& options) {
@@ -165,13 +174,10 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
     result = std::move(list);
   }
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(c10::make_intrusive<ResultHolder>(std::move(result), written)));
-  const auto task = as_caller(
-      [work = work_, tensor, options, future, value = std::move(value), submitted = Clock::now()](const ExecutionContext& context) {
+  const auto task =
+      as_caller([by = work_, tensor, options, future, value = std::move(value), submitted = Clock::now()](const ExecutionContext& context) {
         try {
-          const int64_t sent = work->group().wire_bytes();
-          if (options.bucket) options.bucket->started(submitted);
-          work->run(context, tensor, options);
-          if (options.bucket) options.bucket->ended(submitted, work->group().wire_bytes() - sent);
+          work(*by, context, tensor, options, submitted);
         } catch (...) {
           future->setErrorIfNeeded(std::current_exception());
           return;

@@ -49,6 +49,8 @@ class Communicator {
 
  private:
   void check(const at::Tensor& tensor, const CollectiveOptions& options) const;
+  static void work(TensorCollectives& by, const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options,
+                   Clock::time_point submitted);
   void run_without_gil(const at::Tensor& tensor, const CollectiveOptions& options);
 
   // Runs `wait` without the GIL. Ctrl-C closes the communicator, which ends the wait.

@@ -91,7 +91,8 @@ std::vector<std::vector<Piece>> cut_in_shards(const std::vector<Span>& shards, c
 }
 
 std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments) {
-  constexpr int64_t most = 1 << 19;          // elements of a piece, so that one large region can fill several segments
+  // Elements of a piece, so that one large region can fill several segments. What has an owner is not divided into chunks.
+  constexpr int64_t most_divided = 1 << 19, most_owned = 1 << 16;
   constexpr int64_t whole = 4096;            // a piece of up to this many elements is not divided into chunks
   std::map<int64_t, int64_t> totals, bytes;  // by owner
   for (const Region& region : layout) totals[region.owner] += region.codec->bytes(region.span.count);
@@ -99,6 +100,7 @@ std::vector<std::vector<Piece>> cut_by_region(const Layout& layout, int segments
   for (const Region& region : layout) {
     const int64_t total = std::max<int64_t>(totals[region.owner], 1);
     int64_t& before = bytes[region.owner];
+    const int64_t most = region.owner < 0 ? most_divided : most_owned;
     for (int64_t first = 0; first < region.span.count; first += most) {
       const int64_t count = std::min(most, region.span.count - first), number = region.number + first;
       const Span span{region.span.first + first, count};
