@@ -178,8 +178,8 @@ def all_gather(
             this rank's part of it.
         input: this rank's contribution, of the dtype and the device of ``output``; with a lossy codec float32, float16
             or bfloat16.
-        algorithm: one of ``comm.COLLECTIVES["all_gather"]``, or ``"auto"``, which is the ring for more than two ranks and
-            ``output`` of 4 MiB in fp32 or more, and else direct.
+        algorithm: one of ``comm.COLLECTIVES["all_gather"]``, or ``"auto"``, which is the ring for more than two
+            ranks and outputs of 4 MiB in fp32 or more, and else direct.
         codec: one of ``codecs.CODECS``.
         residual: error feedback, as for :func:`dltrain_ext.codecs.encode`, of the shape of ``input``.
         group, rounding, seed, step, segments, async_op: as for :func:`all_reduce`, which also describes the result.
