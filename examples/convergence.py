@@ -3,6 +3,7 @@
 All use the same seeds, batches, optimizer and hyper-parameters; only the format of the sent gradients differs.
 
 torchrun --standalone --nproc-per-node 4 examples/convergence.py --json convergence.json
+torchrun --standalone --nproc-per-node 4 examples/convergence.py --codecs gather-int8 --seeds 10
 python examples/convergence.py --from convergence.json
 """
 
@@ -31,10 +32,12 @@ try:
     from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
     from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
     from train import SMOOTH, evaluate
 
-    from dltrain_ext import ddp, info
+    from dltrain_ext import ddp, fsdp, info
 except ModuleNotFoundError as missing:
     sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
 
@@ -50,14 +53,20 @@ CODECS = {  # contestant -> codec, error_feedback
     "sign+feedback": ("sign", True),
 }
 CONTESTANTS = ("plain", *CODECS, "powersgd")
+SHARDED = {"gather-bf16": "bf16", "gather-int8": "int8", "gather-int4": "int4"}  # FSDP2: the codec of parameters
 POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}  # the smallest value it accepts
 
 Sent = Callable[[], float]
 
 
 @contextmanager
-def communicating(contestant: str, module: nn.Module, steps: int) -> Iterator[tuple[DistributedDataParallel, Sent]]:
-    """Yield the module in DDP, and a function that returns the bytes that this rank has sent in all steps."""
+def communicating(contestant: str, module: nn.Module, steps: int) -> Iterator[tuple[nn.Module, Sent]]:
+    """Yield the module in DDP or FSDP2, and a function that returns the bytes that this rank has sent in all steps."""
+    if contestant in SHARDED:
+        fully_shard(module)
+        sharded = fsdp.register(module, "int8", gather=SHARDED[contestant])
+        yield module, lambda: sharded.stats()["wire_bytes"] + sharded.stats()["gather_bytes"]
+        return
     if contestant in CODECS:
         codec, error_feedback = CODECS[contestant]
         model = DistributedDataParallel(module)
@@ -91,7 +100,7 @@ def train(name: str, recipe: Recipe, task: Task, contestant: str, seed: int) -> 
     try:
         losses, sent = descend(recipe, task, contestant, seed, module)
     except RuntimeError as error:
-        if contestant in ("plain", *CODECS):
+        if contestant in ("plain", *CODECS, *SHARDED):
             raise
         return Run(name, contestant, seed, error=str(error).strip().splitlines()[0])
     check_same(module, f"{name}, {contestant}, seed {seed}")
@@ -124,7 +133,8 @@ def check_same(module: nn.Module, what: str) -> None:
     """Raise on all ranks unless all have the same parameters, bit by bit."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        digest.update(whole.detach().contiguous().view(torch.uint8).numpy())
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, digest.hexdigest())
     if len(set(digests)) > 1:
@@ -198,7 +208,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
     parser.add_argument(
-        "--codecs", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="runs in addition to plain"
+        "--codecs",
+        nargs="+",
+        choices=(*CONTESTANTS, *SHARDED),
+        default=CONTESTANTS,
+        help="runs in addition to plain (default: all but those of FSDP2, gather-...)",
     )
     parser.add_argument("--seeds", type=at_least(2), default=5, help="number of seeds: 0, 1, ...")
     parser.add_argument("--steps", type=at_least(2), help="steps of each run (default: those of the recipe)")

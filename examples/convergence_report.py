@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from rich.markup import escape
 from rich.table import Table
+from scipy.stats import t as student
 
 # Colours of Okabe and Ito, which can be distinguished with colour blindness, and a marker for each.
 LOOKS = {"plain": ("black", "D"), "within": ("#0072B2", "o"), "better": ("#009E73", "^"), "worse": ("#D55E00", "v")}
@@ -58,6 +59,13 @@ def compare(runs: list[Run], plain: list[Run], higher_is_better: bool) -> Compar
     return Comparison(outcome, differences, difference / deviation if deviation else None)
 
 
+def bound(differences: tuple[float, ...], higher_is_better: bool) -> float:
+    """Return how much worse than plain the mean is at most, with a confidence of 95 % (one-sided t interval)."""
+    worse = [-difference if higher_is_better else difference for difference in differences]
+    error = statistics.stdev(worse) / math.sqrt(len(worse))
+    return statistics.fmean(worse) + float(student.ppf(0.95, len(worse) - 1)) * error
+
+
 def by_contestant(runs: list[Run], recipe: str) -> dict[str, list[Run]]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -87,20 +95,28 @@ def table(groups: dict[str, list[Run]], about: dict[str, Any], world_size: int) 
         f"{about['optimizer']}; {about['schedule']}",
     )
     view.add_column("gradients as")
-    for head in ("bytes", about["metric"], "from plain,\nseed by seed", "in plain's\ndeviations"):
+    heads = (
+        "bytes",
+        about["metric"],
+        "from plain,\nseed by seed",
+        "at most worse\nby (95 %)",
+        "in plain's\ndeviations",
+    )
+    for head in heads:
         view.add_column(head, justify="right")
     for contestant, runs in groups.items():
         found = compare(runs, plain, about["higher_is_better"])
         sent = runs[0].wire_bytes
         share = "" if sent is None else f"{sent / plain[0].wire_bytes:.1%}"
-        differences, outcome = "", found.outcome
+        differences, most, outcome = "", "", found.outcome
         if contestant == "plain":
             outcome = ""
         elif found.differences:
             differences = mean_std([*found.differences], style.replace("{:", "{:+"))
+            most = style.format(bound(found.differences, about["higher_is_better"]))
         if outcome and found.deviations is not None:
             outcome = f"{found.deviations:+.1f} {outcome}"
-        view.add_row(contestant, share, escape(score_of(runs, style)), differences, outcome)
+        view.add_row(contestant, share, escape(score_of(runs, style)), differences, most, outcome)
     return view
 
 
