@@ -19,15 +19,15 @@ def parser(doc: str | None, steps: int = 60) -> argparse.ArgumentParser:
     return parser
 
 
-def start() -> None:
-    """Join torchrun's ranks in a Gloo group; without torchrun, the group has one rank."""
+def start(backend: str = "gloo") -> None:
+    """Join torchrun's ranks in a group; without torchrun, the group has one rank."""
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://"))
         # torchrun's store keeps the keys of the previous ranks after a restart, so each restart has its own prefix.
         prefixed = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same weights on every rank
 
@@ -37,11 +37,16 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def batches(steps: int, batch_size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's part of each batch. The batches do not depend on the number of ranks."""
+def batches(
+    steps: int, batch_size: int = 64, replica: tuple[int, int] | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's part of each batch. The batches do not depend on the number of ranks.
+
+    ``replica`` is the index of the model's replica, and their number, if a replica has several ranks.
+    """
     inputs, targets = TASK.train
     generator = torch.Generator().manual_seed(0)
-    rank, world_size = rank_and_size()
+    rank, world_size = replica or rank_and_size()
     for _ in range(steps):
         batch = torch.randint(len(inputs), (batch_size,), generator=generator)
         mine = batch[rank::world_size]

@@ -31,11 +31,12 @@ def ratio_of(buckets: Sequence[Bucket]) -> float | None:
 def _stats_of(bucket: Bucket, feedback: Feedback[Tensor] | None, scale: float) -> dict[str, Any]:
     stats = bucket.layout.handle.stats()
     times = _times(stats) if bucket.is_timed else dict.fromkeys(TIMES)
+    lost, total = residual_norm([bucket], feedback), gradient_norm([bucket])
     return {
         "numel": bucket.layout.numel,
         "wire_bytes": int(stats["wire_bytes"]),
         "ratio": ratio_of([bucket]),
-        "codec_error": codec_error([bucket], feedback, scale),
+        "codec_error": lost / total * scale if lost is not None and total > 0 else None,
         **times,
     }
 
@@ -51,22 +52,21 @@ def _hidden(per_bucket: Sequence[dict[str, float]]) -> float | None:
     return max(0.0, 1 - per_bucket[-1]["late"] / total) if total > 0 else None
 
 
-def codec_error(buckets: Sequence[Bucket], feedback: Feedback[Tensor] | None, scale: float) -> float | None:
-    """Returns the 2-norm of the residuals over that of the averaged gradients, or None if one of them is not known."""
-    buckets = [bucket for bucket in buckets if bucket.layout.has_feedback]
-    if feedback is None or not buckets:
-        return None
-    total = math.hypot(*(_gradient_norm(bucket) for bucket in buckets))
-    if not total > 0:
-        return None
-    return feedback.norm(p for bucket in buckets for p in bucket.parameters) / total * scale
+def residual_norm(buckets: Sequence[Bucket], feedback: Feedback[Tensor] | None) -> float | None:
+    """Returns the 2-norm of the residuals; None without feedback."""
+    parts = [p for bucket in buckets if bucket.layout.has_feedback for p in bucket.parameters]
+    return feedback.norm(parts) if feedback is not None and parts else None
 
 
-def _gradient_norm(bucket: Bucket) -> float:
-    if bucket.layout.squares is not None:
-        return math.sqrt(float(bucket.layout.squares.sum()))
-    gradients = [p.grad for p in bucket.parameters if p.grad is not None]
-    return float(get_total_norm(gradients)) if gradients else 0.0
+def gradient_norm(buckets: Sequence[Bucket]) -> float:
+    """Returns the 2-norm of the averaged gradients, which are 0 if they have been cleared."""
+    norms = [0.0]
+    for bucket in buckets:
+        if bucket.layout.squares is not None:
+            norms.append(math.sqrt(float(bucket.layout.squares.sum())))
+        elif gradients := [p.grad for p in bucket.parameters if p.grad is not None]:
+            norms.append(float(get_total_norm(gradients)))
+    return math.hypot(*norms)
 
 
 class Passes:

@@ -1,4 +1,4 @@
-"""The examples on a mesh of ranks: with a lossless codec they train the same model as one process with whole batches."""
+"""The examples on a mesh of ranks: with a lossless codec they train the same model as one process does."""
 
 import importlib
 import sys
@@ -25,12 +25,12 @@ LAYERS = (0, 2, 6, 8)  # those that have parameters
 
 
 class Recording(amp.LossScaler):
-    """Keeps the norm of the gradients at each step: AdamW alone would hide a factor that is the same in all steps."""
+    """Keeps the norm of the gradients at each step, as AdamW would hide a factor that all steps have in common."""
 
     norms: list[float] = []
 
-    def step(self, *args, **kwargs):
-        super().step(*args, **kwargs)
+    def step(self, optimizer, max_norm=None, grad_stats=None):
+        super().step(optimizer, max_norm and 0.4, grad_stats)  # so that some of the few steps clip
         self.norms.append(self.total_norm.item())
 
 
@@ -74,13 +74,12 @@ def recorded(train: Callable[[], nn.Module]) -> tuple[list[torch.Tensor], list[f
 def check(rank: int, world_size: int, name: str, *arguments: object) -> None:
     amp.LossScaler = Recording
     expected, norms = recorded(train_alone)
-    assert max(norms) > 1, "some steps clip"
-    new_model()  # for the seed
+    assert min(norms) < 0.4 < max(norms)
+    torch.manual_seed(0)
     found, its_norms = recorded(lambda: imported(name).train(STEPS, *arguments, "raw")[0])
     torch.testing.assert_close(its_norms, norms, rtol=1e-3, atol=0)
     for mine, its, first in zip(found, expected, new_model().parameters(), strict=True):
-        assert not torch.allclose(its, first, rtol=1e-2, atol=1e-3), "it has learned"
-        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+        assert (mine - its).norm() < 2e-3 * (its - first.detach()).norm(), "close, compared with what has been learned"
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp"])
@@ -92,3 +91,24 @@ def test_tensor_parallelism_trains_the_same_model(tensor: int, is_sharded: bool)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_pipeline_trains_the_same_model(ranks: int) -> None:
     run_ranks(ranks, check, "pipeline")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "percent"),
+    [
+        ("tensor_parallel.py --tensor 1", 2, 25.6),
+        ("tensor_parallel.py", 2, None),
+        ("tensor_parallel.py", 4, 26.4),
+        ("tensor_parallel.py --sharded", 4, 26.4),
+        ("pipeline.py", 2, None),
+        ("pipeline.py", 4, 26.9),
+    ],
+)
+def test_the_examples_learn_in_int8(arguments: str, ranks: int, percent: float | None, tmp_path: Path) -> None:
+    name, *options = arguments.split()
+    said = run_example(name, tmp_path, "--steps", 25, *options, ranks=ranks, fresh=True)
+    accuracy, *calls, sent = said.splitlines()
+    assert accuracy.startswith("test accuracy: ") and float(accuracy[15:-1]) > 70
+    assert calls == (["the hook was called in 25 of 100 backward passes"] if name == "pipeline.py" else [])
+    share = f"{percent}% of fp32's" if percent else "none, as there is one replica"
+    assert sent == f"bytes sent for gradients: {share}"
