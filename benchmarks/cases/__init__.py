@@ -10,7 +10,7 @@ case that times nothing passes a Simulation. benchmarks.plots decides what is dr
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, amp, codec, collectives, ddp, kfac, optim, sharded, simulate, store
+from benchmarks.cases import allreduce, amp, codec, collectives, ddp, kfac, optim, sharded, simulate, store, techniques
 
 CASES: dict[str, ModuleType | collectives.Case] = {
     "optim": optim,
@@ -21,6 +21,7 @@ CASES: dict[str, ModuleType | collectives.Case] = {
     "ddp": ddp,
     "sharded": sharded,
     "kfac": kfac,
+    "techniques": techniques,
     "store": store,
     "simulate": simulate,
 }
