@@ -1,5 +1,7 @@
 """The code that every rank of the case ddp runs: a model for each side, the check of its gradients, and the timing."""
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -73,6 +75,7 @@ class Result(NamedTuple):
     hidden: float | None
     samples: list[float]
     line: float | None = None
+    metrics: tuple[float, float] | None = None  # seconds of state.metrics() on the slowest rank: without errors, with
 
 
 class Runner:
@@ -207,9 +210,24 @@ def measure(
                 stats["hidden"] if stats else None,
                 slowest.get(name, []),
                 link_probe.rate(slowest.get(link_probe.SIDE, [])),
+                metrics_of(runner.state) if runner.state else None,
             )
         )
     return results
+
+
+def metrics_of(state: ddp.AllReduceState) -> tuple[float, float]:
+    medians = []
+    for errors in (False, True):
+        samples = []
+        for _ in range(5):
+            dist.barrier()
+            start = time.perf_counter()
+            state.metrics(errors=errors)
+            samples.append(time.perf_counter() - start)
+        medians.append(statistics.median(samples))
+    without, complete = over_ranks(medians, "max")
+    return without, complete
 
 
 def average(model: nn.Module, ranks: int, job: Job) -> tuple[Tensor, float]:

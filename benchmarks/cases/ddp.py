@@ -77,6 +77,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         f"after {UNCOMPRESSED} steps that it sends in full; it is compared with our codec that sends the least",
         "error: rms error over the rms of the exact average, in the first step; later steps have error feedback",
         "hidden %: the fraction of the communication time during which backward still runs, from state.stats()",
+        "metrics %: the time of state.metrics(errors=False) relative to a step; with errors %: of state.metrics()",
         "wire bytes: bytes that one rank sends in one step",
     ]
     if STEP in job.sides:
@@ -138,4 +139,7 @@ def make_row(result: Result) -> Row:
         row.figures |= link_probe.share(result.wire_bytes, row.time.median, result.line)
     if result.hidden is not None:
         row.figures["hidden %"] = 100 * result.hidden
+    if result.metrics is not None and row.time:
+        without, complete = (100 * seconds / row.time.median for seconds in result.metrics)
+        row.figures |= {"metrics %": without, "with errors %": complete}
     return row

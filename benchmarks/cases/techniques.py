@@ -75,7 +75,8 @@ class Side:
         self.model = make_layers(job.layers, job).to(self.dtype)
         self.optimizer = optim.AdamW(self.model.parameters(), lr=LR)
         batch = torch.randn(BATCH, SEQUENCE, job.width, generator=torch.Generator().manual_seed(1))
-        self.batches = batch.to(job.device, self.dtype).chunk(self.micro_batches)
+        batch = batch.to(job.device, self.dtype)
+        self.batches = [x.clone() for x in batch.chunk(self.micro_batches)]  # storages of their own
 
     def output(self, x: Tensor) -> Tensor:
         return apply(self.model, x)
@@ -234,8 +235,10 @@ def verify(job: Job, advance: Progress) -> tuple[dict[str, Row], dict[str, Side]
         side = sides[name] = kind(job)
         losses = [side.step().item() for _ in range(OTHERS if side.rtol is None else COMPARED)]
         plain = plain or losses
-        error = None if side.rtol is None else error_of(losses, plain)
-        correct = is_finite(losses) and losses[-1] < losses[0] and (error is None or error <= side.rtol)
+        rtol = side.rtol
+        error = None if rtol is None else error_of(losses, plain)
+        close = rtol is None or error_of(losses, plain) <= rtol
+        correct = is_finite(losses) and losses[-1] < losses[0] and close
         rows[name] = Row(f"{job.layers} layers of {job.width}", name, name != PLAIN, correct, str(int(not correct)))
         rows[name].figures = {"loss error": error, **(memory(side) if correct else {})}
     return rows, sides

@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from dltrain_ext.compress.scaling import StepOutcome
 
@@ -62,8 +63,9 @@ class Feedback(Generic[Part]):
 
     def norm(self, parts: Iterable[Part]) -> float:
         """Returns the 2-norm of the residuals of those of these parts that are laid out. Waits for the device."""
-        laid = [part for part in parts if part in self._views]
-        return float(self.norms(laid).double().square().sum().sqrt()) if laid else 0.0
+        swapped = {device: bool(flag) for device, flag in self._swapped.items()}
+        laid = [views[swapped.get(views[0].device, False)] for part in parts if (views := self._views.get(part))]
+        return float(get_total_norm(laid)) if laid else 0.0
 
     def expect(self, outcome: StepOutcome) -> None:
         """Sets the outcome that decides about the residuals written from now on, unless no step can be skipped."""

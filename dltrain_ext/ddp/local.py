@@ -54,7 +54,7 @@ class LocalState(AllReduceState):
         """Returns nothing: no gradient is looked at, since none is averaged."""
         return []
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, errors: bool = True) -> dict[str, float]:
         """Returns ``ddp/steps``; nothing was sent."""
         return {"ddp/steps": float(self.steps)}
 

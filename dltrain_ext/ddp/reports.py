@@ -57,9 +57,13 @@ class Reports:
             **stats_of(self._buckets.reduced, self._feedback, scale),
         }
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, errors: bool = True) -> dict[str, float]:
         """Returns numbers for a logger, a flat dict: those of ``communicator.metrics()``, ``ddp/steps`` and what else
         is known. Waits for the device.
+
+        Args:
+            errors: whether ``ddp/residual_norm`` and ``ddp/codec_error`` are computed, for which the residuals are
+                read once and, without a scaler, the gradients.
 
         Returns:
             ``ddp/ratio``, the size of fp32 messages over that of the latest pass's messages; ``ddp/residual_norm``, the
@@ -79,7 +83,7 @@ class Reports:
         }
         if (ratio := ratio_of(buckets)) is not None:
             found["ddp/ratio"] = ratio
-        if (lost := residual_norm(buckets, self._feedback)) is not None:
+        if errors and (lost := residual_norm(buckets, self._feedback)) is not None:
             found["ddp/residual_norm"] = lost
             if (total := gradient_norm(buckets)) > 0:
                 found["ddp/codec_error"] = lost / total * scale

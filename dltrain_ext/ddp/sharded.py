@@ -50,6 +50,8 @@ class ShardedOptimizerState(AllReduceState):
         named = trained_parameters(model.module)
         if refused := options.keys() & {"tuning", "ranks_per_host"}:
             raise ValueError(f"{min(refused)}: expected none with shard, whose collectives have one level and one plan")
+        if ignored := named.keys() & set(model.parameters_to_ignore):
+            raise ValueError(f"shard: expected parameters that DDP reduces, got {min(ignored)}, which it ignores")
         codec, algorithm = "int8" if codec is None else codec, "direct" if algorithm == "auto" else algorithm
         check_names(algorithm, codec, self._collective)
         check_shardable(named, optimizer)

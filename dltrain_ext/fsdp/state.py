@@ -145,8 +145,11 @@ class ShardedState:
             "per_module": per_module,
         }
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, errors: bool = True) -> dict[str, float]:
         """Returns numbers for a logger, a flat dict. Waits for the device.
+
+        Args:
+            errors: whether ``fsdp/residual_norm`` is computed, for which the residuals are read once.
 
         Returns:
             The entries of :meth:`dltrain_ext.comm.Communicator.metrics`, over all connections; ``fsdp/steps``, the most
@@ -165,7 +168,7 @@ class ShardedState:
         }
         if stats["ratio"] is not None:
             found["fsdp/ratio"] = stats["ratio"]
-        if self._feedback_dtype is not None:
+        if errors and self._feedback_dtype is not None:
             norms = [gradient.residual_norm() for gradient in self._gradients.values()]
             found["fsdp/residual_norm"] = math.hypot(*norms)
         return found

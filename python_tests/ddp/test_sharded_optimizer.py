@@ -312,6 +312,20 @@ def test_an_optimizer_may_have_state(kind):
     run_ranks(3, check_stepped, partial(getattr(optim, kind), lr=0.05))
 
 
+def check_static_graph(rank, world_size):
+    """DDP then reduces the buckets of the first pass in a callback, behind the pass."""
+    found = []
+    for shards in (False, True):
+        model, optimizer, _ = begin(OPTIMIZERS["ours"], shards=shards, options={"static_graph": True})
+        train(model, optimizer, rank, 4)
+        found.append(bits(model))
+    assert same(*found)
+
+
+def test_static_graphs():
+    run_ranks(2, check_static_graph)
+
+
 class Unused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -408,6 +422,10 @@ def check_refusals(rank, world_size):
                 ddp.register(DistributedDataParallel(new_module()), "int8", shard="adam")
             else:
                 registering(**options)
+    module = new_module()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
+    with pytest.raises(ValueError, match=r"shard: expected parameters that DDP reduces, got 2\.weight"):
+        registering(module=module)
     model, optimizer, state = begin(OPTIMIZERS["ours"], scaler=amp.LossScaler("cpu", enabled=False))
     with pytest.raises(RuntimeError, match="grad_stats: expected a state without shard"):
         _ = state.grad_stats

@@ -77,6 +77,7 @@ def check_ddp(rank, world_size):
     assert found["comm/wire_bytes"] == state.stats()["wire_bytes"]
     before = state.metrics()
     assert "ddp/hidden" not in before and "comm/algbw" not in before, "no pass since the previous metrics"
+    assert before.keys() - state.metrics(errors=False).keys() == {"ddp/residual_norm", "ddp/codec_error"}
 
 
 def test_a_ddp_state_its_scaler_and_optimizer_have_metrics():
@@ -97,6 +98,7 @@ def check_sharded(rank, world_size):
     assert found["comm/wire_bytes"] == state.stats()["wire_bytes"] + found["fsdp/gather_bytes"]
     (lost,) = state.state_dict()["feedback"].values()
     assert found["fsdp/residual_norm"] == pytest.approx(math.hypot(*(each.norm() for each in lost.values())), rel=1e-5)
+    assert "fsdp/residual_norm" not in state.metrics(errors=False)
     numel = sum(p.to_local().numel() for p in model.parameters())
     assert found["optim/state_bytes"] == pytest.approx(8 * numel, rel=0.05), "this rank's shards"
 
