@@ -28,6 +28,7 @@ IN_A_GROUP = {
     "parameter_server.md",
     "recipes.md",
     "schedules.md",
+    "techniques.md",
 }  # of two ranks
 
 
