@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dltrain_ext.comm import Communicator
 from dltrain_ext.compress.layout import EXACT, Layout, Region, divided, rows_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _CACHE_LINE = 64  # bytes
 
@@ -25,6 +29,7 @@ class Shards:
         parameters: the trained parameters of a model by name.
         optimizer: one of these parameters, with the same state on all ranks. Its groups and state get the shards.
         group: the ranks.
+        communicator: gathers the parameters.
 
     Attributes:
         module: a module that has the shards as parameters, by the names of the model's.
@@ -38,45 +43,46 @@ class Shards:
         communicator: Communicator,
     ):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self._communicator = communicator
-        self._flats: list[tuple[Tensor, Layout[str]]] = []
-        self._parameters = dict(parameters)
+        self._communicator, self._parameters = communicator, dict(parameters)
         alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         for name, parameter in parameters.items():
             alike.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
-        for (dtype, _), some in alike.items():
-            self._flats.append(_flattened(some, EXACT[dtype], ranks))
-        # Imported here, because it takes as long as importing torch.
-        from torch.distributed.tensor import DTensor, Shard
+        self._flats = [_flattened(some, EXACT[dtype], ranks) for (dtype, _), some in alike.items()]
+        self._places = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+        self._mesh = DeviceMesh.from_group(group, next(iter(parameters.values())).device.type)
+        self._rows = {name: rows_of(len(parameter), ranks)[rank] for name, parameter in parameters.items()}
+        parts = {name: self._cut(name, parameter.detach()) for name, parameter in parameters.items()}
+        self._shards = {name: nn.Parameter(self._distributed(name, part)) for name, part in parts.items()}
+        self._gradients = {name: self._distributed(name, torch.zeros_like(part)) for name, part in parts.items()}
+        self._give_to(optimizer)
+        self.module = _nested(self._shards)
+        self.take_gradients()
 
-        mesh = DeviceMesh.from_group(group, next(iter(parameters.values())).device.type)
-        self._places = {name: p.data_ptr() for name, p in parameters.items()}
-        self._rows = {name: rows_of(len(p), ranks)[rank] for name, p in parameters.items()}
-        self._shards: dict[str, nn.Parameter] = {}
-        self._gradients: dict[str, DTensor] = {}
-        by_parameter: dict[Tensor, Tensor] = {}
-        for name, parameter in parameters.items():
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns the rows that belong to this rank."""
+        return tensor.narrow(0, *self._rows[name])
 
-            def shard_of(tensor: Tensor, name: str = name, like: Tensor = parameter) -> DTensor:
-                return DTensor.from_local(
-                    tensor, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
-                )
+    def _distributed(self, name: str, rows: Tensor) -> "DTensor":
+        from torch.distributed.tensor import DTensor, Shard  # importing it takes as long as importing torch
 
-            rows = parameter.detach().narrow(0, *self._rows[name])
-            self._shards[name] = nn.Parameter(shard_of(rows))
-            self._gradients[name] = shard_of(torch.zeros_like(rows))
-            by_parameter[parameter] = self._shards[name]
+        like = self._parameters[name]
+        return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+
+    def _give_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replaces the parameters in the optimizer's groups and state, and gathers after its steps."""
+        shard_of = {parameter: self._shards[name] for name, parameter in self._parameters.items()}
+        for options in optimizer.param_groups:
+            options["params"][:] = [shard_of[parameter] for parameter in options["params"]]
+        for name, parameter in self._parameters.items():
             if (entry := optimizer.state.pop(parameter, None)) is not None:
                 optimizer.state[self._shards[name]] = {
-                    key: shard_of(value.narrow(0, *self._rows[name]).clone()) if _is_like(value, parameter) else value
+                    key: self._distributed(name, self._cut(name, value).clone())
+                    if _is_like(value, parameter)
+                    else value
                     for key, value in entry.items()
                 }
-        for options in optimizer.param_groups:
-            options["params"][:] = [by_parameter[parameter] for parameter in options["params"]]
-        self.module = _nested(self._shards)
         optimizer.register_step_post_hook(lambda *_: self.gather())
         self._clear_with(optimizer)
-        self.take_gradients()
 
     def _clear_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes ``zero_grad`` also clear gradients that no reduction has taken from the model yet."""
@@ -95,7 +101,7 @@ class Shards:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            rows = parameter.grad.narrow(0, *self._rows[name])
+            rows = self._cut(name, parameter.grad)
             shard, gradient = self._shards[name], self._gradients[name]
             if shard.grad is None:
                 gradient.to_local().copy_(rows)
@@ -131,7 +137,8 @@ def check_shardable(parameters: Mapping[str, Tensor], optimizer: torch.optim.Opt
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"shard: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     given = [parameter for options in optimizer.param_groups for parameter in options["params"]]
-    if missing := [name for name, parameter in parameters.items() if not any(parameter is each for each in given)]:
+    known = set(map(id, given))
+    if missing := [name for name, parameter in parameters.items() if id(parameter) not in known]:
         raise ValueError(f"shard: expected an optimizer of all trained parameters, got one without {missing[0]}")
     if len(given) != len(parameters):
         raise ValueError(
