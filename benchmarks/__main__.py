@@ -25,7 +25,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     from benchmarks.machine import namespaces
 
     output = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    output.add_argument("--quick", action="store_true", help="measure less, for CI: all cases take less than a minute")
+    output.add_argument("--quick", action="store_true", help="measure less, for CI: all cases in two minutes")
     output.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE, with their provenance")
     output.add_argument("--plot", type=Path, metavar="DIR", help="write the plots of each case to DIR, as PNG and SVG")
     shared = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS, parents=[output])
@@ -33,7 +33,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     shared.add_argument(
         "--ranks",
         type=at_least(1),
-        help="number of processes, in the cases that start some (default: WORLD_SIZE, or else 4; 2 for ddp)",
+        help="number of processes, in the cases that start some (default: WORLD_SIZE, else 4; ddp, sharded: 2)",
     )
     shared.add_argument("--list", action="store_true", help="list the cases and exit")
     shared.add_argument("--compare", type=Path, metavar="OLD.json", help="compare the results with a saved run")

@@ -19,7 +19,7 @@ from benchmarks.sharded_ranks import (
     work,
 )
 
-OVERVIEW = ["--layers", "4", "--width", "768", "-n", "5"]
+OVERVIEW = ["--layers", "2", "--width", "512", "-n", "5"]
 EQUALS = {(GATHER, BF16): "int8", (FSDP, BF16): "int8, gather int8", (ZERO, ZERO_REDUNDANCY): "shard, raw"}
 NOTES = {
     GATHER: "gather: unshard() of all modules, one after another, and reshard(); ours with fsdp.register's gather",
