@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,13 +51,15 @@ class Side(NamedTuple):
 
 
 class Job(NamedTuple):
-    sides: dict[str, list[Side]]  # by workload
+    """What is timed, also by the case sharded, whose sides are others."""
+
+    sides: dict[str, list[Any]]  # by workload
     layers: int
     width: int
     batch: int
     rounds: int
     warmup: int
-    device: str
+    device: str = "cpu"
 
 
 class Result(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.ddp_ranks import loss_of, tolerance
+from benchmarks.ddp_ranks import Job, inputs, loss_of, tolerance
 from benchmarks.harness import Progress, interleave
 from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import over_ranks
@@ -45,15 +45,6 @@ SIDES = {
     FSDP: [Side(FP32), Side(BF16), Side("int8", "int8"), Side("int8, gather int8", "int8", "int8")],
     ZERO: [Side(PLAIN), Side(ZERO_REDUNDANCY), Side("shard, raw", "raw"), Side("shard, int8", "int8")],
 }
-
-
-class Job(NamedTuple):
-    sides: dict[str, list[Side]]  # by workload
-    layers: int
-    width: int
-    batch: int
-    rounds: int
-    warmup: int
 
 
 class Result(NamedTuple):
@@ -211,10 +202,6 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 def lost_by(codec: str | None, dtype: torch.dtype) -> float:
     return codecs.error_bound(codec or ("bf16" if dtype == torch.bfloat16 else "raw")).max
-
-
-def inputs(rank: int, job: Job) -> Tensor:
-    return torch.randn(job.batch, job.width, generator=torch.Generator().manual_seed(rank))
 
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:

@@ -48,10 +48,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="backward (forward and backward), step (a whole step), or both (default: both)",
     )
     parser.add_argument("--layers", type=at_least(1), help="number of Linear(width, width) (default: 12, --quick: 2)")
+    add_sizes(parser)
+    parser.add_argument("-w", "--warmup", type=at_least(2), help="steps before the timed ones (default: 3, --quick: 2)")
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=at_least(1), help="width of a layer (default: 1024, --quick: 256)")
     parser.add_argument("--batch", type=at_least(1), default=16, help="batch size of each rank (default: %(default)s)")
     parser.add_argument("-n", "--iters", type=at_least(1), help="timed steps (default: 20, --quick: 5)")
-    parser.add_argument("-w", "--warmup", type=at_least(2), help="steps before the timed ones (default: 3, --quick: 2)")
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 
+from benchmarks.cases.ddp import add_sizes
 from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
 from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import count_ranks, on_ranks
@@ -43,9 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         help="number of Linear(width, width); zero: and a Linear of twice their size (default: 6, --quick: 2)",
     )
-    parser.add_argument("--width", type=at_least(1), help="width of a layer (default: 1024, --quick: 256)")
-    parser.add_argument("--batch", type=at_least(1), default=16, help="batch size of each rank (default: %(default)s)")
-    parser.add_argument("-n", "--iters", type=at_least(1), help="timed calls (default: 20, --quick: 5)")
+    add_sizes(parser)
     parser.add_argument("-w", "--warmup", type=at_least(1), help="calls before the timed ones (default: 3, --quick: 1)")
 
 

@@ -1,5 +1,6 @@
 """The layout of a flat buffer: its regions and their codecs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
@@ -33,16 +34,23 @@ def regions_of(
 ) -> list[Region[Tensor]]:
     """Returns a region for each of the tensors, whose first elements in the buffer are ``firsts``.
 
-    Tensors of fewer than ``min_compress_numel`` elements, or of at most one dimension, are sent raw.
+    Small tensors are sent raw.
     """
-
-    def codec_of(tensor: Tensor) -> str:
-        return "raw" if tensor.dim() <= 1 or tensor.numel() < min_compress_numel else codec
-
     return [
-        Region(tensor, first, tensor.numel(), codec_of(tensor), parameters.number(tensor))
+        Region(
+            tensor,
+            first,
+            tensor.numel(),
+            "raw" if is_small(tensor.shape, min_compress_numel) else codec,
+            parameters.number(tensor),
+        )
         for tensor, first in firsts.items()
     ]
+
+
+def is_small(shape: Sequence[int], min_compress_numel: int) -> bool:
+    """Returns whether a parameter is sent as it is: it has few elements, or at most one dimension."""
+    return len(shape) <= 1 or math.prod(shape) < min_compress_numel
 
 
 EXACT = {torch.float32: "raw", torch.float16: "fp16", torch.bfloat16: "bf16"}

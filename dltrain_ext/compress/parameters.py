@@ -5,6 +5,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
+def numbers_of(numel: int) -> int:
+    """Returns how many numbers so many elements take: random numbers are generated four at a time."""
+    return (numel + 3) // 4 * 4
+
+
 class Parameters:
     """Numbers the elements of a model's parameters.
 
@@ -36,7 +41,7 @@ class Parameters:
 
     def _add(self, parameter: Tensor) -> int:
         number = self._numbers[parameter] = self._next
-        self._next += (parameter.numel() + 3) // 4 * 4  # random numbers are generated four at a time
+        self._next += numbers_of(parameter.numel())
         return number
 
     def number(self, parameter: Tensor) -> int:

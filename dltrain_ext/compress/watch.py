@@ -1,7 +1,7 @@
 """Notes on the device, without waiting for it, which gradient was the first one that was not finite, and which feedback
 the first one that grew."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,7 @@ class Finding(NamedTuple):
     Attributes:
         kind: ``"overflow"``: this rank's own gradient of the parameter was not finite, before it was averaged.
             ``"feedback"``: the residual of the parameter had a 2-norm of more than ten times the largest one that this
-            rank's contributions to the average had so far. Feedback of a codec that suits the gradients stays below
-            one or two times.
+            rank's contributions to the average had so far.
         step: the number of the backward pass, as ``steps`` counts them.
         parameter: its name.
         rank: the global rank.
@@ -37,14 +36,15 @@ class Watch:
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._firsts: dict[Hashable, int] = {}  # the number of the first name, by what is looked at together
-        self._largest: dict[Hashable, Tensor] = {}  # norms of contributions so far
+        self._firsts: dict[
+            tuple[str, ...], int
+        ] = {}  # the number of the first of the names that are looked at together
+        self._largest: dict[tuple[str, ...], Tensor] = {}  # norms of their contributions so far
         self._found: dict[tuple[str, torch.device], Tensor] = {}  # step, number of the name, value; step 0: nothing
 
     def look(
         self,
-        together: Hashable,
-        names: Sequence[str],
+        names: tuple[str, ...],
         gradients: Sequence[Tensor],
         residuals: Tensor | None,
         step: int,
@@ -53,25 +53,24 @@ class Watch:
         """Is called before each reduction.
 
         Args:
-            together: identifies these names.
             residuals: the norms of the residuals, if there is feedback.
             step: the number of the backward pass, at least 1.
             share: the factor of the gradients in the average, in the units of the residuals.
         """
-        if together not in self._firsts:
-            self._firsts[together] = len(self._names)
+        if names not in self._firsts:
+            self._firsts[names] = len(self._names)
             self._names += names
-        first = self._firsts[together]
+        first = self._firsts[names]
         norms = torch.stack(torch._foreach_norm(list(gradients))).double()
         self._note("overflow", ~norms.isfinite(), norms, first, step)
         if residuals is None:
             return
         own = torch.nan_to_num(norms * share, 0.0, 0.0, 0.0)
-        largest = self._largest.get(together)
+        largest = self._largest.get(names)
         if largest is not None:
             ratios = residuals.double() / largest
             self._note("feedback", (ratios > LIMIT) & (largest > 0), ratios, first, step)
-        self._largest[together] = own if largest is None else torch.maximum(largest, own)
+        self._largest[names] = own if largest is None else torch.maximum(largest, own)
 
     def _note(self, kind: str, are_meant: Tensor, values: Tensor, first: int, step: int) -> None:
         before = self._found.get((kind, values.device))

@@ -70,7 +70,6 @@ class AllReduceState(Reports):
             of each bucket. In two levels the ranks of a host divide each bucket, so the result of a gradient does
             depend on its bucket there, and a part of the residuals of the first step, before DDP rebuilds its buckets,
             is not fed back.
-
         watch: look at each gradient before it is averaged, so that :meth:`findings` knows the first overflow. This
             reads the gradients, and the residuals, once more; no host waits for it.
 
@@ -133,7 +132,10 @@ class AllReduceState(Reports):
         self._group = group = group_of(group)
         self.communicator = self._communicator_of(group)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.choice = choose(self.communicator, group, self._asked, (self._parameters.names or {}).values())
+        self.choice = self._choose()
+
+    def _choose(self) -> Reduction:
+        return choose(self.communicator, self._group, self._asked, (self._parameters.names or {}).values())
 
     def _attach(self, model: DistributedDataParallel) -> None:
         """Keeps the model, which shows what DDP does not pass to a hook: skipped buckets, and a group that was
@@ -171,12 +173,12 @@ class AllReduceState(Reports):
         """Begins anew, without residuals."""
         dtype = self._feedback_dtype
         self._feedback = None if dtype is None else Feedback[Tensor](dtype, double_buffered=self._is_scaled)
-        self._buckets = self._new_buckets()
+        options = self._options_of_buckets()
+        self._buckets = Buckets(self._parameters, self._feedback, min_compress_numel=self.min_compress_numel, **options)
         self._passes = Passes()
 
-    def _new_buckets(self, **options: Any) -> Buckets:
-        options = {"with_squares": self.scaler is not None} | options
-        return Buckets(self._parameters, self._feedback, min_compress_numel=self.min_compress_numel, **options)
+    def _options_of_buckets(self) -> dict[str, Any]:
+        return {"with_squares": self.scaler is not None}
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if not isinstance(bucket, dist.GradBucket):

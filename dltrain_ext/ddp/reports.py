@@ -92,9 +92,9 @@ class Reports:
     def _look(self, watch: Watch, layout: Layout[Tensor], bucket: dist.GradBucket) -> None:
         parameters, share = bucket.parameters(), 1.0 / self._world_size
         scale = loss_scale_of(self.scaler, bucket.buffer().device)
+        names = (self._names.get(p, f"a parameter of shape {list(p.shape)}") for p in parameters)
         watch.look(
-            layout,
-            [self._names.get(parameter, f"a parameter of shape {list(parameter.shape)}") for parameter in parameters],
+            tuple(names),
             bucket.gradients(),
             self._feedback.norms(parameters) if layout.has_feedback and self._feedback is not None else None,
             self.steps,

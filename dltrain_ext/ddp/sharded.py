@@ -3,16 +3,14 @@
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext.comm.arguments import check_names
-from dltrain_ext.comm.groups import group_of
 from dltrain_ext.compress.scaling import StepOutcome
-from dltrain_ext.ddp.buckets import Buckets
 from dltrain_ext.ddp.hook import AllReduceState
 from dltrain_ext.ddp.parameters import trained_parameters
+from dltrain_ext.ddp.selection import Reduction
 from dltrain_ext.ddp.shards import Shards, check_shardable
 
 
@@ -63,30 +61,26 @@ class ShardedOptimizerState(AllReduceState):
             ranks_per_host=1,
             **options,
         )
-        self._named, self._optimizer = named, optimizer
+        self._optimizer = optimizer
 
     def _attach(self, model: DistributedDataParallel) -> None:
         super()._attach(model)
-        self._shards = Shards(self._named, self._optimizer, self._group, self.communicator)
+        self._shards = Shards(self._parameters.named(), self._optimizer, self._group, self.communicator)
         self.shards = self._shards.module
 
-    def _use(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group_of(group)
-        self.communicator = self._communicator_of(self._group)
-        self._rank, self._world_size, self.choice = dist.get_rank(group), dist.get_world_size(group), self._asked
+    def _choose(self) -> Reduction:
+        return self._asked
 
     def _follow(self) -> None:
         model = self._model()
         if model is not None and (model._join_config.enable or model.process_group is not self._group):
             raise ValueError("shard: expected the group that the model was registered with, and no model.join()")
 
-    def _new_buckets(self, **options: Any) -> Buckets:
-        scaler = self.scaler
-        return super()._new_buckets(
-            with_squares=False,
-            owners=self._world_size,
-            outcome=None if scaler is None else lambda: StepOutcome.of_scaler(scaler),
-        )
+    def _options_of_buckets(self) -> dict[str, Any]:
+        scaler, options = self.scaler, {"with_squares": False, "owners": self._world_size}
+        if scaler is None or not self._is_scaled:
+            return options
+        return {**options, "outcome": lambda: StepOutcome.of_scaler(scaler)}
 
     def _is_by_parameter(self, codec: str) -> bool:
         return True

@@ -151,7 +151,7 @@ def check_shardable(parameters: Mapping[str, Tensor], optimizer: torch.optim.Opt
                 f"shard: expected parameters of at least one element and dimension, got {name} of shape "
                 f"{tuple(parameter.shape)}"
             )
-        if not _is_dense(parameter) or (rows > 1 and parameter.stride(0) != parameter.numel() // rows):
+        if not _has_no_gaps(parameter) or (rows > 1 and parameter.stride(0) != parameter.numel() // rows):
             raise ValueError(
                 f"shard: expected parameters whose rows are adjacent in memory, got {name} of shape "
                 f"{tuple(parameter.shape)} and strides {parameter.stride()}"
@@ -162,7 +162,7 @@ def _is_like(value: object, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _has_no_gaps(tensor: Tensor) -> bool:
     """Returns whether the elements are adjacent in memory, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

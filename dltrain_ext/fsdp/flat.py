@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dltrain_ext.compress.layout import Region, rows_of
+from dltrain_ext.compress.layout import Region, is_small, rows_of
+from dltrain_ext.compress.parameters import numbers_of
 
 Part = tuple[str, int]
 """The name of a parameter, and the number of the shard."""
@@ -57,10 +58,6 @@ class Sharded:
         )
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def padded(self) -> tuple[int, ...]:
         """The shape of a shard."""
         shape = list(self.shape)
@@ -105,17 +102,16 @@ def regions_of(
 ) -> list[Region[Part]]:
     """Returns the regions of the flat tensor that has these shards.
 
-    Parameters of at most one dimension, or of fewer than ``min_compress_numel`` elements, are sent in the codec
-    ``exact``.
+    Small parameters are sent in the codec ``exact``.
     """
     regions = []
     first = number = 0
     for shard in shards:
         for parameter in parameters:
-            is_small = len(parameter.shape) <= 1 or parameter.numel < min_compress_numel
             numel = math.prod(parameter.padded)
+            its_codec = exact if is_small(parameter.shape, min_compress_numel) else codec
             owner = shard if has_owners else -1
-            regions.append(Region((parameter.name, shard), first, numel, exact if is_small else codec, number, owner))
+            regions.append(Region((parameter.name, shard), first, numel, its_codec, number, owner))
             first += numel
-            number += (numel + 3) // 4 * 4
+            number += numbers_of(numel)
     return regions

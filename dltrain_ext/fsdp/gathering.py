@@ -17,16 +17,12 @@ class Gathering:
     Args:
         name: that of the module, for errors.
         parameters: all those of the group.
-        min_compress_numel: parameters of fewer elements, or of at most one dimension, are sent as they are.
+        min_compress_numel: parameters of fewer elements are small, and sent as they are.
     """
 
     def __init__(self, name: str, parameters: Sequence[Sharded], codec: str, min_compress_numel: int):
-        self._name, self._parameters, self._codec, self._min_compress_numel = (
-            name,
-            parameters,
-            codec,
-            min_compress_numel,
-        )
+        self._name, self._parameters = name, parameters
+        self._codec, self._min_compress_numel = codec, min_compress_numel
         self._layouts: dict[torch.dtype, Layout[Part]] = {}
 
     def enter(self, output: Tensor, shards: int) -> Layout[Part]:

@@ -19,7 +19,7 @@ class Gradient:
         name: that of the module, for errors.
         parameters: those of the group that have gradients.
         is_scattered: whether shards of the sum are given to the ranks; else the tensor is this rank's shards.
-        min_compress_numel: parameters of fewer elements, or of at most one dimension, are sent raw.
+        min_compress_numel: parameters of fewer elements are small, and sent raw.
         seed: the seed of its random numbers, different for each gradient.
         feedback_dtype: None without error feedback.
         scaler: one that is enabled, or None.
@@ -88,6 +88,7 @@ class Gradient:
         return Layout(tensor, [Region((self.name, 0), 0, numel, codec, 0)], None)
 
     def look(self, watch: Watch, layout: Layout[Part], tensor: Tensor, share: Tensor | float) -> None:
+        """Shows this rank's contribution, after ``enter``."""
         parts = [(region.part, tensor[region.first : region.first + region.numel]) for region in self._regions]
         if tensor.numel() != sum(region.numel for region in self._regions):  # some parameters are unused
             parts = [((self.name or "the model", 0), tensor)]
@@ -95,9 +96,8 @@ class Gradient:
         norms = None
         if layout.has_feedback and self.feedback is not None:
             norms = self.feedback.norms(part for part, _ in parts)
-        watch.look(
-            layout, [name for (name, _), _ in parts], [gradient for _, gradient in parts], norms, self.steps, share
-        )
+        names = tuple(name for (name, _), _ in parts)
+        watch.look(names, [gradient for _, gradient in parts], norms, self.steps, share)
 
     def residual_norm(self) -> float:
         """Returns the 2-norm of the residuals. Waits for the device."""

@@ -55,10 +55,10 @@ class ShardedState:
         self._communicators: dict[dist.ProcessGroup, Communicator] = {}
         if replicas is not None:
             self._communicators[replicas] = Communicator(replicas, timeout=timeout)
-        self._gatherings = {
-            name: Gathering(name, parameters, gather or "raw", min_compress_numel)
-            for name, parameters in self._groups.items()
-        }
+        self._gatherings: dict[str, Gathering] = {}
+        if gather is not None:
+            for name, parameters in self._groups.items():
+                self._gatherings[name] = Gathering(name, parameters, gather, min_compress_numel)
         self._bandwidths = Bandwidths()
         self._watch = Watch() if watch else None
         self._begin(dict.fromkeys(groups, 0))

@@ -155,6 +155,22 @@ def test_works_with_torchs_scaler_and_clipping():
     run_ranks(2, check_torchs_scaler)
 
 
+def check_disabled_scalers(rank, world_size):
+    """A scaler that scales nothing skips no step, so feedback does not ask it."""
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False), amp.LossScaler("cpu", enabled=False)):
+        model, optimizer, state = begin(OPTIMIZERS["ours"], "int4", scaler=scaler, min_compress_numel=0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch(step, rank))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert state.metrics()["ddp/residual_norm"] > 0
+
+
+def test_works_with_scalers_that_are_disabled():
+    run_ranks(2, check_disabled_scalers)
+
+
 def check_accumulation(rank, world_size):
     """Under no_sync, and without clearing gradients between passes, gradients add up as DDP's do."""
     found = []
@@ -426,6 +442,13 @@ def check_refusals(rank, world_size):
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
     with pytest.raises(ValueError, match=r"shard: expected parameters that DDP reduces, got 2\.weight"):
         registering(module=module)
+    model, *_ = begin(OPTIMIZERS["ours"])
+    with model.join(), pytest.raises(ValueError, match=r"shard: expected the group .* and no model\.join"):
+        loss_of(model, batch(0, rank)).backward()
+    model, *_ = begin(OPTIMIZERS["ours"])
+    model._update_process_group(dist.new_group([0, 1]))
+    with pytest.raises(ValueError, match="shard: expected the group that the model was registered with"):
+        loss_of(model, batch(0, rank)).backward()
     model, optimizer, state = begin(OPTIMIZERS["ours"], scaler=amp.LossScaler("cpu", enabled=False))
     with pytest.raises(RuntimeError, match="grad_stats: expected a state without shard"):
         _ = state.grad_stats

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from models import SIZES, bits, make, meshes, same, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dltrain_ext import amp, codecs, fsdp, optim
 
@@ -134,14 +136,39 @@ def check_hybrid(rank, world_size):
     found = []
     for over, given in ((mesh, {}), (shard, {"replicas": replicas})):
         model = make(over)
-        fsdp.register(model, "raw", gather="int8", **given)
+        state = fsdp.register(model, "raw", gather="int8", **given)
         train(model, optim.SGD(model.parameters(), lr=0.1), amp.LossScaler("cpu", **OFF), rank, 4)
         found.append(bits(model))
+        assert state.stats()["gather_bytes"] > 0, "not by torch's own all-gather"
     assert same(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_gathers_within_the_hosts_of_hybrid_sharding():
     run_ranks(4, check_hybrid)
+
+
+def check_tensor_parallel(rank, world_size):
+    """The ranks that have the same part of each layer gather its shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for gather in (None, "raw", "int8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        state = fsdp.register(model, "raw", gather=gather, min_compress_numel=0)
+        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(rank // 2))
+        model(x).square().mean().backward()
+        found.append([p.grad.to_local().clone() for p in model.parameters()])
+        assert (state.stats()["gather_bytes"] > 0) == (gather is not None)
+    theirs, raw, coded = found
+    assert same(raw, theirs, rtol=1e-5, atol=1e-8)
+    for mine, its in zip(coded, theirs, strict=True):
+        assert 0 < (mine - its).norm() < 0.05 * its.norm()
+
+
+def test_together_with_tensor_parallelism():
+    run_ranks(4, check_tensor_parallel)
 
 
 class Mixed(nn.Module):

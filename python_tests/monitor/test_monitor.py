@@ -1,8 +1,10 @@
 """Metrics of states, scalers, optimizers and communicators; over ranks; findings by name; and the file of lines."""
 
+import gc
 import json
 import math
 import time
+import weakref
 
 import pytest
 import torch
@@ -156,6 +158,24 @@ def check_late(rank, world_size):
 
 def test_the_late_rank_is_named():
     run_ranks(3, check_late)
+
+
+def check_kept(rank, world_size):
+    """What is watched does not keep the residuals of the buckets that DDP has replaced after the first pass."""
+    model = DistributedDataParallel(new_module(), bucket_cap_mb=0.01)
+    state = ddp.register(model, "int8", watch=True, min_compress_numel=0)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer, rank, 0)
+    first = [weakref.ref(bucket.layout) for bucket in state._buckets.reduced]
+    for number in range(1, 4):
+        step(model, optimizer, rank, number)
+    gc.collect()
+    kept = {bucket.layout for bucket in state._buckets.reduced}
+    assert len(kept) > len(first) and all(layout() is None or layout() in kept for layout in first)
+
+
+def test_watching_keeps_no_residuals():
+    run_ranks(2, check_kept)
 
 
 def check_overflow(rank, world_size, how):

@@ -49,6 +49,7 @@ class Communicator {
 
  private:
   void check(const at::Tensor& tensor, const CollectiveOptions& options) const;
+  // Runs it in this thread, and tells the bucket how long it waited and took.
   static void work(TensorCollectives& by, const ExecutionContext& context, const at::Tensor& tensor, const CollectiveOptions& options,
                    Clock::time_point submitted);
   void run_without_gil(const at::Tensor& tensor, const CollectiveOptions& options);
