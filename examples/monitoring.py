@@ -59,6 +59,7 @@ def main() -> None:
     state = ddp.register(model, codec="int8", scaler=scaler, watch=True)
     writes = rank_and_size()[0] == 0  # as users of these loggers do: one rank writes what all have found
     args.folder.mkdir(parents=True, exist_ok=True)
+    metrics: dict[str, float] = {}
     findings = []
     with contextlib.ExitStack() as open_files:
         logs = [open_files.enter_context(LOGGERS[name](args.folder)) for name in args.to.split(",") if writes]
@@ -74,9 +75,11 @@ def main() -> None:
                 findings += state.findings()
                 for log in logs:
                     log(metrics, step)
+    late = ""
+    if "late/rank" in metrics:
+        late = f"; rank {metrics['late/rank']:.0f} was the last one, by {1e3 * metrics['late/seconds']:.1f} ms"
     finish(
-        f"{len(metrics)} numbers every {args.every} steps; rank {metrics['late/rank']:.0f} was the last one, by "
-        f"{1e3 * metrics['late/seconds']:.1f} ms",
+        f"{len(metrics)} numbers every {args.every} steps{late}",
         *(f"{found.kind} of {found.parameter} on rank {found.rank} in step {found.step}" for found in findings),
     )
 

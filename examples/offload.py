@@ -45,10 +45,11 @@ def main() -> None:
         loss(model(inputs), targets).backward()
         scaler.step(optimizer, max_norm=1.0)
     moments = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    ratio = state.stats()["ratio"]  # None if one rank has all shards
     finish(
         f"test accuracy: {accuracy(model):.1%}; the layers ran on the {'GPU' if on_gpu else 'CPU'}",
         f"on rank 0 the CPU keeps {kept_on_cpu(model.parameters())} of parameters, {kept_on_cpu(moments)} of moments",
-        f"bytes sent for gradients: {1 / state.stats()['ratio']:.1%} of fp32's",
+        f"bytes sent for gradients: {1 / ratio:.1%} of fp32's" if ratio else "one rank, so no gradients are sent",
     )
 
 

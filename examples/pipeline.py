@@ -26,6 +26,8 @@ def micro_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def train(steps: int, codec: str) -> tuple[nn.Module, ddp.AllReduceState]:
     """Return the whole model, and the state of the hook of this rank's stage."""
+    if dist.get_world_size() % 2:
+        raise SystemExit(f"expected two ranks for each replica, got {dist.get_world_size()} in all; see --help")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "pipe"))
     pipe, is_last = mesh["pipe"].get_group(), mesh["pipe"].get_local_rank() == 1
     net = nn.Sequential(*TASK.model().children())
