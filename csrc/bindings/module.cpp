@@ -32,6 +32,7 @@ PYBIND11_MODULE(_C, module) {
   dltrain::bindings::bind_buckets(module);
   dltrain::bindings::bind_levels(module);
   dltrain::bindings::bind_communicator(module);
+  dltrain::bindings::bind_outer_step(module);
   dltrain::bindings::bind_mailbox(module);
   dltrain::bindings::bind_store(module);
 }

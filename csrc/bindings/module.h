@@ -16,6 +16,7 @@ void bind_simulate(py::module_& module);
 void bind_buckets(py::module_& module);
 void bind_levels(py::module_& module);
 void bind_communicator(py::module_& module);
+void bind_outer_step(py::module_& module);
 void bind_mailbox(py::module_& module);
 void bind_store(py::module_& module);
 void bind_build(py::module_& module);

@@ -45,6 +45,11 @@ void decode_all(const ExecutionContext& context, std::span<const Decoding> messa
 }
 
 template <class C>
+void outer_steps(const ExecutionContext& context, std::span<const OuterUpdate> updates) {
+  map_all<OuterStep<C>>(context, updates, [](const OuterUpdate& each) { return Job<OuterStep<C>>{each.numel, {each}}; });
+}
+
+template <class C>
 void decode(const ExecutionContext& context, int64_t numel, const uint8_t* message, const TypedPointer& values,
             const Statistics& statistics) {
   const Decoding whole{numel, message, values};
@@ -70,6 +75,7 @@ Codec entry() {
           bytes,
           encode_sums<C>,
           decode_all<C>,
+          outer_steps<C>,
           decode<C>};
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/execution_context.h"
 #include "kernels/encode_sum.h"
+#include "kernels/outer_step.h"
 #include "kernels/statistics.h"
 
 namespace dltrain {
@@ -31,6 +32,7 @@ struct Codec {
   // The items of a list are independent of each other. On CUDA they become one launch, or a few.
   void (*encode_sums)(const ExecutionContext& context, std::span<const Sum> sums);
   void (*decode_all)(const ExecutionContext& context, std::span<const Decoding> messages);
+  void (*outer_steps)(const ExecutionContext& context, std::span<const OuterUpdate> updates);
   void (*decode)(const ExecutionContext& context, int64_t numel, const uint8_t* message, const TypedPointer& values,
                  const Statistics& statistics);
 

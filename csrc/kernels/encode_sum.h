@@ -28,6 +28,7 @@ struct Feedback {
 struct Sum {
   int64_t numel = 0;
   TypedPointer own;                          // null if a received message already includes it
+  TypedPointer minus;                        // if not null, is subtracted from `own`, which is fp32 and first rounded to the type of this
   float scale = 1.0f;                        // factor of the own contribution: 1 / p for an average over p ranks
   const uint8_t* const* received = nullptr;  // the messages, in the order in which they are added
   int count = 0;                             // of received messages
@@ -79,6 +80,7 @@ struct EncodeSum : Sum {
  private:
   DLT_HD void add_own(Tile auto& tile, bool is_first) const {
     const float by = scale;
+    if (minus.data) return add_difference(tile, is_first);
     if (is_first && by == 1.0f && own.dtype == Dtype::fp32) {
       tile.view(static_cast<const float*>(own.data));
     } else {
@@ -90,6 +92,19 @@ struct EncodeSum : Sum {
         }
       });
     }
+  }
+
+  DLT_HD void add_difference(Tile auto& tile, bool is_first) const {
+    const float by = scale;
+    const auto* const from = static_cast<const float*>(own.data);
+    with_type(minus, [&]<class T>(const T* others) DLT_HD_LAMBDA {
+      const auto difference = [=](float x, float y) DLT_HD_LAMBDA { return (widen(narrow<T>(x)) - y) * by; };
+      if (is_first) {
+        tile.load(from, others, [=](float, float x, float y) DLT_HD_LAMBDA { return difference(x, y); });
+      } else {
+        tile.load(from, others, [=](float sum, float x, float y) DLT_HD_LAMBDA { return sum + difference(x, y); });
+      }
+    });
   }
 
   // Returns whether it has added the residual. The residual is added last, so that a block in which all contributions are zero can be told

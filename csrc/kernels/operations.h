@@ -13,6 +13,7 @@
 #include "kernels/encode_sum.h"
 #include "kernels/norms.h"
 #include "kernels/optimizers.h"
+#include "kernels/outer_step.h"
 #include "kernels/unscale_and_clip.h"
 #include "kernels/update.h"
 
@@ -31,7 +32,7 @@ auto elementwise_of(const std::tuple<Rules...>&)
 using Elementwise = decltype(elementwise_of(std::declval<Optimizers>()));
 
 template <class... C>
-std::tuple<EncodeSum<C>..., Decode<C>..., SumTiles, UnscaleAndClip> blockwise_of(const std::tuple<C...>&);
+std::tuple<EncodeSum<C>..., Decode<C>..., OuterStep<C>..., SumTiles, UnscaleAndClip> blockwise_of(const std::tuple<C...>&);
 using Blockwise = decltype(blockwise_of(std::declval<Codecs>()));
 
 // A job of map_blocks: an operation over numel elements.

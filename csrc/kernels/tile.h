@@ -17,7 +17,7 @@ template <class T>
 concept Tile =
     requires(T& tile, const T& held, const float* floats, BFloat16* elements, const BFloat16* read_only, math::Int8::Word* words,
              const math::Int8::Word* received, double* number, const math::RandomStream& random, int64_t first, bool non_temporal,
-             float (*of_value)(float, float), float (*of_element)(float, float, float), uint32_t (*coded)(float, uint32_t),
+             float (*of_value)(float, float), float (*of_element)(float, float, float), int* flag, uint32_t (*coded)(float, uint32_t),
              float (*decoded)(float, uint32_t), float (*recalled)(uint32_t), double (*term)(int64_t, float)) {
       // The index of the tile, and the number of its elements: the last tile may have fewer than the others.
       { held.index() } -> std::same_as<int64_t>;
@@ -25,6 +25,8 @@ concept Tile =
 
       // value <- f(value, x) for each element x. The values are undefined before the first call of load, view or decode.
       tile.load(read_only, of_value);
+      // value <- f(value, x, y) for each element x of the first and y of the second.
+      tile.load(floats, read_only, of_element);
       // value <- x. The CPU makes no copy: a write to these elements changes the values, and stream and round may not be called.
       tile.view(floats);
       // elements <- f(value, decoded).
@@ -51,6 +53,8 @@ concept Tile =
       { held.template sum<double>(term) } -> std::same_as<double>;
       // *to <- number, where the tile as a whole has one such number.
       held.put(number, 0.0);
+      // *flag <- 1; tiles that are processed at the same time may have the same flag.
+      held.raise(flag);
     };
 
 }  // namespace dltrain

@@ -197,6 +197,8 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
         task(side);
         cuda_keep_for(side, tensor);
         if (options.shard) cuda_keep_for(side, *options.shard);
+        for (const at::Tensor& each : options.minus) cuda_keep_for(side, each);
+        if (options.message) cuda_keep_for(side, *options.message);
         options.feedback.keep_for(side);
         if (options.bucket) options.bucket->keep_for(side);
       });
@@ -221,6 +223,8 @@ Communicator::Stats Communicator::stats() const {
   const auto& [nanoseconds, tensor_bytes, bus_bytes] = work_->done();
   return {group.calls(), group.wire_bytes(), group.inside_bytes(), static_cast<double>(nanoseconds) * 1e-9, tensor_bytes, bus_bytes};
 }
+
+std::optional<int> Communicator::culprit() const { return work_->group().culprit(); }
 
 void Communicator::drain() {
   if (!is_forked()) work_->group().drain();

@@ -37,6 +37,9 @@ class Communicator {
   // Whether this process was forked from the one that made this object. Then it has neither the threads nor connections of its own.
   bool is_forked() const { return getpid() != process_; }
 
+  // The global rank that is responsible for the failure; nothing if there is none, or it is not known.
+  std::optional<int> culprit() const;
+
   // Returns when the work that was enqueued on a CUDA device is done, or has failed.
   void drain();
 

@@ -19,7 +19,8 @@ auto with_options(Method method) {
   return [method](Communicator& self, py::object tensor, const std::string& collective, const std::string& algorithm,
                   const std::string& codec, bool average, int root, int segments, std::optional<at::Tensor> residual, bool stochastic,
                   uint64_t seed, std::optional<uint32_t> step, std::shared_ptr<BucketState> bucket, bool feeds,
-                  std::optional<at::Tensor> loss_scale, std::optional<at::Tensor> shard, std::vector<int64_t> sizes) {
+                  std::optional<at::Tensor> loss_scale, std::optional<at::Tensor> shard, std::vector<int64_t> sizes,
+                  std::vector<at::Tensor> minus, std::optional<at::Tensor> message, int64_t agreement) {
     CollectiveOptions options;
     options.call.collective = comm::find_collective(collective);
     options.call.root = root;
@@ -36,6 +37,9 @@ auto with_options(Method method) {
     options.feedback.loss_scale = std::move(loss_scale);
     options.bucket = std::move(bucket);
     options.shard = std::move(shard);
+    options.minus = std::move(minus);
+    options.message = std::move(message);
+    options.call.agreement = agreement;
     return method(self, std::move(tensor), options);
   };
 }
@@ -46,7 +50,8 @@ void def_with_options(Class& communicator, const char* name, Function method) {
                    py::arg("algorithm") = "auto", py::arg("codec") = "raw", py::arg("average") = false, py::arg("root") = 0,
                    py::arg("segments") = 0, py::arg("residual") = py::none(), py::arg("stochastic") = false, py::arg("seed") = 0,
                    py::arg("step") = py::none(), py::arg("bucket") = py::none(), py::arg("feeds") = false,
-                   py::arg("loss_scale") = py::none(), py::arg("shard") = py::none(), py::arg("sizes") = py::tuple());
+                   py::arg("loss_scale") = py::none(), py::arg("shard") = py::none(), py::arg("sizes") = py::tuple(),
+                   py::arg("minus") = py::tuple(), py::arg("message") = py::none(), py::arg("agreement") = 0);
 }
 
 }  // namespace
@@ -84,6 +89,7 @@ void bind_communicator(py::module_& module) {
       .def("wait", &Communicator::wait, py::arg("future"), py::arg("timeout") = py::none())
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
+      .def("culprit", &Communicator::culprit)
       .def("stats", [](const Communicator& self) {
         py::dict out;
         const auto stats = self.stats();

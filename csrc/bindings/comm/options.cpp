@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/arguments.h"
+#include "core/check.h"
 #include "kernels/codec.h"
 
 namespace dltrain::bindings {
@@ -87,7 +88,26 @@ void CollectiveOptions::check(const at::Tensor& tensor, const c10::Device& devic
     check_values(tensor, device, *this);
   }
   if (bucket) check_bucket(tensor, *this, world_size);
+  check_difference(tensor, device, world_size);
   check_feedback_of(tensor, *this);
+}
+
+void CollectiveOptions::check_difference(const at::Tensor& tensor, const c10::Device& device, int world_size) const {
+  if (minus.empty() && !message) return;
+  TORCH_CHECK_VALUE(call.collective == comm::Collective::all_reduce && bucket && bucket->layout(),
+                    "minus, message: expected an all-reduce of a bucket whose parameters are divided separately");
+  const comm::Layout& layout = *bucket->layout();
+  TORCH_CHECK_VALUE(minus.empty() || minus.size() == layout.size(), "minus: expected ", layout.size(), " tensors, got ", minus.size());
+  TORCH_CHECK_TYPE(minus.empty() || tensor.scalar_type() == at::kFloat, "tensor: expected dtype float32 where something is subtracted, got ",
+                   tensor.scalar_type());
+  for (size_t i = 0; i < minus.size(); ++i) elements_of({minus[i], text("minus[", i, "]")}, device, layout[i].span.count);
+  if (!message) return;
+  comm::CallOptions options = call;
+  options.layout = &layout;
+  const int64_t bytes = comm::encoded(options, tensor.numel(), world_size).bytes;
+  check_dense({*message, "message", true}, device);
+  TORCH_CHECK_VALUE(message->scalar_type() == at::kByte && message->numel() == bytes && bytes > 0, "message: expected ", bytes,
+                    " numbers of uint8, more than 0, got ", message->toString(), " of shape ", message->sizes());
 }
 
 void CollectiveOptions::check_shards(const at::Tensor& tensor, const c10::Device& device, int rank, int world_size) const {
@@ -121,7 +141,7 @@ void CollectiveOptions::check_shards(const at::Tensor& tensor, const c10::Device
 
 void CollectiveOptions::changed(const at::Tensor& tensor) const {
   const char* const name = !comm::has_owners(call.collective) ? "tensor" : "output";
-  bindings::changed({{result(tensor), name, true}});
+  bindings::changed({{message ? *message : result(tensor), name, true}});
   for (const auto* written : {&feedback.residual, &feedback.spare}) {
     if (*written) bindings::changed({{**written, "residual", true}});
   }

@@ -18,6 +18,8 @@ struct CollectiveOptions {
   std::vector<int64_t> sizes;       // elements of each rank's shard; if empty, all shards have the same size
   FeedbackTensors feedback;
   std::shared_ptr<BucketState> bucket;
+  std::vector<at::Tensor> minus;      // by region of the bucket, are subtracted from it; if empty, nothing is
+  std::optional<at::Tensor> message;  // if given, the result is written there, encoded, and the tensor does not change
 
   // Whether the backend's own all-reduce is used: it was selected by name, or is the only one for this type.
   bool is_native(at::ScalarType type) const;
@@ -37,6 +39,7 @@ struct CollectiveOptions {
   void changed(const at::Tensor& tensor) const;
 
  private:
+  void check_difference(const at::Tensor& tensor, const c10::Device& device, int world_size) const;
   void check_shards(const at::Tensor& tensor, const c10::Device& device, int rank, int world_size) const;
 };
 

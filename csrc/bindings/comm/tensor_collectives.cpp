@@ -96,6 +96,10 @@ void TensorCollectives::run_dense(const ExecutionContext& context, const at::Ten
     call.layout = options.bucket->layout();
     call.observer = options.bucket.get();
   }
+  std::vector<TypedPointer> minus;
+  for (const at::Tensor& each : options.minus) minus.push_back({const_cast<void*>(each.const_data_ptr()), dtype_of(each)});
+  call.minus = minus;
+  if (options.message) call.message = static_cast<char*>(options.message->mutable_data_ptr());
   if (options.shard) return run_shards(context, tensor, options, call);
   if (options.is_verbatim()) return carry(context, tensor, {{0, tensor.numel()}}, call);
   if (inside_) return all_reduce_in_two_levels(context, tensor, call);

@@ -98,6 +98,14 @@ std::string FailureDetector::declare(Diagnosis::Cause cause, const Waiting& wait
   return wait_for_others(lock);
 }
 
+std::optional<int> FailureDetector::culprit() {
+  const Lock lock(mutex_);
+  if (!diagnosis_) return {};
+  const auto cause = diagnosis_->cause;
+  if (cause == Diagnosis::Cause::none || cause == Diagnosis::Cause::disagreement) return {};
+  return diagnosis_->culprit;
+}
+
 void FailureDetector::inquire(Lock& lock, const Waiting& waiting) {
   const auto began = Clock::now();
   const auto is_over = [this] { return diagnosis_ || closed_ || all_have_answered(); };

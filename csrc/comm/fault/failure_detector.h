@@ -47,6 +47,9 @@ class FailureDetector {
   // need not search for a culprit.
   std::string declare(Diagnosis::Cause cause, const Waiting& waiting);
 
+  // The global rank that the diagnosis holds responsible; nothing without one. Any thread may call it.
+  std::optional<int> culprit();
+
   // Does not wait for other ranks, which see that this rank has left. Any thread but the detector's own may call it.
   void close();
 

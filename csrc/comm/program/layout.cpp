@@ -18,6 +18,11 @@ uint32_t turn_of(int64_t number) { return static_cast<uint32_t>(dltrain::digest(
 
 }  // namespace
 
+size_t region_at(const Layout& layout, int64_t element) {
+  const auto begins_after = [](int64_t at, const Region& region) { return at < region.span.first; };
+  return std::upper_bound(layout.begin(), layout.end(), element, begins_after) - layout.begin() - 1;
+}
+
 Layout within(const Layout& layout, const Span& span) {
   Layout out;
   for (const Region& region : layout) {

@@ -30,6 +30,9 @@ struct Region {
 
 using Layout = std::vector<Region>;  // in ascending order, without overlaps
 
+// The index of the region that has the element.
+size_t region_at(const Layout& layout, int64_t element);
+
 // The parts of the regions that are within a span, with positions relative to the first element of the span.
 Layout within(const Layout& layout, const Span& span);
 

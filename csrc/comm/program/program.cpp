@@ -166,7 +166,8 @@ class Lowering {
     if (round == rounds_) {
       for (Chunk& chunk : segment.chunks) {
         const bool given_away = chunk.encoded_in >= 0 && chunk.received.empty();  // in a reduce-scatter or reduce, to another rank
-        if (!chunk.final && !given_away) sum(chunk, false, true, part);
+        const bool encodes = program_.result == Result::message;  // of a single rank: with others the message is final by now
+        if (!chunk.final && !given_away) sum(chunk, encodes, !encodes, part);
       }
       return part;
     }

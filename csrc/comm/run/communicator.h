@@ -38,6 +38,9 @@ class Communicator {
 
   std::string failure() const;  // why calls fail; empty while they do not
 
+  // The global rank that is responsible for the failure; nothing if there is none, or it is not known.
+  std::optional<int> culprit() const { return failure_detector_ ? failure_detector_->culprit() : std::nullopt; }
+
   // Makes the call in progress and all later calls fail with `reason`. Any thread may call it.
   void end(const std::string& reason);
   // Notifies the peers. To be called when no call is in progress.

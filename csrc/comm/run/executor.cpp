@@ -4,6 +4,7 @@
 
 #include "comm/program/selection.h"
 #include "core/check.h"
+#include "core/digest.h"
 #include "core/cuda/runtime.h"
 #include "kernels/codec.h"
 
@@ -55,6 +56,7 @@ std::vector<std::vector<Piece>> cut(const CallOptions& call, const Codec& codec,
 
 // A digest of what ranks have to agree on in addition to the other members of Call.
 int64_t digest_of(const CallOptions& call) {
+  if (call.layout && call.agreement) return static_cast<int64_t>(dltrain::digest({digest(*call.layout), call.agreement}) | 1);
   if (call.layout) return digest(*call.layout);
   if (call.agreement) return call.agreement;
   const auto differs = [&](const Span& shard) { return shard.count != call.shards.front().count; };

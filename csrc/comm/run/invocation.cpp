@@ -2,6 +2,12 @@
 
 namespace dltrain::comm {
 
+TypedPointer CallOptions::minus_from(int64_t first) const {
+  if (minus.empty()) return {};
+  const size_t region = region_at(*layout, first);
+  return minus[region].from(first - (*layout)[region].span.first);
+}
+
 // The sums of a codec are computed together. They are independent: they are of different regions, or of different chunks of a region.
 void Invocation::sum(std::span<const SegmentWork* const> parts) const {
   const PhaseScope during(call.observer, Phase::encode);
@@ -29,6 +35,7 @@ std::optional<Sum> Invocation::sum_of(const SumStep& step) const {
   sum.numel = step.region.span.count;
   if (step.own) {
     sum.own = values.from(step.region.span.first);
+    sum.minus = call.minus_from(step.region.span.first);
     sum.own_position = step.own_position;
     if (call.average) sum.scale = call.weight > 0 ? call.weight : 1.0f / static_cast<float>(world_size);
     const int64_t origin = call.collective == Collective::all_gather && !call.layout ? call.shards[rank].first : 0;

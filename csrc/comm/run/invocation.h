@@ -35,6 +35,8 @@ struct CallOptions {
   std::string type;       // the element type of the tensor if the values are only its bytes; ranks have to agree on it
   int64_t agreement = 0;  // a digest on which ranks have to agree, too; 0: none
 
+  std::span<const TypedPointer> minus;  // by region of the layout, is subtracted from this rank's own values; empty: nothing is
+
   const Layout* layout = nullptr;  // null: the whole tensor is encoded by `codec`; otherwise `codec` only selects the plan, and regions
                                    // have owners if the collective has
   Feedback feedback;               // for the values or, in an all-gather, for this rank's shard
@@ -43,6 +45,9 @@ struct CallOptions {
   int64_t first = 0;             // the number of the first element; each element has random numbers of its own
   std::optional<uint32_t> step;  // of the stream of random numbers; by default the number of the call
   Observer* observer = nullptr;
+
+  // What is subtracted from the values from `first` on.
+  TypedPointer minus_from(int64_t first) const;
 };
 
 // Decodes the messages at the slots of the steps, which are offsets from `messages`; those of a codec together. decodings: scratch memory.

@@ -38,6 +38,19 @@ class Tile {
     value_ = held_;
   }
 
+  template <class T, class U, class F>
+  DLT_HD void load(const T* from, const U* others, F f) {
+    from += first_;
+    others += first_;
+    fetch_ahead(from);
+    fetch_ahead(others);
+    const float* const value = value_;
+    const int n = count();
+#pragma GCC ivdep
+    for (int i = 0; i < n; ++i) held_[i] = f(value[i], widen(from[i]), widen(others[i]));
+    value_ = held_;
+  }
+
   DLT_HD void view(const float* from) {
     if constexpr (full) {
       value_ = from + first_;
@@ -155,6 +168,8 @@ class Tile {
   DLT_HD void put(T* to, T number) const {
     *to = number;
   }
+
+  DLT_HD void raise(int* flag) const { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 
  private:
   // Prefetches into the second-level cache: memory would otherwise be idle while a tile is processed.

@@ -37,6 +37,17 @@ class Tile {
     }
   }
 
+  template <class T, class U, class F>
+  __device__ void load(const T* from, const U* others, F f) {
+    for (int i = 0; i < held; i += 4) {
+      const auto x = read(from + first_, element(i));
+      const auto y = read(others + first_, element(i));
+      for (int c = 0; c < 4; ++c) {
+        if (is_present(i + c)) value_[i + c] = f(value_[i + c], widen(x.values[c]), widen(y.values[c]));
+      }
+    }
+  }
+
   __device__ void view(const float* from) {
     load(from, [](float, float x) { return x; });
   }
@@ -145,6 +156,8 @@ class Tile {
   __device__ void put(T* to, T number) const {
     if (lane_ == 0) *to = number;
   }
+
+  __device__ void raise(int* flag) const { put(flag, 1); }
 
  private:
   // The vector type of the size of four elements, which have four bytes, two or one.

@@ -15,6 +15,10 @@
 
 namespace dltrain::math {
 
+// The momentum after a gradient d, and the direction of the step.
+DLT_HD float with_momentum(float mu, float b, float d) { return mu * b + d; }
+DLT_HD float direction_of(float mu, bool nesterov, float b, float d) { return nesterov ? d + mu * b : b; }
+
 struct SGDElement {
   float lr, momentum, weight_decay, grad_factor;
   float share;  // s
@@ -24,8 +28,8 @@ struct SGDElement {
 
   DLT_HD void operator()(float& p, float g, float& b) const {
     const float d = direction(p, g);
-    b = first ? d : momentum * b + d;
-    p -= lr * (nesterov ? d + momentum * b : b);
+    b = first ? d : with_momentum(momentum, b, d);
+    p -= lr * direction_of(momentum, nesterov, b, d);
   }
 
  private:
