@@ -249,6 +249,9 @@ class Communicator:
         loss_scale: Tensor | None = None,
         shard: Tensor | None = None,
         sizes: Sequence[int] = (),
+        minus: Sequence[Tensor] = (),
+        message: Tensor | None = None,
+        agreement: int = 0,
     ) -> None: ...
     # Returns a torch._C.Future, which has the same methods, and which torch's own stubs declare as this type.
     def submit(
@@ -270,11 +273,36 @@ class Communicator:
         loss_scale: Tensor | None = None,
         shard: Tensor | None = None,
         sizes: Sequence[int] = (),
+        minus: Sequence[Tensor] = (),
+        message: Tensor | None = None,
+        agreement: int = 0,
     ) -> Future[Any]: ...
     def wait(self, future: Future[Any], timeout: float | None = None) -> None: ...
     def close(self) -> None: ...
     def drain(self) -> None: ...
+    def culprit(self) -> int | None: ...
     def stats(self) -> dict[str, float]: ...
+
+def message_bytes(bucket: BucketState, numel: int, *, algorithm: str, codec: str, world_size: int) -> int:
+    """The size of the message that an all-reduce of the bucket leaves instead of values."""
+
+def outer_step(
+    bucket: BucketState,
+    message: Tensor,
+    *,
+    backup: Tensor,
+    momentum_buffer: Tensor | None,
+    parameters: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    algorithm: str,
+    codec: str,
+    world_size: int,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    mix: float,
+) -> bool:
+    """Takes the outer step of DiLoCo with the mean in such a message. False: an element of it was not finite."""
 
 class SessionEnd:
     """The end of the session with a peer. In good order: the peer has closed its mailbox, and all that it sent has been

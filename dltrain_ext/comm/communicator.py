@@ -358,6 +358,13 @@ class Communicator:
         self.all_reduce(tensor, algorithm=trial.algorithm, codec=codec, segments=trial.segments, step=0)
 
     @property
+    def culprit(self) -> int | None:
+        """The global rank that is responsible for the failure of the calls, as their error says: it has left, does not
+        answer or has not made the call. None if there is none, or none is known."""
+        found = (communicator.culprit() for communicator in self._by_device.values())
+        return next((rank for rank in found if rank is not None), None)
+
+    @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self._world_size

@@ -1,0 +1,5 @@
+"""Training over slow links: the ranks of several sites take many steps on their own, then average what they have moved."""
+
+from dltrain_ext.local_sgd.diloco import DiLoCo, LocalSGD
+
+__all__ = ["DiLoCo", "LocalSGD"]

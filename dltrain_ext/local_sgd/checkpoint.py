@@ -1,0 +1,107 @@
+"""The state of an outer optimizer in a checkpoint: plain tensors and numbers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dltrain_ext._arguments import is_dense
+from dltrain_ext.compress import checkpoint as residuals
+from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.local_sgd.fragments import Fragment
+
+_FLATS = ("backup", "momentum")
+
+
+class Counts(NamedTuple):
+    """Where a site is: outer steps, steps of the inner optimizer, and how many of these until the next average."""
+
+    outer: int
+    inner: int
+    due_in: int
+
+
+class Loaded(NamedTuple):
+    """A state that has been checked."""
+
+    counts: Counts
+    flats: dict[str, dict[str, Tensor]]  # "backup" and "momentum", by parameter
+    residuals: dict[str, Tensor]
+
+
+def save(
+    fragments: Sequence[Fragment], feedback: Feedback[str] | None, counts: Counts, rank: int, world_size: int
+) -> dict[str, Any]:
+    def collect(as_they_are: bool) -> dict[str, Tensor]:
+        return {name: lost.clone() for name, lost in _residuals(fragments, feedback).items()}
+
+    flats = {
+        key: {name: value.clone() for fragment in fragments for name, value in _named(fragment, key).items()}
+        for key in _FLATS
+    }
+    saved = residuals.save(collect, counts.outer, rank, world_size, None)
+    return {**saved, "inner_steps": counts.inner, "due_in": counts.due_in, **flats}
+
+
+def check(
+    state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    fragments: Sequence[Fragment],
+    rank: int,
+    world_size: int,
+) -> Loaded:
+    """Raises TypeError or ValueError that names what was expected and what came."""
+    states: Any = state_dict if isinstance(state_dict, list | tuple) else [state_dict]
+    shapes = {name: value for fragment in fragments for name, value in fragment.named(fragment.backup).items()}
+    outer, lost = residuals.merge(states, rank, world_size, shapes, "DiLoCo")
+    state = states[0]
+    for name, least in (("inner_steps", 0), ("due_in", 1)):
+        if type(number := state.get(name)) is not int or not least <= number < 2**62:
+            raise ValueError(f"state_dict: expected {name} of at least {least}, got {number!r}")
+    flats = {}
+    for key in _FLATS:
+        wanted = [name for fragment in fragments for name in _named(fragment, key)]
+        given = state.get(key)
+        if not isinstance(given, Mapping) or sorted(map(str, given)) != sorted(wanted):
+            raise ValueError(
+                f"state_dict: expected {key} of the parameters {sorted(wanted)}, got "
+                f"{sorted(map(str, given)) if isinstance(given, Mapping) else given!r}"
+            )
+        for name in wanted:
+            _check_values(given[name], f"{key} of {name}", shapes[name])
+        flats[key] = dict(given)
+    return Loaded(Counts(outer, state["inner_steps"], state["due_in"]), flats, lost)
+
+
+def _check_values(given: Any, what: str, like: Tensor) -> None:
+    if not isinstance(given, Tensor) or not is_dense(given) or given.is_meta or given.dtype != torch.float32:
+        raise ValueError(f"state_dict: expected {what} as a dense tensor of float32, got {type(given).__name__}")
+    if given.shape != like.shape:
+        raise ValueError(f"state_dict: expected {what} of shape {tuple(like.shape)}, got {tuple(given.shape)}")
+    if not bool(given.isfinite().all()):
+        raise ValueError(f"state_dict: expected {what} to be finite")
+
+
+def apply(loaded: Loaded, fragments: Sequence[Fragment], feedback: Feedback[str] | None) -> None:
+    for fragment in fragments:
+        for key in _FLATS:
+            for name, value in _named(fragment, key).items():
+                value.copy_(loaded.flats[key][name])
+    for name, lost in _residuals(fragments, feedback).items():
+        lost.copy_(loaded.residuals[name]) if name in loaded.residuals else lost.zero_()
+
+
+def _named(fragment: Fragment, key: str) -> dict[str, Tensor]:
+    flat = fragment.backup if key == "backup" else fragment.momentum
+    return {} if flat is None else fragment.named(flat)
+
+
+def _residuals(fragments: Sequence[Fragment], feedback: Feedback[str] | None) -> dict[str, Tensor]:
+    """Returns views of the residuals that exist, by parameter: not those of parameters that are sent as they are."""
+    found: dict[str, Tensor] = {}
+    for fragment in fragments:
+        for each in fragment.trained:
+            flat = None if feedback is None else feedback.of(each.name)
+            if flat is not None:
+                found[each.name] = each.view(flat, 0)
+    return found

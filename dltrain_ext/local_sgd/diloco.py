@@ -1,0 +1,460 @@
+"""Outer optimizers: the sites of a run train on their own, and from time to time average what they have moved."""
+
+import hashlib
+import logging
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dltrain_ext import _ops
+from dltrain_ext._arguments import as_number, check_number
+from dltrain_ext.comm import Communicator
+from dltrain_ext.comm.addresses import check_private
+from dltrain_ext.comm.arguments import check_names
+from dltrain_ext.comm.groups import group_of
+from dltrain_ext.comm.work import Work
+from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.local_sgd import checkpoint
+from dltrain_ext.local_sgd.fragments import ALGORITHM, Fragment, divide
+from dltrain_ext.local_sgd.snapshot import Snapshot
+from dltrain_ext.local_sgd.sites import site_of
+from dltrain_ext.local_sgd.trained import trained
+
+_log = logging.getLogger("dltrain_ext")
+
+
+@dataclass
+class _Flight:
+    """An average under way: what it is of, where it arrives, and after which inner step it is used."""
+
+    fragment: Fragment
+    message: Tensor
+    work: Work | None  # None: it has arrived
+    lands: int
+
+
+class DiLoCo:
+    """Averages the models of several sites every ``sync_every`` steps of their own optimizers (Douillard et al. 2023,
+    arXiv 2311.08105).
+
+    It hooks on ``inner.step()``, so that the training loop does not change. After ``sync_every`` steps the mean over
+    the sites of how far each has moved is the gradient of an outer optimizer, stochastic gradient descent with
+    momentum, whose result becomes the parameters of all sites. What a site sends is encoded. The state of the inner
+    optimizer and buffers of the model, such as those of batch normalization, stay at each site.
+
+    With ``fragments`` the model is averaged in as many parts, one after another, so that links carry a part of the
+    bytes at a time; with ``delay`` they do so while the sites go on training (Streaming DiLoCo, Douillard et al. 2025,
+    arXiv 2501.18512)::
+
+        outer = local_sgd.DiLoCo(model, inner, sync_every=100, fragments=4, delay=20)
+
+    A site may have several ranks, by DDP or FSDP2. Then ``group`` has the ranks with the same place at all sites::
+
+        mesh = init_device_mesh("cpu", (sites, ranks_per_site), mesh_dim_names=("sites", "ranks"))
+        model = DistributedDataParallel(module, process_group=mesh.get_group("ranks"))
+        outer = local_sgd.DiLoCo(model, inner, group=mesh.get_group("sites"))
+
+    Ranks of a site that have the same parameters share the work, so a site sends as much as one rank would. After each
+    outer step all sites have the same bits. A digest of them goes with the next average, which fails if they differ.
+
+    Making it is a collective call over the group. If the parameters of the sites differ, those of the group's first
+    rank are sent to all. It has two copies of the parameters in fp32, in the CPU's memory also if they are on CUDA, one
+    without momentum, and one more with ``error_feedback``; while a part is under way, with ``delay`` or on CUDA, also
+    a copy of that part. Messages go over Gloo, whatever the backend of the group. Before a part is sent from CUDA the
+    host waits for the device once.
+
+    Args:
+        model: the module, or the DDP or FSDP2 model.
+        inner: its optimizer, any of torch's interface. A loss scaler may skip its steps; sites then reach the next
+            average later.
+        sync_every: the number of steps between two averages of a parameter; a multiple of ``fragments``.
+        lr, momentum, nesterov: of the outer optimizer.
+        fragments: the number of parts of the model.
+        delay: the number of steps that the sites go on while a part is under way, less than ``sync_every /
+            fragments``.
+        mix: with ``delay``, the share of a site's own parameters in the new ones, the rest is the outer optimizer's.
+        codec: one of ``codecs.CODECS``. Parameters of at most one dimension, and those of fewer than
+            ``min_compress_numel`` elements, are sent as fp32 in the same messages.
+        error_feedback: add what encoding loses to the next average, as in :class:`dltrain_ext.ddp.AllReduceState`.
+        group: a rank of each site; the default group if None.
+        timeout: how long an average may wait for the other sites; the group's own timeout if None.
+        allow_public: send over public addresses, although nothing is encrypted or authenticated (docs/security.md).
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or differs between the sites.
+        PermissionError: a rank would be reached at a public address.
+        torch.distributed.DistBackendError: a site did not come.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Optimizer,
+        *,
+        sync_every: int = 100,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.5,
+        codec: str = "int4",
+        error_feedback: bool = True,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        min_compress_numel: int = 1024,
+        allow_public: bool = False,
+    ):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(inner, Optimizer):
+            raise TypeError(f"inner: expected a torch.optim.Optimizer, got {type(inner).__name__}")
+        self._trained = trained(model)
+        _check_schedule(sync_every, fragments, delay, len(self._trained))
+        self._rule = _rule(lr, momentum, nesterov, mix)
+        check_names(ALGORITHM, codec)
+        check_number(min_compress_numel, "min_compress_numel", 2**63)
+        for name, value in (("error_feedback", error_feedback), ("allow_public", allow_public)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: expected a bool, got {value!r}")
+        if error_feedback:
+            _ops.check_feedback(codec, False, "error_feedback: expected False")
+        self._codec, self._min_compress_numel = codec, min_compress_numel
+        self._timeout, self._allow_public = timeout, allow_public
+        self.inner, self.sync_every, self.delay = inner, sync_every, delay
+        self._feedback = Feedback[str](torch.float32, double_buffered=False) if error_feedback else None
+        self._group = group_of(group)
+        self._site = site_of(model, self._trained, self._group)
+        self._owners = self._site.owners(self._trained)
+        self._parts = divide([each.parameter.numel() for each in self._trained], fragments)
+        self._fragments = [
+            Fragment([self._trained[i] for i in part if self._site.is_own(self._owners[i])], momentum != 0)
+            for part in self._parts
+        ]
+        self._connect(self._group)
+        self._snapshot = Snapshot(self._fragments) if delay or self._trained[0].device.type == "cuda" else None
+        self._flight: _Flight | None = None
+        self.steps = self.outer_steps = 0
+        self._due = sync_every // fragments
+        self._waited = 0.0
+        self._nonfinite = 0
+        self._begin()
+        self._hook = inner.register_step_post_hook(self._stepped)
+
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        if not self._allow_public:
+            check_private(group, "allow_public")
+        self._group = group
+        self._communicator = Communicator(group, timeout=self._timeout, ranks_per_host=1)
+        for fragment in self._fragments:
+            fragment.lay(self._codec, self._min_compress_numel, self._feedback, self._communicator.world_size)
+
+    def _begin(self) -> None:
+        """Checks that the sites agree, and gives them the same parameters."""
+        for fragment in self._fragments:
+            fragment.remember(self.inner)
+        settings = (
+            self.sync_every,
+            len(self._fragments),
+            self.delay,
+            *self._rule.values(),
+            self._codec,
+            self._min_compress_numel,
+            self._feedback is not None,
+            [(each.name, tuple(each.shape)) for fragment in self._fragments for each in fragment.trained],
+        )
+        agreed = self._gather(_digest(repr(settings).encode()))
+        if len(set(agreed)) > 1:
+            raise ValueError(
+                "model, sync_every, lr, momentum, nesterov, fragments, delay, mix, codec, min_compress_numel, "
+                "error_feedback: expected the same at all sites"
+            )
+        self._sums = [fragment.digest() for fragment in self._fragments]
+        if len(set(self._gather(self._agreement))) > 1:
+            first = dist.get_process_group_ranks(self._group)[0]
+            for fragment in self._fragments:
+                self._communicator.broadcast(fragment.backup, first)
+                fragment.restore(self.inner)
+            self._sums = [fragment.digest() for fragment in self._fragments]
+        for part in self._parts:
+            self._share(part)
+
+    def _gather(self, number: int) -> list[int]:
+        """Returns the numbers of all sites, of 64 bits."""
+        found = torch.empty(self._communicator.world_size, dtype=torch.int64)
+        self._communicator.all_gather(found, torch.tensor([number]))
+        return found.tolist()
+
+    @property
+    def _agreement(self) -> int:
+        """What the sites must have in common before an average: not 0."""
+        return _digest(struct.pack(f"<{len(self._sums) + 1}q", self.outer_steps, *self._sums)) | 1
+
+    def _stepped(self, *_: Any) -> None:
+        """Is called after each step of the inner optimizer."""
+        self.steps += 1
+        if self._flight is not None and self.steps >= self._flight.lands:
+            self._land()
+        if self.steps >= self._due:
+            self._depart()
+            if self.delay == 0:
+                self._land()
+
+    @property
+    def _turn(self) -> int:
+        """The index of the fragment whose turn it is. It depends on what all sites have done together, and not on how
+        many steps a site has taken."""
+        return self.outer_steps % len(self._fragments)
+
+    def _depart(self) -> None:
+        """Sends how far a fragment has moved."""
+        fragment = self._fragments[self._turn]
+        message = torch.empty(fragment.message_bytes, dtype=torch.uint8)
+        self._flight = _Flight(fragment, message, None, self.steps + self.delay)
+        if not fragment.message_bytes:
+            return
+        moved = [each.value(self.inner) for each in fragment.trained]
+        if self._snapshot is not None:
+            moved = self._snapshot.take(fragment, moved)
+        options: dict[str, Any] = {
+            "average": True,
+            "algorithm": ALGORITHM,
+            "codec": fragment.layout.codec,
+            "feeds": fragment.layout.has_feedback,
+            "step": self.outer_steps % 2**32,
+            "minus": moved,
+            "message": message,
+            "agreement": self._agreement,
+        }
+        try:
+            if self.delay:
+                self._flight.work = self._communicator.submit_bucket(fragment.backup, fragment.layout.handle, **options)
+            else:
+                began = time.monotonic()
+                self._communicator.run_bucket(fragment.backup, fragment.layout.handle, **options)
+                self._waited += time.monotonic() - began
+        except BaseException:
+            self._flight = None
+            raise
+
+    def _land(self) -> None:
+        """Takes the outer step of the fragment that is under way, when the mean has arrived."""
+        flight = self._flight
+        assert flight is not None
+        if flight.work is not None:
+            began = time.monotonic()
+            try:
+                flight.work.wait()
+            except BaseException:
+                self._flight = None
+                raise
+            flight.work = None
+            self._waited += time.monotonic() - began
+        self._flight = None
+        fragment, index = flight.fragment, self._turn
+        if fragment.message_bytes:
+            self._step(fragment, flight.message)
+        self._sums[index] = fragment.digest()
+        self.outer_steps += 1
+        self._due = max(self._due + self.sync_every // len(self._fragments), self.steps + 1)
+        self._share(self._parts[index])
+
+    def _step(self, fragment: Fragment, message: Tensor) -> None:
+        mix = self._rule["mix"] if self.delay else 0.0
+        if self._trained[0].device.type == "cpu":
+            parameters = [each.value(self.inner) for each in fragment.trained]
+            copies = [each.copy(self.inner) for each in fragment.trained]
+            finite = fragment.step(message, parameters, copies, rule={**self._rule, "mix": mix})
+        else:
+            assert self._snapshot is not None
+            parameters = self._snapshot.of(fragment)
+            finite = fragment.step(message, parameters, [None] * len(parameters), rule={**self._rule, "mix": 0.0})
+            for each, value in zip(fragment.trained, parameters, strict=True):
+                each.write(self.inner, value, 1.0 - mix)
+        if not finite:
+            self._nonfinite += 1
+            _log.warning(
+                "local_sgd: the mean of outer step %d is not finite in some blocks, which keep the values of the outer "
+                "step before; a site has diverged",
+                self.outer_steps,
+            )
+
+    def _share(self, part: Sequence[int]) -> None:
+        """Gives the ranks of this site the parameters of a part, from those that have averaged them."""
+        for read in (lambda each: each.value(self.inner), lambda each: each.copy(self.inner)):
+            found = [(read(self._trained[i]), self._owners[i]) for i in part]
+            given = [(tensor, owner) for tensor, owner in found if tensor is not None]
+            self._site.share([tensor for tensor, _ in given], [owner for _, owner in given])
+
+    def finish(self) -> None:
+        """Waits for the average that is under way, if there is one, and takes its outer step at once."""
+        if self._flight is not None:
+            self._land()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group that has a rank of each site."""
+        return self._group
+
+    @property
+    def lost(self) -> int | None:
+        """The global rank that is responsible for the failure of an average; None if there is none, or none is known."""
+        return self._communicator.culprit
+
+    def recover(self, group: dist.ProcessGroup | None = None) -> None:
+        """Continues with the sites that are left when one has been lost, after an average has raised an error::
+
+            try:
+                inner.step()
+            except dist.DistBackendError:
+                outer.recover()
+
+        No site loses a step: the parameters stay as they are. The average that failed is taken again after the next
+        step of the inner optimizer. Sites that had the mean before the error pass its outer step on to those that had
+        not. What error feedback holds for the fragment that was under way is lost. It is a collective call of the sites
+        that are left.
+
+        Args:
+            group: a rank of each of them. None: a new one of the ranks of ``group`` without ``lost``, which needs the
+                store of the default group.
+
+        Raises:
+            RuntimeError: no rank is known to be lost, and no group was given; or a site has several ranks.
+        """
+        if self._site.size > 1:
+            raise RuntimeError("recover: expected sites of one rank, got one of several; start all ranks again")
+        if group is None:
+            if self.lost is None:
+                raise RuntimeError("group: expected one of the ranks that are left, since no rank is known to be lost")
+            left = [rank for rank in dist.get_process_group_ranks(self._group) if rank != self.lost]
+            group = dist.new_group(left, backend="gloo", use_local_synchronization=True)
+        self._communicator.close()
+        self._flight = None
+        if self._feedback is not None:
+            for each in self._fragments[self._turn].trained:
+                if (lost := self._feedback.of(each.name)) is not None:
+                    lost.zero_()
+        self._connect(group_of(group))
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Gives the last outer step to the sites that do not have it: no site can be further ahead."""
+        counts = self._gather(self.outer_steps)
+        most = max(counts)
+        if min(counts) < most:
+            index = (most - 1) % len(self._fragments)
+            fragment = self._fragments[index]
+            source = dist.get_process_group_ranks(self._group)[counts.index(most)]
+            for flat in (fragment.backup, fragment.momentum):
+                if flat is not None:
+                    self._communicator.broadcast(flat, source)
+            if self.outer_steps < most:
+                fragment.restore(self.inner)
+                self._sums[index] = fragment.digest()
+                self.outer_steps = most
+                self._due = self.steps + self.sync_every // len(self._fragments)
+                self._share(self._parts[index])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain tensors and numbers, for ``torch.save`` on every rank: counts, what all sites had after the
+        last outer step, its momentum, and the residuals of this rank.
+
+        An average that is under way is finished first, see :meth:`finish`; all sites should save after the same step.
+        """
+        self.finish()
+        counts = checkpoint.Counts(self.outer_steps, self.steps, self._due - self.steps)
+        return checkpoint.save(self._fragments, self._feedback, counts, *self._place)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continues from a checkpoint. The parameters are those of the model's own checkpoint.
+
+        Args:
+            state_dict: that of this rank if there are as many sites, else a list of those of all sites, whose residuals
+                are added up.
+
+        Raises:
+            TypeError, ValueError: the state is invalid; nothing has changed.
+        """
+        loaded = checkpoint.check(state_dict, self._fragments, *self._place)
+        self._flight = None
+        checkpoint.apply(loaded, self._fragments, self._feedback)
+        self.outer_steps, self.steps, due_in = loaded.counts
+        self._due = self.steps + min(due_in, self.sync_every // len(self._fragments))
+        self._sums = [fragment.digest() for fragment in self._fragments]
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The rank in the group, and the number of its ranks."""
+        return dist.get_rank(self._group), dist.get_world_size(self._group)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers for a logger: ``outer/steps``; ``outer/waited``, the seconds in which training stood still
+        for averages; ``outer/nonfinite``, the outer steps whose mean was not finite everywhere; and ``outer/wire_bytes``
+        that this rank has sent."""
+        return {
+            "outer/steps": self.outer_steps,
+            "outer/waited": self._waited,
+            "outer/nonfinite": self._nonfinite,
+            "outer/wire_bytes": self._communicator.stats()["wire_bytes"],
+        }
+
+    def close(self) -> None:
+        """Ends the averaging. An average that is under way is given up."""
+        self._hook.remove()
+        self._communicator.close()
+
+
+class LocalSGD(DiLoCo):
+    """Sets the parameters of all sites to their mean every ``sync_every`` steps (Stich 2018, arXiv 1805.09767): a
+    :class:`DiLoCo` with ``lr=1``, ``momentum=0`` and, by default, exact messages."""
+
+    def __init__(
+        self, model: nn.Module, inner: Optimizer, *, sync_every: int = 10, codec: str = "raw", **options: Any
+    ):
+        if own := {"lr", "momentum", "nesterov"} & options.keys():
+            raise TypeError(f"{', '.join(sorted(own))}: expected none, since LocalSGD averages; DiLoCo has them")
+        super().__init__(
+            model, inner, sync_every=sync_every, codec=codec, lr=1.0, momentum=0.0, nesterov=False, **options
+        )
+
+
+def _check_schedule(sync_every: int, fragments: int, delay: int, parameters: int) -> None:
+    for name, value in (("sync_every", sync_every), ("fragments", fragments), ("delay", delay)):
+        check_number(value, name, 2**31)
+    if not 1 <= fragments <= parameters:
+        raise ValueError(f"fragments: expected 1 to {parameters}, the number of trained parameters, got {fragments}")
+    if sync_every < 1 or sync_every % fragments:
+        raise ValueError(f"sync_every: expected a multiple of fragments, {fragments}, got {sync_every}")
+    if delay >= sync_every // fragments:
+        raise ValueError(
+            f"delay: expected less than sync_every / fragments, {sync_every // fragments}, so that one fragment is under "
+            f"way at a time, got {delay}"
+        )
+
+
+def _rule(lr: float, momentum: float, nesterov: bool, mix: float) -> dict[str, float]:
+    if not isinstance(nesterov, bool):
+        raise TypeError(f"nesterov: expected a bool, got {nesterov!r}")
+    rule = {name: as_number(value, name) for name, value in (("lr", lr), ("momentum", momentum), ("mix", mix))}
+    for name, fits, expected in (
+        ("lr", 0 < rule["lr"] < float("inf"), "more than 0"),
+        ("momentum", 0 <= rule["momentum"] < 1, "0 or more, less than 1"),
+        ("mix", 0 <= rule["mix"] < 1, "0 or more, less than 1"),
+    ):
+        if not fits:
+            raise ValueError(f"{name}: expected {expected}, got {rule[name]}")
+    if nesterov and momentum == 0:
+        raise ValueError("nesterov: expected False without momentum, got True")
+    return {**rule, "nesterov": nesterov}
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

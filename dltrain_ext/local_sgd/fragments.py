@@ -1,0 +1,112 @@
+"""Fragments of a model: parameters that are averaged together, and what outer steps keep of them."""
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dltrain_ext import _ops
+from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.compress.layout import Layout, Region, is_small
+from dltrain_ext.compress.parameters import numbers_of
+from dltrain_ext.local_sgd.trained import Trained
+
+ALGORITHM = "direct"  # two rounds, and each element is encoded at most twice
+_ALIGNMENT = 16  # elements
+
+
+def divide(sizes: Sequence[int], parts: int) -> list[range]:
+    """Returns the indices of adjacent items of each part, so that the largest part is as small as possible."""
+    ends = list(itertools.accumulate(sizes))
+
+    def cut(most: int) -> list[int]:
+        """Returns where parts of at most that size end, as few as possible."""
+        borders = [0]
+        while borders[-1] < len(sizes):
+            before = ends[borders[-1] - 1] if borders[-1] else 0
+            borders.append(bisect.bisect_right(ends, before + most))
+        return borders
+
+    most = bisect.bisect_left(range(ends[-1]), True, lo=max(sizes), key=lambda most: len(cut(most)) - 1 <= parts)
+    borders = cut(most)
+    while len(borders) <= parts:  # fewer parts would do: the largest one that can be divided is
+        widths = {i: ends[b - 1] - (ends[a - 1] if a else 0) for i, (a, b) in enumerate(itertools.pairwise(borders)) if b - a > 1}
+        widest = max(widths, key=lambda i: widths[i])
+        borders.insert(widest + 1, borders[widest] + 1)
+    return [range(a, b) for a, b in itertools.pairwise(borders)]
+
+
+class Fragment:
+    """Parameters that are averaged together. On the CPU it has, in fp32, what all sites had after its last outer step
+    (``backup``), and the momentum of the outer steps.
+
+    Args:
+        trained: the parameters that this rank averages, which may be none.
+    """
+
+    def __init__(self, trained: Sequence[Trained], has_momentum: bool):
+        self.trained = trained
+        sizes = [-(-each.numel // _ALIGNMENT) * _ALIGNMENT for each in trained]
+        self._firsts = dict(zip((each.name for each in trained), itertools.accumulate(sizes, initial=0), strict=False))
+        self.backup = torch.zeros(sum(sizes))
+        self.momentum = torch.zeros(sum(sizes)) if has_momentum else None
+
+    def lay(self, codec: str, min_compress_numel: int, feedback: Feedback[str] | None, world_size: int) -> None:
+        """Determines how it is sent among so many sites: in a codec, small parameters raw."""
+        self._world_size = world_size
+        regions, number = [], 0
+        for each in self.trained:
+            small = world_size == 1 or is_small(each.shape, min_compress_numel)
+            regions.append(
+                Region(each.name, self._firsts[each.name], each.numel, "raw" if small else codec, number)
+            )
+            number += numbers_of(each.numel)
+        self.layout = Layout(self.backup, regions, feedback, by_parameter=True)
+        self.message_bytes = _ops.message_bytes(self.layout.handle, self.backup.numel(), **self._plan)
+
+    @property
+    def _plan(self) -> dict[str, Any]:
+        return {"algorithm": ALGORITHM, "codec": self.layout.codec, "world_size": self._world_size}
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Returns views of a flat tensor, like ``backup``, by the names of the parameters and in their shapes."""
+        return {each.name: each.view(flat, self._firsts[each.name]) for each in self.trained}
+
+    def remember(self, inner: Optimizer) -> None:
+        """Takes the present values as those after the last outer step."""
+        for each, kept in zip(self.trained, self.named(self.backup).values(), strict=True):
+            kept.copy_(each.value(inner))
+
+    def restore(self, inner: Optimizer) -> None:
+        """Sets the parameters to what all sites had after the last outer step."""
+        for each, kept in zip(self.trained, self.named(self.backup).values(), strict=True):
+            each.write(inner, kept)
+
+    def digest(self) -> int:
+        """Returns a number that is the same where ``backup`` has the same bits, and else almost never."""
+        return int(self.backup.view(torch.int64).sum())
+
+    def step(
+        self,
+        message: Tensor,
+        parameters: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+        *,
+        rule: Mapping[str, float],
+    ) -> bool:
+        """Takes the outer step with the mean in the message, and writes the parameters and their half copies. Returns
+        whether the mean is finite."""
+        return _ops.outer_step(
+            self.layout.handle,
+            message,
+            backup=self.backup,
+            momentum_buffer=self.momentum,
+            parameters=parameters,
+            copies=copies,
+            **self._plan,
+            **rule,
+        )
