@@ -4,11 +4,13 @@ All use the same seeds, batches, optimizer and hyper-parameters; only the format
 
 torchrun --standalone --nproc-per-node 4 examples/convergence.py --json convergence.json
 torchrun --standalone --nproc-per-node 4 examples/convergence.py --codecs gather-int8 --seeds 10
+torchrun --standalone --nproc-per-node 4 examples/convergence.py --codecs diloco-raw diloco-int4 --every 10 50
 python examples/convergence.py --from convergence.json
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -35,9 +37,10 @@ try:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.lr_scheduler import LRScheduler
     from train import SMOOTH, evaluate
 
-    from dltrain_ext import ddp, fsdp, info
+    from dltrain_ext import ddp, fsdp, info, local_sgd
 except ModuleNotFoundError as missing:
     sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
 
@@ -54,9 +57,33 @@ CODECS = {  # contestant -> codec, error_feedback
 }
 CONTESTANTS = ("plain", *CODECS, "powersgd")
 SHARDED = {"gather-bf16": "bf16", "gather-int8": "int8", "gather-int4": "int4"}  # FSDP2: the codec of parameters
+LOCAL = {"diloco-raw": "raw", "diloco-int4": "int4"}  # sites of one rank: the codec of averages
 POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}  # the smallest value it accepts
 
 Sent = Callable[[], float]
+Optimize = Callable[[nn.Module], tuple[torch.optim.Optimizer, LRScheduler]]
+Training = tuple[nn.Module, torch.optim.Optimizer, LRScheduler, Sent]
+
+
+@contextmanager
+def averaging(contestant: str, module: nn.Module, optimize: Optimize) -> Iterator[Training]:
+    """Yield the module, whose parameters are averaged from time to time, and what trains it."""
+    name, _, every = contestant.partition("@")
+    optimizer, lrs = optimize(module)
+    outer = local_sgd.DiLoCo(module, optimizer, sync_every=int(every), codec=LOCAL[name])
+    yield module, optimizer, lrs, lambda: outer.metrics()["outer/wire_bytes"]
+    outer.close()
+
+
+@contextmanager
+def training(contestant: str, module: nn.Module, steps: int, optimize: Optimize) -> Iterator[Training]:
+    """Yield the model, its optimizer and schedule, and a function that returns the bytes that this rank has sent."""
+    if "@" in contestant:
+        with averaging(contestant, module, optimize) as found:
+            yield found
+        return
+    with communicating(contestant, module, steps) as (model, sent):
+        yield model, *optimize(model), sent
 
 
 @contextmanager
@@ -100,7 +127,7 @@ def train(name: str, recipe: Recipe, task: Task, contestant: str, seed: int) -> 
     try:
         losses, sent = descend(recipe, task, contestant, seed, module)
     except RuntimeError as error:
-        if contestant in ("plain", *CODECS, *SHARDED):
+        if contestant != "powersgd":
             raise
         return Run(name, contestant, seed, error=str(error).strip().splitlines()[0])
     check_same(module, f"{name}, {contestant}, seed {seed}")
@@ -115,8 +142,11 @@ def train(name: str, recipe: Recipe, task: Task, contestant: str, seed: int) -> 
 def descend(recipe: Recipe, task: Task, contestant: str, seed: int, module: nn.Module) -> tuple[list[float], float]:
     """Run the training loop; return the losses of this rank, and the bytes that it has sent."""
     losses = []
-    with communicating(contestant, module, recipe.steps) as (model, sent):
-        optimizer, lrs = recipe.build(model.parameters(), recipe)
+
+    def optimize(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
+        return recipe.build(model.parameters(), recipe)
+
+    with training(contestant, module, recipe.steps, optimize) as (model, optimizer, lrs, sent):
         for batch in recipe.batches(len(task.train[0]), seed):
             inputs, targets = (tensor[batch[dist.get_rank() :: dist.get_world_size()]] for tensor in task.train)
             optimizer.zero_grad()
@@ -210,9 +240,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--codecs",
         nargs="+",
-        choices=(*CONTESTANTS, *SHARDED),
+        choices=(*CONTESTANTS, *SHARDED, *LOCAL),
         default=CONTESTANTS,
-        help="runs in addition to plain (default: all but those of FSDP2, gather-...)",
+        help="runs in addition to plain (default: all but those of FSDP2, gather-..., and of sites, diloco-...)",
+    )
+    parser.add_argument(
+        "--every", nargs="+", type=at_least(1), default=[10], help="steps between averages of sites, for diloco-..."
     )
     parser.add_argument("--seeds", type=at_least(2), default=5, help="number of seeds: 0, 1, ...")
     parser.add_argument("--steps", type=at_least(2), help="steps of each run (default: those of the recipe)")
@@ -226,7 +259,11 @@ def parse_args() -> argparse.Namespace:
     if not args.saved and int(os.environ.get("WORLD_SIZE", 1)) < 2:
         parser.error("one rank sends no gradients. Four: torchrun --standalone --nproc-per-node 4 " + sys.argv[0])
     args.recipes = list(dict.fromkeys(args.recipes))
-    args.codecs = list(dict.fromkeys(["plain", *args.codecs]))
+    named = ([f"{name}@{every}" for every in args.every] if name in LOCAL else [name] for name in args.codecs)
+    args.codecs = list(dict.fromkeys(["plain", *itertools.chain.from_iterable(named)]))
+    lengths = {args.steps or RECIPES[name].steps for name in args.recipes}
+    if any("@" in name for name in args.codecs) and any(steps % every for steps in lengths for every in args.every):
+        parser.error(f"--every {args.every}: expected divisors of the numbers of steps, {sorted(lengths)}")
     return args
 
 

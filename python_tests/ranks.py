@@ -14,6 +14,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +68,19 @@ def store_of_first(store: dist.Store, rank: int) -> dist.Store:
 def ready() -> None:
     """Report that this rank is ready, so that the test may call ``when_ready``."""
     processes.report(None)
+
+
+def on_gpu(rank: int, world_size: int, body: Callable, *args: Any) -> Any:
+    """Call a body on the GPU of this rank, for ``run_ranks``; ranks share GPUs if there are fewer."""
+    if torch.cuda.device_count() < world_size:
+        # NCCL refuses two ranks of one host on one GPU (up to 2.30.2), unless they appear to be on different hosts.
+        os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    result = body(rank, world_size, *args)
+    torch.cuda.synchronize()
+    return result
 
 
 def run_ranks(

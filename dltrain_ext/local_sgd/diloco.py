@@ -1,10 +1,11 @@
 """Outer optimizers: the sites of a run train on their own, and from time to time average what they have moved."""
 
+import contextlib
 import hashlib
 import logging
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,6 +40,10 @@ class _Flight:
     message: Tensor
     work: Work | None  # None: it has arrived
     lands: int
+
+    def has_arrived(self) -> bool:
+        """Raises what the average has failed with."""
+        return self.work is not None and self.work.is_completed() and self.work.wait()
 
 
 class DiLoCo:
@@ -201,12 +206,26 @@ class DiLoCo:
     def _stepped(self, *_: Any) -> None:
         """Is called after each step of the inner optimizer."""
         self.steps += 1
-        if self._flight is not None and self.steps >= self._flight.lands:
-            self._land()
-        if self.steps >= self._due:
-            self._depart()
-            if self.delay == 0:
-                self._land()
+        with self._trying():
+            if self._flight is not None:
+                if self._flight.has_arrived():  # raises if it has failed
+                    self._flight.work = None
+                if self.steps >= self._flight.lands:
+                    self._land()
+            if self.steps >= self._due:
+                self._due = self.steps + self.sync_every // len(self._fragments)
+                self._depart()
+                if self.delay == 0:
+                    self._land()
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """After an error nothing is under way, and the next step sends the same fragment again."""
+        try:
+            yield
+        except BaseException:
+            self._flight, self._due = None, self.steps + 1
+            raise
 
     @property
     def _turn(self) -> int:
@@ -234,16 +253,12 @@ class DiLoCo:
             "message": message,
             "agreement": self._agreement,
         }
-        try:
-            if self.delay:
-                self._flight.work = self._communicator.submit_bucket(fragment.backup, fragment.layout.handle, **options)
-            else:
-                began = time.monotonic()
-                self._communicator.run_bucket(fragment.backup, fragment.layout.handle, **options)
-                self._waited += time.monotonic() - began
-        except BaseException:
-            self._flight = None
-            raise
+        if self.delay:
+            self._flight.work = self._communicator.submit_bucket(fragment.backup, fragment.layout.handle, **options)
+        else:
+            began = time.monotonic()
+            self._communicator.run_bucket(fragment.backup, fragment.layout.handle, **options)
+            self._waited += time.monotonic() - began
 
     def _land(self) -> None:
         """Takes the outer step of the fragment that is under way, when the mean has arrived."""
@@ -251,12 +266,7 @@ class DiLoCo:
         assert flight is not None
         if flight.work is not None:
             began = time.monotonic()
-            try:
-                flight.work.wait()
-            except BaseException:
-                self._flight = None
-                raise
-            flight.work = None
+            flight.work.wait()
             self._waited += time.monotonic() - began
         self._flight = None
         fragment, index = flight.fragment, self._turn
@@ -264,7 +274,6 @@ class DiLoCo:
             self._step(fragment, flight.message)
         self._sums[index] = fragment.digest()
         self.outer_steps += 1
-        self._due = max(self._due + self.sync_every // len(self._fragments), self.steps + 1)
         self._share(self._parts[index])
 
     def _step(self, fragment: Fragment, message: Tensor) -> None:
@@ -297,7 +306,8 @@ class DiLoCo:
     def finish(self) -> None:
         """Waits for the average that is under way, if there is one, and takes its outer step at once."""
         if self._flight is not None:
-            self._land()
+            with self._trying():
+                self._land()
 
     @property
     def group(self) -> dist.ProcessGroup:

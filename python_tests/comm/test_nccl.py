@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contributions import fitting, same_everywhere
-from ranks import run_ranks
+from ranks import on_gpu, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,18 +28,6 @@ def normal(rank, numel):
     return contributions.normal(rank, numel).cuda()
 
 
-def enter(rank, world_size, body, *args):
-    if torch.cuda.device_count() < world_size:
-        # NCCL refuses two ranks of one host on one GPU (up to 2.30.2), unless they appear to be on different hosts.
-        os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
-        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    result = body(rank, world_size, *args)
-    torch.cuda.synchronize()
-    return result
-
-
 def try_it(rank, world_size):
     tensor = torch.ones(8, device="cuda")
     comm.Communicator(timeout=timedelta(seconds=40), transport="nccl").all_reduce(tensor)
@@ -50,12 +38,12 @@ def try_it(rank, world_size):
 def on_gpus():
     """Return a function that runs the body of a test on ranks; skip if NCCL cannot connect two of them."""
     try:
-        run_ranks(2, enter, try_it, timeout=120)
+        run_ranks(2, on_gpu, try_it, timeout=120)
     except Exception as error:
         if torch.cuda.device_count() >= 2:
             raise
         pytest.skip(f"NCCL connects no two ranks on this one GPU: {str(error).strip().splitlines()[-1]}")
-    return lambda world_size, body, *args, **options: run_ranks(world_size, enter, body, *args, timeout=300, **options)
+    return lambda world_size, body, *args, **options: run_ranks(world_size, on_gpu, body, *args, timeout=300, **options)
 
 
 def check_sums(rank, world_size, transport):
@@ -296,4 +284,4 @@ def test_if_one_rank_has_no_nccl_all_use_torchs(on_gpus):
 
 
 def test_one_rank_needs_no_transport():
-    run_ranks(1, enter, check_sums, "nccl")
+    run_ranks(1, on_gpu, check_sums, "nccl")

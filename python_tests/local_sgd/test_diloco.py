@@ -90,7 +90,9 @@ def coded_run(rank: int, world_size: int, options: dict) -> tuple[torch.Tensor, 
     inner = optim.AdamW(model.parameters(), lr=1e-3)
     outer = local_sgd.DiLoCo(model, inner, sync_every=8, **options)
     train(model, inner, 32, rank)
-    return values_of(outer), flat(model)
+    values = values_of(outer)
+    assert outer.outer_steps == 4 * options.get("fragments", 1)
+    return values, flat(model)
 
 
 @pytest.mark.parametrize("codec", ["raw", "bf16", "fp16", "fp8", "int8", "int4"])
