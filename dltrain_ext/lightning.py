@@ -1,4 +1,5 @@
-"""A strategy and a precision plugin for PyTorch Lightning's Trainer, with the DDP comm hook and the loss scaler."""
+"""For PyTorch Lightning's Trainer: a strategy with the DDP comm hook, a precision plugin with the loss scaler, and a
+callback with the outer optimizer of several sites."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,12 +9,12 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dltrain_ext import ddp
+from dltrain_ext import ddp, local_sgd
 from dltrain_ext.amp import GradStats, LossScaler
 from dltrain_ext.compress.checkpoint import gather_feedback
 
 try:
-    from lightning.pytorch import plugins, strategies
+    from lightning.pytorch import Callback, LightningModule, Trainer, plugins, strategies
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.utilities import GradClipAlgorithmType
 except ModuleNotFoundError as error:
@@ -21,7 +22,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError("dltrain_ext.lightning: expected PyTorch Lightning; pip install lightning") from None
 
-__all__ = ["DDPStrategy", "MixedPrecision"]
+__all__ = ["DDPStrategy", "DiLoCo", "MixedPrecision"]
 
 _KEY = "dltrain_ext.hook"  # the key in Lightning's checkpoints
 _GIVEN = {"process_group", "named_parameters", "scaler", "timeout"}  # options that Lightning determines
@@ -145,3 +146,54 @@ class MixedPrecision(plugins.MixedPrecision):
             self.clip_grad_by_value(optimizer, clip_val)
         else:
             self._scaler.max_norms[optimizer] = clip_val
+
+
+class DiLoCo(Callback):
+    """Averages the models of several sites, each of which trains with its own ``Trainer``, by
+    :class:`dltrain_ext.local_sgd.DiLoCo`.
+
+    Join the sites by ``torch.distributed.init_process_group``, or pass their group. The Trainer of a site of one rank
+    has ``strategy="auto"`` and ``devices=1``; that of a site of several ranks has a strategy for the group of these. Its
+    checkpoints contain the outer optimizer's state of this rank, and a run that continues from one has the same bits as
+    a run that never stopped, if all sites saved after the same step.
+
+    Args:
+        options: those of :class:`dltrain_ext.local_sgd.DiLoCo`, except for the model and the inner optimizer, which are
+            the Trainer's.
+
+    Attributes:
+        outer: the outer optimizer of the latest ``fit``; None before.
+
+    Raises:
+        ValueError: the module has not one optimizer, when ``fit`` begins.
+    """
+
+    outer: local_sgd.DiLoCo | None = None
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._loaded: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if len(trainer.optimizers) != 1:
+            raise ValueError(f"configure_optimizers: expected one optimizer, got {len(trainer.optimizers)}")
+        model = trainer.model
+        assert model is not None
+        self.outer = local_sgd.DiLoCo(model, trainer.optimizers[0], **self._options)
+        if self._loaded:
+            self.outer.load_state_dict(self._loaded)
+            self._loaded = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.outer is not None:
+            self.outer.finish()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.outer is not None:
+            self.outer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.outer is None else self.outer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict

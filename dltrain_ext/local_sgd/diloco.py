@@ -70,8 +70,8 @@ class DiLoCo:
     Ranks of a site that have the same parameters share the work, so a site sends as much as one rank would. After each
     outer step all sites have the same bits. A digest of them goes with the next average, which fails if they differ.
 
-    Making it is a collective call over the group. If the parameters of the sites differ, those of the group's first
-    rank are sent to all. It has two copies of the parameters in fp32, in the CPU's memory also if they are on CUDA, one
+    Making it is a collective call over the group. If the parameters of the sites differ at the first step, those of the
+    group's first rank are sent to all, unless a state was loaded. It has two copies of the parameters in fp32, in the CPU's memory also if they are on CUDA, one
     without momentum, and one more with ``error_feedback``; while a part is under way, with ``delay`` or on CUDA, also
     a copy of that part. Messages go over Gloo, whatever the backend of the group. Before a part is sent from CUDA the
     host waits for the device once.
@@ -151,7 +151,9 @@ class DiLoCo:
         self._due = sync_every // fragments
         self._waited = 0.0
         self._nonfinite = 0
-        self._begin()
+        self._check_settings()
+        self._remember()
+        self._beginning = inner.register_step_pre_hook(self._begin)
         self._hook = inner.register_step_post_hook(self._stepped)
 
     def _connect(self, group: dist.ProcessGroup) -> None:
@@ -162,10 +164,7 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.lay(self._codec, self._min_compress_numel, self._feedback, self._communicator.world_size)
 
-    def _begin(self) -> None:
-        """Checks that the sites agree, and gives them the same parameters."""
-        for fragment in self._fragments:
-            fragment.remember(self.inner)
+    def _check_settings(self) -> None:
         settings = (
             self.sync_every,
             len(self._fragments),
@@ -176,13 +175,22 @@ class DiLoCo:
             self._feedback is not None,
             [(each.name, tuple(each.shape)) for fragment in self._fragments for each in fragment.trained],
         )
-        agreed = self._gather(_digest(repr(settings).encode()))
-        if len(set(agreed)) > 1:
+        if len(set(self._gather(_digest(repr(settings).encode())))) > 1:
             raise ValueError(
                 "model, sync_every, lr, momentum, nesterov, fragments, delay, mix, codec, min_compress_numel, "
                 "error_feedback: expected the same at all sites"
             )
+
+    def _remember(self) -> None:
+        """Takes the present parameters as those after the last outer step."""
+        for fragment in self._fragments:
+            fragment.remember(self.inner)
         self._sums = [fragment.digest() for fragment in self._fragments]
+
+    def _begin(self, *_: Any) -> None:
+        """Is called before the first step, unless a state was loaded: gives all sites the same parameters."""
+        self._beginning.remove()
+        self._remember()
         if len(set(self._gather(self._agreement))) > 1:
             first = dist.get_process_group_ranks(self._group)[0]
             for fragment in self._fragments:
@@ -384,7 +392,8 @@ class DiLoCo:
         return checkpoint.save(self._fragments, self._feedback, counts, *self._place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continues from a checkpoint. The parameters are those of the model's own checkpoint.
+        """Continues from a checkpoint, on all ranks. The parameters are those of the model's own checkpoint, loaded before
+        or after.
 
         Args:
             state_dict: that of this rank if there are as many sites, else a list of those of all sites, whose residuals
@@ -395,6 +404,7 @@ class DiLoCo:
         """
         loaded = checkpoint.check(state_dict, self._fragments, *self._place)
         self._flight = None
+        self._beginning.remove()
         checkpoint.apply(loaded, self._fragments, self._feedback)
         self.outer_steps, self.steps, due_in = loaded.counts
         self._due = self.steps + min(due_in, self.sync_every // len(self._fragments))
@@ -418,6 +428,7 @@ class DiLoCo:
 
     def close(self) -> None:
         """Ends the averaging. An average that is under way is given up."""
+        self._beginning.remove()
         self._hook.remove()
         self._communicator.close()
 

@@ -190,7 +190,12 @@ def local(value: Any) -> Any:
 
 def _like(p: "DTensor", part: Tensor) -> Tensor:
     # The copy has no storage offset, with which a DTensor could be neither deep-copied nor saved alone.
-    like: Tensor = _dtensor().from_local(
-        part.clone(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    kept = part.clone()
+    if kept.device.type == p.device_mesh.device_type:
+        like: Tensor = _dtensor().from_local(
+            kept, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+    else:  # offloaded to the CPU, from where from_local would move it
+        like = torch.empty_like(p, dtype=kept.dtype)
+        like._local_tensor = kept
     return like

@@ -131,4 +131,4 @@ def test_ranks_end_about_where_they_do_on_the_cpu(case):
     expected = run_ranks(2, body, "cpu", *args, fresh=True)
     found = run_ranks(2, on_gpu, body, "cuda", *args, fresh=True)
     for on_cpu, on_cuda in zip(expected, found, strict=True):
-        torch.testing.assert_close(on_cuda, on_cpu, rtol=0.05, atol=0.02)
+        torch.testing.assert_close(on_cuda, on_cpu, rtol=0.05, atol=0.05)
