@@ -57,7 +57,12 @@ CODECS = {  # contestant -> codec, error_feedback
 }
 CONTESTANTS = ("plain", *CODECS, "powersgd")
 SHARDED = {"gather-bf16": "bf16", "gather-int8": "int8", "gather-int4": "int4"}  # FSDP2: the codec of parameters
-LOCAL = {"diloco-raw": "raw", "diloco-int4": "int4"}  # sites of one rank: the codec of averages
+LOCAL = {  # sites of one rank: how they average, and the codec
+    "diloco-raw": (local_sgd.DiLoCo, "raw"),
+    "diloco-int4": (local_sgd.DiLoCo, "int4"),
+    "local-sgd-raw": (local_sgd.LocalSGD, "raw"),
+    "local-sgd-int4": (local_sgd.LocalSGD, "int4"),
+}
 POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}  # the smallest value it accepts
 
 Sent = Callable[[], float]
@@ -70,7 +75,8 @@ def averaging(contestant: str, module: nn.Module, optimize: Optimize) -> Iterato
     """Yield the module, whose parameters are averaged from time to time, and what trains it."""
     name, _, every = contestant.partition("@")
     optimizer, lrs = optimize(module)
-    outer = local_sgd.DiLoCo(module, optimizer, sync_every=int(every), codec=LOCAL[name])
+    kind, codec = LOCAL[name]
+    outer = kind(module, optimizer, sync_every=int(every), codec=codec)
     yield module, optimizer, lrs, lambda: outer.metrics()["outer/wire_bytes"]
     outer.close()
 

@@ -1,4 +1,4 @@
-"""SIMULATED, not timed: all-reduces, servers and training steps on modelled networks, beside published figures."""
+"""SIMULATED, not timed: all-reduces, servers and training on modelled networks, beside published figures."""
 
 import argparse
 from collections.abc import Iterator
@@ -7,16 +7,17 @@ from pathlib import Path
 
 from benchmarks.cases.allreduce import RAW_ALONE, size
 from benchmarks.harness import Failure, Keep, Progress, at_least, choices
-from benchmarks.simulated import literature, measured, topologies
+from benchmarks.simulated import literature, measured, slow_links, topologies
 from benchmarks.simulated.workloads import BACKWARD, RESNET50, TRANSFORMER, Workload, transformer_compute
 from benchmarks.simulation import Cell, Section, Simulation
 from dltrain_ext import codecs, comm, sim
 
-ALL_REDUCE, TOPOLOGIES, BREAK_EVEN, TRAINING, PUBLISHED, MEASURED = PARTS = (
+ALL_REDUCE, TOPOLOGIES, BREAK_EVEN, TRAINING, SLOW_LINKS, PUBLISHED, MEASURED = PARTS = (
     "all-reduce",
     "topologies",
     "break-even",
     "training",
+    "slow-links",
     "published",
     "measured",
 )
@@ -79,6 +80,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tflops", type=positive, default=150.0, help="TFLOP/s of a GPU in a transformer step (default: %(default)s)"
     )
+    parser.add_argument("--sites", type=at_least(1), default=64, help="sites behind slow links (default: %(default)s)")
+    parser.add_argument(
+        "--site-parameters", type=at_least(1), default=10**10, help="parameters that sites average (default: 10^10)"
+    )
+    parser.add_argument(
+        "--site-step", type=positive, default=10.0, help="seconds that a site computes for a step (default: 10)"
+    )
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
@@ -99,6 +107,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         TOPOLOGIES: lambda: topologies.compare(network, largest, options.nbytes, options.resnet_step, progress),
         BREAK_EVEN: lambda: break_evens(options, names, largest, network, progress),
         TRAINING: lambda: training(options, names, largest, network, progress),
+        SLOW_LINKS: lambda: slow_links.compare(options.sites, options.site_parameters, options.site_step, progress),
         PUBLISHED: literature.compare,
     }
     title = "SIMULATED on a modelled network: nothing was timed, and no model covers all effects of a real network"
@@ -253,6 +262,14 @@ def make_notes(options: argparse.Namespace, network: sim.Network) -> list[str]:
             f"{resnet.parameters / 1e6:.3g}M parameters), and {transformer.compute:.3g} s per step of "
             f"{options.tokens:,} tokens ({transformer.name}: 6 x parameters x tokens, at {options.tflops:g} TFLOP/s)",
         ]
+    if SLOW_LINKS in options.parts:
+        notes.append(
+            f"{SLOW_LINKS}: share of time in which {options.sites} sites, each behind a link of its own, compute; "
+            f"ASSUMED: {options.site_parameters:,} parameters in fp32, {options.site_step:g} s of computing per step, "
+            f"{slow_links.LATENCY / US / 1e3:g} ms from site to site, and a memory bandwidth of "
+            f"{slow_links.MEMORY / 1e9:g} GB/s for codecs and sums. MB/step and burst: sent by a site; peak: what a "
+            "link must carry if training is not to stand still, none is enough without a delay"
+        )
     if PUBLISHED in options.parts:
         notes.append(
             f"{PUBLISHED}: off % is simulated over reported, minus 1; --json also writes the inputs and the assumptions"

@@ -15,19 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dltrain_ext import _ops
-from dltrain_ext._arguments import as_number, check_number
 from dltrain_ext.comm import Communicator
 from dltrain_ext.comm.addresses import check_private
-from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.comm.work import Work
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.local_sgd import checkpoint
 from dltrain_ext.local_sgd.fragments import ALGORITHM, Fragment, divide
 from dltrain_ext.local_sgd.snapshot import Snapshot
+from dltrain_ext.local_sgd.settings import NAMES, Settings
 from dltrain_ext.local_sgd.sites import site_of
-from dltrain_ext.local_sgd.trained import trained
+from dltrain_ext.local_sgd.trained import Trained, trained
 
 _log = logging.getLogger("dltrain_ext")
 
@@ -122,19 +120,17 @@ class DiLoCo:
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(inner, Optimizer):
             raise TypeError(f"inner: expected a torch.optim.Optimizer, got {type(inner).__name__}")
+        if not isinstance(allow_public, bool):
+            raise TypeError(f"allow_public: expected a bool, got {allow_public!r}")
+        self._settings = Settings(
+            sync_every, lr, momentum, nesterov, fragments, delay, mix, codec, error_feedback, min_compress_numel
+        )
         self._trained = trained(model)
-        _check_schedule(sync_every, fragments, delay, len(self._trained))
-        self._rule = _rule(lr, momentum, nesterov, mix)
-        check_names(ALGORITHM, codec)
-        check_number(min_compress_numel, "min_compress_numel", 2**63)
-        for name, value in (("error_feedback", error_feedback), ("allow_public", allow_public)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}: expected a bool, got {value!r}")
-        if error_feedback:
-            _ops.check_feedback(codec, False, "error_feedback: expected False")
-        self._codec, self._min_compress_numel = codec, min_compress_numel
-        self._timeout, self._allow_public = timeout, allow_public
-        self.inner, self.sync_every, self.delay = inner, sync_every, delay
+        if fragments > len(self._trained):
+            raise ValueError(
+                f"fragments: expected at most the number of trained parameters, {len(self._trained)}, got {fragments}"
+            )
+        self._inner, self._timeout, self._allow_public = inner, timeout, allow_public
         self._feedback = Feedback[str](torch.float32, double_buffered=False) if error_feedback else None
         self._group = group_of(group)
         self._site = site_of(model, self._trained, self._group)
@@ -145,10 +141,12 @@ class DiLoCo:
             for part in self._parts
         ]
         self._connect(self._group)
-        self._snapshot = Snapshot(self._fragments) if delay or self._trained[0].device.type == "cuda" else None
+        self._on_cuda = self._trained[0].device.type == "cuda"
+        self._snapshot = Snapshot(self._fragments) if delay or self._on_cuda else None
         self._flight: _Flight | None = None
+        self._spoilt: Fragment | None = None  # whose residuals are those of an average that has failed
         self.steps = self.outer_steps = 0
-        self._due = sync_every // fragments
+        self._due = self._settings.interval
         self._waited = 0.0
         self._nonfinite = 0
         self._check_settings()
@@ -162,29 +160,22 @@ class DiLoCo:
         self._group = group
         self._communicator = Communicator(group, timeout=self._timeout, ranks_per_host=1)
         for fragment in self._fragments:
-            fragment.lay(self._codec, self._min_compress_numel, self._feedback, self._communicator.world_size)
+            fragment.lay(
+                self._settings.codec,
+                self._settings.min_compress_numel,
+                self._feedback,
+                self._communicator.world_size,
+            )
 
     def _check_settings(self) -> None:
-        settings = (
-            self.sync_every,
-            len(self._fragments),
-            self.delay,
-            *self._rule.values(),
-            self._codec,
-            self._min_compress_numel,
-            self._feedback is not None,
-            [(each.name, tuple(each.shape)) for fragment in self._fragments for each in fragment.trained],
-        )
-        if len(set(self._gather(_digest(repr(settings).encode())))) > 1:
-            raise ValueError(
-                "model, sync_every, lr, momentum, nesterov, fragments, delay, mix, codec, min_compress_numel, "
-                "error_feedback: expected the same at all sites"
-            )
+        shapes = [(each.name, tuple(each.shape)) for fragment in self._fragments for each in fragment.trained]
+        if len(set(self._gather(_digest(f"{self._settings} {shapes}".encode())))) > 1:
+            raise ValueError(f"{NAMES}: expected the same at all sites")
 
     def _remember(self) -> None:
         """Takes the present parameters as those after the last outer step."""
         for fragment in self._fragments:
-            fragment.remember(self.inner)
+            fragment.remember(self._inner)
         self._sums = [fragment.digest() for fragment in self._fragments]
 
     def _begin(self, *_: Any) -> None:
@@ -195,7 +186,7 @@ class DiLoCo:
             first = dist.get_process_group_ranks(self._group)[0]
             for fragment in self._fragments:
                 self._communicator.broadcast(fragment.backup, first)
-                fragment.restore(self.inner)
+                fragment.restore(self._inner)
             self._sums = [fragment.digest() for fragment in self._fragments]
         for part in self._parts:
             self._share(part)
@@ -221,9 +212,9 @@ class DiLoCo:
                 if self.steps >= self._flight.lands:
                     self._land()
             if self.steps >= self._due:
-                self._due = self.steps + self.sync_every // len(self._fragments)
+                self._due = self.steps + self._settings.interval
                 self._depart()
-                if self.delay == 0:
+                if self._settings.delay == 0:
                     self._land()
 
     @contextlib.contextmanager
@@ -232,8 +223,13 @@ class DiLoCo:
         try:
             yield
         except BaseException:
-            self._flight, self._due = None, self.steps + 1
+            self._abandon()
+            self._due = self.steps + 1
             raise
+
+    def _abandon(self) -> None:
+        if self._flight is not None:
+            self._spoilt, self._flight = self._flight.fragment, None
 
     @property
     def _turn(self) -> int:
@@ -245,10 +241,10 @@ class DiLoCo:
         """Sends how far a fragment has moved."""
         fragment = self._fragments[self._turn]
         message = torch.empty(fragment.message_bytes, dtype=torch.uint8)
-        self._flight = _Flight(fragment, message, None, self.steps + self.delay)
+        self._flight = _Flight(fragment, message, None, self.steps + self._settings.delay)
         if not fragment.message_bytes:
             return
-        moved = [each.value(self.inner) for each in fragment.trained]
+        moved = [each.value(self._inner) for each in fragment.trained]
         if self._snapshot is not None:
             moved = self._snapshot.take(fragment, moved)
         options: dict[str, Any] = {
@@ -261,7 +257,7 @@ class DiLoCo:
             "message": message,
             "agreement": self._agreement,
         }
-        if self.delay:
+        if self._settings.delay:
             self._flight.work = self._communicator.submit_bucket(fragment.backup, fragment.layout.handle, **options)
         else:
             began = time.monotonic()
@@ -285,17 +281,18 @@ class DiLoCo:
         self._share(self._parts[index])
 
     def _step(self, fragment: Fragment, message: Tensor) -> None:
-        mix = self._rule["mix"] if self.delay else 0.0
-        if self._trained[0].device.type == "cpu":
-            parameters = [each.value(self.inner) for each in fragment.trained]
-            copies = [each.copy(self.inner) for each in fragment.trained]
-            finite = fragment.step(message, parameters, copies, rule={**self._rule, "mix": mix})
+        if not self._on_cuda:
+            parameters = [each.value(self._inner) for each in fragment.trained]
+            copies = [each.copy(self._inner) for each in fragment.trained]
+            finite = fragment.step(message, parameters, copies, **self._settings.rule(is_mixed=True))
         else:
             assert self._snapshot is not None
             parameters = self._snapshot.of(fragment)
-            finite = fragment.step(message, parameters, [None] * len(parameters), rule={**self._rule, "mix": 0.0})
+            copies = [None] * len(parameters)
+            finite = fragment.step(message, parameters, copies, **self._settings.rule(is_mixed=False))
+            own = self._settings.rule(is_mixed=True)["mix"]
             for each, value in zip(fragment.trained, parameters, strict=True):
-                each.write(self.inner, value, 1.0 - mix)
+                each.write(self._inner, value, 1.0 - own)
         if not finite:
             self._nonfinite += 1
             _log.warning(
@@ -306,8 +303,8 @@ class DiLoCo:
 
     def _share(self, part: Sequence[int]) -> None:
         """Gives the ranks of this site the parameters of a part, from those that have averaged them."""
-        for read in (lambda each: each.value(self.inner), lambda each: each.copy(self.inner)):
-            found = [(read(self._trained[i]), self._owners[i]) for i in part]
+        for read in (Trained.value, Trained.copy):
+            found = [(read(self._trained[i], self._inner), self._owners[i]) for i in part]
             given = [(tensor, owner) for tensor, owner in found if tensor is not None]
             self._site.share([tensor for tensor, _ in given], [owner for _, owner in given])
 
@@ -354,13 +351,14 @@ class DiLoCo:
                 raise RuntimeError("group: expected one of the ranks that are left, since no rank is known to be lost")
             left = [rank for rank in dist.get_process_group_ranks(self._group) if rank != self.lost]
             group = dist.new_group(left, backend="gloo", use_local_synchronization=True)
+        group = group_of(group)
         self._communicator.close()
-        self._flight = None
-        if self._feedback is not None:
-            for each in self._fragments[self._turn].trained:
-                if (lost := self._feedback.of(each.name)) is not None:
-                    lost.zero_()
-        self._connect(group_of(group))
+        self._abandon()
+        for each in self._spoilt.trained if self._spoilt else ():
+            if self._feedback is not None and (lost := self._feedback.of(each.name)) is not None:
+                lost.zero_()
+        self._spoilt = None
+        self._connect(group)
         self._catch_up()
 
     def _catch_up(self) -> None:
@@ -375,10 +373,10 @@ class DiLoCo:
                 if flat is not None:
                     self._communicator.broadcast(flat, source)
             if self.outer_steps < most:
-                fragment.restore(self.inner)
+                fragment.restore(self._inner)
                 self._sums[index] = fragment.digest()
                 self.outer_steps = most
-                self._due = self.steps + self.sync_every // len(self._fragments)
+                self._due = self.steps + self._settings.interval
                 self._share(self._parts[index])
 
     def state_dict(self) -> dict[str, Any]:
@@ -407,7 +405,7 @@ class DiLoCo:
         self._beginning.remove()
         checkpoint.apply(loaded, self._fragments, self._feedback)
         self.outer_steps, self.steps, due_in = loaded.counts
-        self._due = self.steps + min(due_in, self.sync_every // len(self._fragments))
+        self._due = self.steps + min(due_in, self._settings.interval)
         self._sums = [fragment.digest() for fragment in self._fragments]
 
     @property
@@ -445,36 +443,6 @@ class LocalSGD(DiLoCo):
         super().__init__(
             model, inner, sync_every=sync_every, codec=codec, lr=1.0, momentum=0.0, nesterov=False, **options
         )
-
-
-def _check_schedule(sync_every: int, fragments: int, delay: int, parameters: int) -> None:
-    for name, value in (("sync_every", sync_every), ("fragments", fragments), ("delay", delay)):
-        check_number(value, name, 2**31)
-    if not 1 <= fragments <= parameters:
-        raise ValueError(f"fragments: expected 1 to {parameters}, the number of trained parameters, got {fragments}")
-    if sync_every < 1 or sync_every % fragments:
-        raise ValueError(f"sync_every: expected a multiple of fragments, {fragments}, got {sync_every}")
-    if delay >= sync_every // fragments:
-        raise ValueError(
-            f"delay: expected less than sync_every / fragments, {sync_every // fragments}, so that one fragment is under "
-            f"way at a time, got {delay}"
-        )
-
-
-def _rule(lr: float, momentum: float, nesterov: bool, mix: float) -> dict[str, float]:
-    if not isinstance(nesterov, bool):
-        raise TypeError(f"nesterov: expected a bool, got {nesterov!r}")
-    rule = {name: as_number(value, name) for name, value in (("lr", lr), ("momentum", momentum), ("mix", mix))}
-    for name, fits, expected in (
-        ("lr", 0 < rule["lr"] < float("inf"), "more than 0"),
-        ("momentum", 0 <= rule["momentum"] < 1, "0 or more, less than 1"),
-        ("mix", 0 <= rule["mix"] < 1, "0 or more, less than 1"),
-    ):
-        if not fits:
-            raise ValueError(f"{name}: expected {expected}, got {rule[name]}")
-    if nesterov and momentum == 0:
-        raise ValueError("nesterov: expected False without momentum, got True")
-    return {**rule, "nesterov": nesterov}
 
 
 def _digest(content: bytes) -> int:

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,8 +95,7 @@ class Fragment:
         message: Tensor,
         parameters: Sequence[Tensor],
         copies: Sequence[Tensor | None],
-        *,
-        rule: Mapping[str, float],
+        **rule: Any,
     ) -> bool:
         """Takes the outer step with the mean in the message, and writes the parameters and their half copies. Returns
         whether the mean is finite."""

@@ -197,5 +197,5 @@ def _like(p: "DTensor", part: Tensor) -> Tensor:
         )
     else:  # offloaded to the CPU, from where from_local would move it
         like = torch.empty_like(p, dtype=kept.dtype)
-        like._local_tensor = kept
+        like._local_tensor = kept  # type: ignore[attr-defined]
     return like

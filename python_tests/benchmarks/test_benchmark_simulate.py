@@ -14,7 +14,7 @@ from dltrain_ext import codecs, comm, sim
 pytestmark = pytest.mark.needs("matplotlib", "rich")
 
 RESULTS = ROOT / "benchmarks" / "results" / "simulate"
-PARTS = ["all-reduce", "topologies", "break-even", "training", "published", "measured"]
+PARTS = ["all-reduce", "topologies", "break-even", "training", "slow-links", "published", "measured"]
 
 
 def run(*arguments: object) -> commands.Done:
@@ -108,6 +108,40 @@ def test_the_docs_contain_the_stale_reads() -> None:
         assert cells == [f"{seconds:.2f}", f"{found['0'].seconds / seconds:.2f}x", f"{100 * waiting:.0f} %"]
 
 
+def test_the_docs_contain_the_slow_links(tmp_path: Path) -> None:
+    done = run("--parts", "slow-links", "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    now, kept = (sections(path)["slow-links"] for path in (tmp_path / "out.json", RESULTS / "simulate-slow-links.json"))
+    assert [pytest.approx(row) for row in kept] == now
+    found = {}
+    for row in kept:
+        schedule = (row["sync every"], row["fragments"], row["delay"], row["codec"])
+        found.setdefault(schedule, {})[row["Gbit/s"]] = row
+    shares, times = tables("Training over slow links")
+    assert [tuple(line[:4]) for line in shares] == [tuple(str(part) for part in schedule) for schedule in found]
+    for (*_, sent, mean, slow, middle, fast), links in zip(shares, found.values(), strict=True):
+        assert (sent, mean) == (f"{number(links[1.0]['MB/step'])} MB", number(links[1.0]["mean Gbit/s"]))
+        assert [slow, middle, fast] == [f"{number(row['computing %'])} %" for row in links.values()]
+    for sync_every in (100, 500):
+        each = {schedule[1:]: links for schedule, links in found.items() if schedule[0] == sync_every}
+        assert [tuple(line[:3]) for line in times] == [tuple(str(part) for part in schedule) for schedule in each]
+        for (*_, burst, peak, a, b, c, x, y, z), links in zip(times, each.values(), strict=True):
+            assert (burst, peak) == (f"{number(links[1.0]['burst GB'])} GB", number(links[1.0]["peak Gbit/s"]))
+            assert [a, b, c] == [number(row["all-reduce s"]) for row in links.values()]
+            assert [x, y, z] == [number(row["stands still s"]) for row in links.values()]
+
+
+def test_sites_are_options(tmp_path: Path) -> None:
+    done = run(
+        *("--parts", "slow-links", "--sites", 2, "--site-parameters", 10**6, "--site-step", 0.5),
+        *("--json", tmp_path / "out.json"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = sections(tmp_path / "out.json")["slow-links"][0]
+    assert (row["sync every"], row["codec"], row["MB/step"]) == (1, "raw", 4)
+    assert 0.5 + 4e6 / (0.1e9 / 8) < row["step s"] < 1.1
+
+
 def test_the_saved_comparison_equals_the_simulated_one(tmp_path: Path) -> None:
     done = run("--parts", "published", "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -147,7 +181,7 @@ def test_the_model_predicts_the_measured_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "answer", "arguments"),
     [
-        (2, "valid: all-reduce, topologies, break-even, training, published, measured", ["--parts", "everything"]),
+        (2, f"valid: {', '.join(PARTS)}", ["--parts", "everything"]),
         (2, "'-3' is not a number above 0", ["--bandwidth=-3"]),
         (2, "'fast' is not a number above 0", ["--links", "10,fast"]),
         (2, "is not a size", ["--nbytes", "10MB"]),

@@ -21,6 +21,7 @@ EXAMPLES = {
     "clipping.py": ("--steps 4", [PERCENT, PERCENT, r"0|\de-\d+"]),
     "compiled.py": ("--steps 4 --backend aot_eager", [PERCENT, "25.6", "32"]),
     "compiled_step.py": ("--steps 4 --backend aot_eager", [PERCENT, r"\d\.\d{3}", r"\d+\.\d{3}"]),
+    "diloco.py": ("--steps 8 --sync-every 4 --delay 1", [PERCENT + r"\d\d", "0", r"\d+", "32", "2178560", PERCENT]),
     "distillation.py": ("--steps 4 --teacher-steps 4", [PERCENT, PERCENT, "151", "306", "17", "258", "29.2", "32"]),
     "fully_sharded.py": ("--steps 4", [PERCENT + r"\d", "4", "3.90", "32"]),
     "low_precision.py": ("--steps 4 --dtype fp16", [PERCENT, "25.6", "32", "2.0", "12.0"]),

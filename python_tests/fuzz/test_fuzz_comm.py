@@ -96,7 +96,7 @@ def test_all_reduce_of_graphs(data, shape):
 
 @fuzz(
     *("sim.simulate", "sim.best", "sim.training_step", "sim.break_even", "sim.parameter_server"),
-    "sim.bounded_staleness",
+    *("sim.bounded_staleness", "sim.local_sgd"),
     examples=90,
 )
 @given(st.data())
@@ -165,6 +165,20 @@ def test_simulations(data):
                         "serving": st.floats(),
                         "pushes": st.integers(0, 99),
                         "seed": sizes,
+                    },
+                ),
+                (
+                    "local_sgd",
+                    {
+                        "world_size": st.integers(0, 9),
+                        "nbytes": sizes,
+                        "sync_every": st.integers(0, 9).map(lambda number: 12 * number),
+                        "compute": st.floats(),
+                        "fragments": st.integers(0, 4),
+                        "delay": sizes,
+                        "codec": codec_names,
+                        "network": networks,
+                        "largest": st.one_of(st.none(), sizes),
                     },
                 ),
             ]

@@ -7,12 +7,13 @@ from pathlib import Path
 import fuzzing
 import torch
 
-from dltrain_ext import amp, codecs, comm, ddp, fsdp, kfac, monitor, optim, sim
+from dltrain_ext import amp, codecs, comm, ddp, fsdp, kfac, local_sgd, monitor, optim, sim
 
 # Names that hold or return what other tests pass in, and names without arguments.
 DATA = {
     *("codecs.CODECS", "codecs.ErrorBound", "codecs.DecodeStats", "sim.Estimate", "sim.StepEstimate"),
     *("sim.StalenessEstimate", "sim.StepEstimate.efficiency", "sim.Speed.from_list", "sim.Speed.to_list"),
+    *("sim.LocalSGDEstimate", "sim.LocalSGDEstimate.efficiency", "sim.LocalSGDEstimate.mean_bandwidth"),
     *(
         "ddp.AllReduceState.grad_stats",
         "comm.Communicator.check_process",
@@ -33,7 +34,7 @@ ELSEWHERE = {f"fsdp.ShardedState.{name}" for name in ("all_reduce", "reduce_scat
 
 
 def public():
-    for module in (amp, codecs, comm, ddp, fsdp, kfac, monitor, optim, sim):
+    for module in (amp, codecs, comm, ddp, fsdp, kfac, local_sgd, monitor, optim, sim):
         where = module.__name__.rpartition(".")[2]
         names = getattr(module, "__all__", ["GradStats", "LossScaler"])
         for name in names:

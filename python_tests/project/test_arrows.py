@@ -34,7 +34,7 @@ PARTS = {
 
 # Python module -> the modules of the package that it may use
 MODULES = {
-    "__init__": {"amp", "codecs", "comm", "ddp", "kfac", "monitor", "optim", "sim", "_build_info"},
+    "__init__": {"amp", "codecs", "comm", "ddp", "kfac", "local_sgd", "monitor", "optim", "sim", "_build_info"},
     "_ops": {"_C", "_build_info"},
     "_arguments": set(),
     "reference": set(),
@@ -47,8 +47,9 @@ MODULES = {
     "fsdp": {"compress", "comm", "_arguments"},
     "kfac": {"comm", "codecs", "_arguments"},
     "monitor": {"compress", "comm", "_arguments"},
+    "local_sgd": {"compress", "comm", "optim", "_ops", "_arguments"},
     "ps": {"amp", "optim", "comm", "codecs", "_ops", "_arguments"},
-    "lightning": {"ddp", "compress", "amp"},
+    "lightning": {"ddp", "local_sgd", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
     "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},

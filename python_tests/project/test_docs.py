@@ -24,6 +24,7 @@ IN_A_GROUP = {
     "README.md",
     "all_reduce.md",
     "kfac.md",
+    "local_sgd.md",
     "monitoring.md",
     "parameter_server.md",
     "recipes.md",

@@ -1,0 +1,70 @@
+"""The settings of an outer optimizer, which are the same at all sites."""
+
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from dltrain_ext import _ops
+from dltrain_ext._arguments import as_number, check_number
+from dltrain_ext.comm.arguments import check_names
+from dltrain_ext.local_sgd.fragments import ALGORITHM
+
+NAMES = "model, sync_every, lr, momentum, nesterov, fragments, delay, mix, codec, error_feedback, min_compress_numel"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See :class:`dltrain_ext.local_sgd.DiLoCo`. Raises TypeError or ValueError that names what is invalid."""
+
+    sync_every: int
+    lr: float
+    momentum: float
+    nesterov: bool
+    fragments: int
+    delay: int
+    mix: float
+    codec: str
+    error_feedback: bool
+    min_compress_numel: int
+
+    def __post_init__(self) -> None:
+        for name in ("nesterov", "error_feedback"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}: expected a bool, got {value!r}")
+        self._check_schedule()
+        for name, least, is_open in (("lr", 0.0, True), ("momentum", 0.0, False), ("mix", 0.0, False)):
+            value = as_number(getattr(self, name), name)
+            if not (least < value if is_open else least <= value) or not value < (float("inf") if is_open else 1):
+                raise ValueError(f"{name}: expected {'more than 0' if is_open else '0 or more, less than 1'}, got {value}")
+            object.__setattr__(self, name, value)
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov: expected False without momentum, got True")
+        check_names(ALGORITHM, self.codec)
+        check_number(self.min_compress_numel, "min_compress_numel", 2**63)
+        if self.error_feedback:
+            _ops.check_feedback(self.codec, False, "error_feedback: expected False")
+
+    def _check_schedule(self) -> None:
+        for name in ("sync_every", "fragments", "delay"):
+            check_number(getattr(self, name), name, 2**31)
+        if self.fragments < 1:
+            raise ValueError(f"fragments: expected at least 1, got {self.fragments}")
+        if self.sync_every < 1 or self.sync_every % self.fragments:
+            raise ValueError(f"sync_every: expected a multiple of fragments, {self.fragments}, got {self.sync_every}")
+        if self.delay >= self.interval:
+            raise ValueError(
+                f"delay: expected less than sync_every / fragments, {self.interval}, so that one fragment is under way "
+                f"at a time, got {self.delay}"
+            )
+
+    @property
+    def interval(self) -> int:
+        """The number of steps between two averages, of one fragment and the next."""
+        return self.sync_every // self.fragments
+
+    def rule(self, *, is_mixed: bool) -> dict[str, Any]:
+        """Returns the numbers of an outer step. ``is_mixed``: a site's own parameters have a share in the new ones."""
+        mix = self.mix if is_mixed and self.delay else 0.0
+        return {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "mix": mix}
+
+    def __str__(self) -> str:
+        return repr(astuple(self))
