@@ -8,7 +8,7 @@
 //   p <- b                                   if the sites have gone on meanwhile: p <- mix p + (1 - mix) b
 //
 // The last line is that of Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). An element of D that is not finite changes neither m
-// nor b.
+// nor b, and one of p that is not finite becomes b.
 
 #include "core/host_device.h"
 #include "math/block.h"
@@ -24,7 +24,7 @@ struct OuterStep {
   DLT_HD float momentum_after(float m, float d) const { return is_finite(d) ? with_momentum(momentum, m, d) : m; }
   // m: after this step.
   DLT_HD float step(float m, float d) const { return is_finite(d) ? lr * direction_of(momentum, nesterov, m, d) : 0.0f; }
-  DLT_HD float mixed(float p, float b) const { return mix * p + (1.0f - mix) * b; }
+  DLT_HD float mixed(float p, float b) const { return is_finite(p) ? mix * p + (1.0f - mix) * b : b; }
 };
 
 }  // namespace dltrain::math

@@ -12,6 +12,7 @@ from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.local_sgd.fragments import Fragment
 
 _FLATS = ("backup", "momentum")
+_MOST = 2**62  # steps
 
 
 class Counts(NamedTuple):
@@ -54,9 +55,13 @@ def check(
     states: Any = state_dict if isinstance(state_dict, list | tuple) else [state_dict]
     shapes = {name: value for fragment in fragments for name, value in fragment.named(fragment.backup).items()}
     outer, lost = residuals.merge(states, rank, world_size, shapes, "DiLoCo")
+    if outer >= _MOST:
+        raise ValueError(f"state_dict: expected fewer than {_MOST} steps, got {outer}")
+    if spoilt := [name for name, residual in lost.items() if not bool(residual.isfinite().all())]:
+        raise ValueError(f"state_dict: expected finite feedback of {spoilt[0]}")
     state = states[0]
     for name, least in (("inner_steps", 0), ("due_in", 1)):
-        if type(number := state.get(name)) is not int or not least <= number < 2**62:
+        if type(number := state.get(name)) is not int or not least <= number < _MOST:
             raise ValueError(f"state_dict: expected {name} of at least {least}, got {number!r}")
     flats = {}
     for key in _FLATS:
@@ -74,8 +79,10 @@ def check(
 
 
 def _check_values(given: Any, what: str, like: Tensor) -> None:
-    if not isinstance(given, Tensor) or not is_dense(given) or given.is_meta or given.dtype != torch.float32:
-        raise ValueError(f"state_dict: expected {what} as a dense tensor of float32, got {type(given).__name__}")
+    if not isinstance(given, Tensor) or not is_dense(given) or given.is_meta:
+        raise ValueError(f"state_dict: expected {what} as a dense tensor, got {type(given).__name__}")
+    if given.dtype != torch.float32:
+        raise ValueError(f"state_dict: expected {what} in float32, got {given.dtype}")
     if given.shape != like.shape:
         raise ValueError(f"state_dict: expected {what} of shape {tuple(like.shape)}, got {tuple(given.shape)}")
     if not bool(given.isfinite().all()):
@@ -86,7 +93,7 @@ def apply(loaded: Loaded, fragments: Sequence[Fragment], feedback: Feedback[str]
     for fragment in fragments:
         for key in _FLATS:
             for name, value in _named(fragment, key).items():
-                value.copy_(loaded.flats[key][name])
+                value.copy_(loaded.flats[key][name].detach())
     for name, lost in _residuals(fragments, feedback).items():
         lost.copy_(loaded.residuals[name]) if name in loaded.residuals else lost.zero_()
 

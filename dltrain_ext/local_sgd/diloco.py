@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dltrain_ext import _ops
 from dltrain_ext.comm import Communicator
 from dltrain_ext.comm.addresses import check_private
 from dltrain_ext.comm.groups import group_of
@@ -25,7 +26,7 @@ from dltrain_ext.local_sgd.fragments import ALGORITHM, Fragment, divide
 from dltrain_ext.local_sgd.snapshot import Snapshot
 from dltrain_ext.local_sgd.settings import NAMES, Settings
 from dltrain_ext.local_sgd.sites import site_of
-from dltrain_ext.local_sgd.trained import Trained, trained
+from dltrain_ext.local_sgd.trained import Trained, in_memory_order, trained
 
 _log = logging.getLogger("dltrain_ext")
 
@@ -148,9 +149,10 @@ class DiLoCo:
         self.steps = self.outer_steps = 0
         self._due = self._settings.interval
         self._waited = 0.0
-        self._nonfinite = 0
+        self._nonfinite = self._sent = 0
         self._check_settings()
         self._remember()
+        self._has_begun = False
         self._beginning = inner.register_step_pre_hook(self._begin)
         self._hook = inner.register_step_post_hook(self._stepped)
 
@@ -168,28 +170,29 @@ class DiLoCo:
             )
 
     def _check_settings(self) -> None:
-        shapes = [(each.name, tuple(each.shape)) for fragment in self._fragments for each in fragment.trained]
-        if len(set(self._gather(_digest(f"{self._settings} {shapes}".encode())))) > 1:
+        layouts = [each.layout for fragment in self._fragments for each in fragment.trained]
+        if len(set(self._gather(_digest(f"{self._settings} {layouts}".encode())))) > 1:
             raise ValueError(f"{NAMES}: expected the same at all sites")
 
     def _remember(self) -> None:
         """Takes the present parameters as those after the last outer step."""
         for fragment in self._fragments:
             fragment.remember(self._inner)
-        self._sums = [fragment.digest() for fragment in self._fragments]
 
     def _begin(self, *_: Any) -> None:
-        """Is called before the first step, unless a state was loaded: gives all sites the same parameters."""
-        self._beginning.remove()
+        """Is called before each step. Before the first one, unless a state was loaded, it gives all sites the same
+        parameters."""
+        if self._has_begun:
+            return
         self._remember()
-        if len(set(self._gather(self._agreement))) > 1:
+        if len(set(self._gather(self._digest(*self._fragments)))) > 1:
             first = dist.get_process_group_ranks(self._group)[0]
             for fragment in self._fragments:
                 self._communicator.broadcast(fragment.backup, first)
                 fragment.restore(self._inner)
-            self._sums = [fragment.digest() for fragment in self._fragments]
         for part in self._parts:
             self._share(part)
+        self._has_begun = True
 
     def _gather(self, number: int) -> list[int]:
         """Returns the numbers of all sites, of 64 bits."""
@@ -197,10 +200,10 @@ class DiLoCo:
         self._communicator.all_gather(found, torch.tensor([number]))
         return found.tolist()
 
-    @property
-    def _agreement(self) -> int:
-        """What the sites must have in common before an average: not 0."""
-        return _digest(struct.pack(f"<{len(self._sums) + 1}q", self.outer_steps, *self._sums)) | 1
+    def _digest(self, *fragments: Fragment) -> int:
+        """Returns a number, not 0, in which sites agree if they have taken the same outer steps of these fragments."""
+        sums = [fragment.digest() for fragment in fragments]
+        return _digest(struct.pack(f"<{len(sums) + 1}q", self.outer_steps, *sums)) | 1
 
     def _stepped(self, *_: Any) -> None:
         """Is called after each step of the inner optimizer."""
@@ -253,9 +256,9 @@ class DiLoCo:
             "codec": fragment.layout.codec,
             "feeds": fragment.layout.has_feedback,
             "step": self.outer_steps % 2**32,
-            "minus": moved,
+            "minus": [in_memory_order(each) for each in moved],
             "message": message,
-            "agreement": self._agreement,
+            "agreement": self._digest(fragment),
         }
         if self._settings.delay:
             self._flight.work = self._communicator.submit_bucket(fragment.backup, fragment.layout.handle, **options)
@@ -276,22 +279,20 @@ class DiLoCo:
         fragment, index = flight.fragment, self._turn
         if fragment.message_bytes:
             self._step(fragment, flight.message)
-        self._sums[index] = fragment.digest()
         self.outer_steps += 1
         self._share(self._parts[index])
 
     def _step(self, fragment: Fragment, message: Tensor) -> None:
         if not self._on_cuda:
-            parameters = [each.value(self._inner) for each in fragment.trained]
+            values = [each.value(self._inner) for each in fragment.trained]
             copies = [each.copy(self._inner) for each in fragment.trained]
-            finite = fragment.step(message, parameters, copies, **self._settings.rule(is_mixed=True))
+            finite = fragment.step(message, values, copies, **self._settings.rule(is_mixed=True))
         else:
             assert self._snapshot is not None
-            parameters = self._snapshot.of(fragment)
-            copies = [None] * len(parameters)
-            finite = fragment.step(message, parameters, copies, **self._settings.rule(is_mixed=False))
+            values = self._snapshot.of(fragment)
+            finite = fragment.step(message, values, [None] * len(values), **self._settings.rule(is_mixed=False))
             own = self._settings.rule(is_mixed=True)["mix"]
-            for each, value in zip(fragment.trained, parameters, strict=True):
+            for each, value in zip(fragment.trained, values, strict=True):
                 each.write(self._inner, value, 1.0 - own)
         if not finite:
             self._nonfinite += 1
@@ -350,8 +351,10 @@ class DiLoCo:
             if self.lost is None:
                 raise RuntimeError("group: expected one of the ranks that are left, since no rank is known to be lost")
             left = [rank for rank in dist.get_process_group_ranks(self._group) if rank != self.lost]
-            group = dist.new_group(left, backend="gloo", use_local_synchronization=True)
+            patience = timedelta(seconds=_ops.timeout_of(self._group))
+            group = dist.new_group(left, timeout=patience, backend="gloo", use_local_synchronization=True)
         group = group_of(group)
+        self._sent = self._wire_bytes()
         self._communicator.close()
         self._abandon()
         for each in self._spoilt.trained if self._spoilt else ():
@@ -374,7 +377,6 @@ class DiLoCo:
                     self._communicator.broadcast(flat, source)
             if self.outer_steps < most:
                 fragment.restore(self._inner)
-                self._sums[index] = fragment.digest()
                 self.outer_steps = most
                 self._due = self.steps + self._settings.interval
                 self._share(self._parts[index])
@@ -399,14 +401,15 @@ class DiLoCo:
 
         Raises:
             TypeError, ValueError: the state is invalid; nothing has changed.
+            RuntimeError: an average is under way, which would write to what is loaded; :meth:`finish` waits for it.
         """
         loaded = checkpoint.check(state_dict, self._fragments, *self._place)
-        self._flight = None
-        self._beginning.remove()
+        if self._flight is not None:
+            raise RuntimeError("load_state_dict: expected no average under way, got one; call finish() first")
+        self._has_begun = True
         checkpoint.apply(loaded, self._fragments, self._feedback)
         self.outer_steps, self.steps, due_in = loaded.counts
         self._due = self.steps + min(due_in, self._settings.interval)
-        self._sums = [fragment.digest() for fragment in self._fragments]
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -421,8 +424,11 @@ class DiLoCo:
             "outer/steps": self.outer_steps,
             "outer/waited": self._waited,
             "outer/nonfinite": self._nonfinite,
-            "outer/wire_bytes": self._communicator.stats()["wire_bytes"],
+            "outer/wire_bytes": self._wire_bytes(),
         }
+
+    def _wire_bytes(self) -> int:
+        return self._sent + self._communicator.stats()["wire_bytes"]
 
     def close(self) -> None:
         """Ends the averaging. An average that is under way is given up."""

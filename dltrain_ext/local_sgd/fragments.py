@@ -13,7 +13,7 @@ from dltrain_ext import _ops
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, Region, is_small
 from dltrain_ext.compress.parameters import numbers_of
-from dltrain_ext.local_sgd.trained import Trained
+from dltrain_ext.local_sgd.trained import Trained, in_memory_order
 
 ALGORITHM = "direct"  # two rounds, and each element is encoded at most twice
 _ALIGNMENT = 16  # elements
@@ -87,7 +87,8 @@ class Fragment:
             each.write(inner, kept)
 
     def digest(self) -> int:
-        """Returns a number that is the same where ``backup`` has the same bits, and else almost never."""
+        """Returns a number that is the same where ``backup`` has the same bits, and else hardly ever, unless elements
+        have changed places."""
         return int(self.backup.view(torch.int64).sum())
 
     def step(
@@ -104,8 +105,8 @@ class Fragment:
             message,
             backup=self.backup,
             momentum_buffer=self.momentum,
-            parameters=parameters,
-            copies=copies,
+            parameters=[in_memory_order(each) for each in parameters],
+            copies=[None if each is None else in_memory_order(each) for each in copies],
             **self._plan,
             **rule,
         )

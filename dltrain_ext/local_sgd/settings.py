@@ -3,6 +3,8 @@
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import torch
+
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_number
 from dltrain_ext.comm.arguments import check_names
@@ -31,11 +33,13 @@ class Settings:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}: expected a bool, got {value!r}")
         self._check_schedule()
-        for name, least, is_open in (("lr", 0.0, True), ("momentum", 0.0, False), ("mix", 0.0, False)):
-            value = as_number(getattr(self, name), name)
-            if not (least < value if is_open else least <= value) or not value < (float("inf") if is_open else 1):
-                raise ValueError(f"{name}: expected {'more than 0' if is_open else '0 or more, less than 1'}, got {value}")
-            object.__setattr__(self, name, value)
+        for name in ("lr", "momentum", "mix"):
+            object.__setattr__(self, name, as_number(given := getattr(self, name), name))
+            value = float(torch.tensor(getattr(self, name), dtype=torch.float32))  # as the kernel takes it
+            if name == "lr" and not 0 < value < float("inf"):
+                raise ValueError(f"lr: expected more than 0, and finite in float32, got {given!r}")
+            if name != "lr" and not 0 <= value < 1:
+                raise ValueError(f"{name}: expected 0 or more, less than 1, got {given!r}")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov: expected False without momentum, got True")
         check_names(ALGORITHM, self.codec)

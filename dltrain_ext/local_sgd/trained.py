@@ -1,5 +1,6 @@
 """The parameters of a model that are trained, as outer steps read and write them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ def local(tensor: Tensor) -> Tensor:
     """Returns the memory of this rank: the tensor itself or, of a DTensor, this rank's shard."""
     part: Any = getattr(tensor, "_local_tensor", None)
     return tensor.detach() if part is None else part.detach()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Returns a flat view of a tensor that leaves no gaps in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class Trained:
@@ -38,6 +44,11 @@ class Trained:
         """Returns a part of a flat tensor in the shape and the order in memory of the parameter."""
         return flat[first : first + self.numel].as_strided(self.shape, self._stride)
 
+    @property
+    def layout(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """What all sites must have in common: the name, the shape, and the order of the elements in memory."""
+        return self.name, tuple(self.shape), _order(self.shape, self._stride)
+
     def _master(self, inner: Optimizer) -> Tensor | None:
         found = inner.state.get(self.parameter, {}).get(MASTER)  # only torch's state_dict makes missing entries
         return None if found is None else local(found)
@@ -52,7 +63,7 @@ class Trained:
 
     def _checked(self, master: Tensor | None, own: Tensor) -> Tensor:
         value = own if master is None else master
-        if own.shape != self.shape or value.stride() != self._stride or own.stride() != self._stride:
+        if any((each.shape, _order(each.shape, each.stride())) != (self.shape, self.layout[2]) for each in (value, own)):
             raise RuntimeError(
                 f"{self.name}: expected the shape and strides that it had when the outer optimizer was made, "
                 f"{tuple(self.shape)} and {self._stride}, got {tuple(value.shape)} and {value.stride()}"
@@ -66,17 +77,22 @@ class Trained:
         if weight == 1.0:
             target.copy_(given)
         else:
-            target.copy_(target.float().lerp_(given.float(), weight))
+            moved = target.float().lerp_(given.float(), weight)
+            target.copy_(moved.where(moved.isfinite(), given.float()))
         if copy is not None:
             copy.copy_(target)
         torch.autograd.graph.increment_version(self.parameter)
+
+
+def _order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    return tuple(step for size, step in zip(shape, stride, strict=True) if size > 1)
 
 
 def trained(model: nn.Module) -> list[Trained]:
     """Returns the parameters of the model that require gradients, by the names that they have without DDP."""
     module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     found = [Trained(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if not any(each.numel for each in found):
+    if not any(each.parameter.numel() for each in found):
         raise ValueError("model: expected parameters that require gradients, got none")
     if len({each.device.type for each in found}) > 1:
         raise ValueError("model: expected all trained parameters on one type of device, got CPU and CUDA")

@@ -55,8 +55,7 @@ def resume(rank, world_size, schedule, saved_after, dtype, kind):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("saved_after", [4, 7])
-@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "torch"), (torch.bfloat16, "ours")])
+@pytest.mark.parametrize(("saved_after", "dtype", "kind"), [(4, torch.float32, "torch"), (7, torch.bfloat16, "ours")])
 def test_a_run_that_resumes_has_the_bits_of_one_that_went_on(schedule, saved_after, dtype, kind):
     for expected, found in run_ranks(2, resume, schedule, saved_after, dtype, kind):
         assert torch.equal(found[0], expected[0]) and same(found[1], expected[1])
@@ -237,34 +236,22 @@ def test_invalid_states_are_refused_and_change_nothing(key):
 
 
 def load_under_way(rank, world_size):
-    """The other site sends its part only after this one has loaded a state."""
     model, inner, outer = make(delay=3)
     train(model, inner, rank, range(1, 7))
     state = copy.deepcopy(outer.state_dict())
-    parameters = copy.deepcopy(model.state_dict())
-    if rank == 0:
-        train(model, inner, rank, range(7, 9))
-        assert outer._flight is not None
+    train(model, inner, rank, range(7, 9))
+    assert outer._flight is not None
+    with pytest.raises(RuntimeError, match="under way"):
         outer.load_state_dict(state)
-        dist.barrier()
-    else:
-        dist.barrier()
-        train(model, inner, rank, range(7, 9))
-        assert outer._flight is not None
-        outer.load_state_dict(state)
-    dist.barrier()
-    model.load_state_dict(parameters)
-    again = outer.state_dict()
-    train(model, inner, rank, range(9, 17))
-    (lost,), (found,) = state["feedback"].values(), again["feedback"].values()
-    return same(lost, found), backups(outer)
+    outer.finish()
+    outer.load_state_dict(state)
+    (lost,), (found,) = state["feedback"].values(), outer.state_dict()["feedback"].values()
+    return same(lost, found)
 
 
-def test_a_state_loaded_while_an_average_is_under_way():
-    """What that average writes later is not taken for a part of the state."""
-    (kept, first), (other, second) = run_ranks(2, load_under_way)
-    assert kept and other
-    assert same(first, second)
+def test_no_state_is_loaded_while_an_average_is_under_way():
+    """That average would write to what was loaded."""
+    assert all(run_ranks(2, load_under_way))
 
 
 def loaded_by_one(rank, world_size):

@@ -53,8 +53,10 @@ def survive(rank, world_size, victim, dies_at, schedule, given):
     return backups(outer), flat(model), outer.outer_steps
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dies_at", [0, 2, 5])
+@pytest.mark.parametrize(
+    ("dies_at", "schedule"),
+    [(0, SCHEDULES[0]), *((5, schedule) for schedule in SCHEDULES), (2, SCHEDULES[3])],
+)
 def test_a_killed_site_is_named_and_the_others_go_on(schedule, dies_at):
     *found, _ = run_ranks(3, survive, 2, dies_at, schedule, False, dying=(2,))
     assert same(found[0][0], found[1][0]) and found[0][2] == found[1][2] == 8
@@ -124,14 +126,14 @@ def one_has_the_mean(rank, world_size, schedule, behind):
     """The others take an outer step that one site has no mean of: as if a site were lost between the two."""
     model, inner, outer = make(**schedule)
     step = go_on(model, inner, outer, rank, 2, 1)
-    with mock.patch.object(outer, "_step", side_effect=dist.DistBackendError("interrupted")) if rank == behind else (
-        mock.patch.object(outer, "unused", create=True)
-    ):
-        if rank == behind:
-            with pytest.raises(dist.DistBackendError, match="interrupted"):
-                go_on(model, inner, outer, rank, 3, step)
-        else:
+    if rank == behind:
+        with (
+            mock.patch.object(outer, "_step", side_effect=dist.DistBackendError("interrupted")),
+            pytest.raises(dist.DistBackendError, match="interrupted"),
+        ):
             go_on(model, inner, outer, rank, 3, step)
+    else:
+        go_on(model, inner, outer, rank, 3, step)
     outer.recover(dist.new_group(list(range(world_size))))
     assert outer.outer_steps == 3
     caught_up = outer.state_dict()
@@ -149,31 +151,25 @@ def test_sites_that_lack_an_outer_step_get_it(schedule, behind):
 
 
 def with_a_flipped_bit(rank, world_size, schedule):
-    """Return the values before and after the average that follows."""
+    """Return what is kept of the last fragment, in which rank 1 has a flipped bit, before and after."""
     model, inner, outer = make(**schedule)
     fragments = schedule.get("fragments", 1)
     step = go_on(model, inner, outer, rank, 2 * fragments, 1)
     outer.finish()
-    before = backups(outer)
+    kept = outer._fragments[-1].backup
+    before = kept.clone()
     if rank == 1:
-        outer._fragments[-1].backup.view(torch.int32)[5] ^= 1 << 20
+        kept.view(torch.int32)[5] ^= 1 << 20
     with pytest.raises(dist.DistBackendError, match="does not agree with rank"):
-        train(model, inner, rank, range(step, step + 2 * outer_interval(schedule)))
-    assert outer.outer_steps <= 3 * fragments - 1
-    return before, {name: value.clone() for name, value in outer._fragments[0].named(outer._fragments[0].backup).items()}
-
-
-def outer_interval(schedule):
-    return 4 // schedule.get("fragments", 1) * schedule.get("fragments", 1) + schedule.get("delay", 0)
+        train(model, inner, rank, range(step, step + 12))
+    return before, kept
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_flipped_bit_is_an_error_at_all_sites(schedule):
     """A value that only one site has is not averaged."""
-    found = run_ranks(3, with_a_flipped_bit, schedule)
-    if not schedule:
-        for before, after in found[::2]:
-            assert same(before, after)
+    (before, after), _, (others_before, others_after) = run_ranks(3, with_a_flipped_bit, schedule)
+    assert torch.equal(before, after) and torch.equal(others_before, others_after)
 
 
 def with_swapped_values(rank, world_size):
@@ -221,7 +217,7 @@ def diverge(rank, world_size, codec, schedule, value):
     return kept, flat(model)
 
 
-@pytest.mark.parametrize("codec", ["raw", "bf16", "fp8", "int4"])
+@pytest.mark.parametrize("codec", ["raw", "int4"])
 @pytest.mark.parametrize("schedule", [dict(), dict(delay=3), dict(delay=2, mix=0.0)])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_site_that_diverges_does_not_spoil_the_others(codec, schedule, value):

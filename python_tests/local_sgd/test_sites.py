@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from local_training import backups, flat, network, train
+from local_training import backups, flat, give_grads, network, train
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,6 +60,54 @@ def test_ranks_of_ddp_share_the_work_of_one(codec, schedule, dtype):
     sent = found[0][1] + found[1][1]
     assert 0.95 * alone[0][1] < sent < 1.2 * alone[0][1]
     assert 0.3 < found[0][1] / sent < 0.7
+
+
+def in_channels_last(rank, world_size, memory_format):
+    mesh = mesh_of(world_size)
+    torch.manual_seed(mesh.get_local_rank("sites"))
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 40, 3)).to(memory_format=memory_format)
+    model = DistributedDataParallel(model, process_group=mesh.get_group("ranks"))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    local_sgd.DiLoCo(model, inner, sync_every=2, codec="raw", group=mesh.get_group("sites"))
+    for step in range(4):
+        give_grads(model, mesh.get_local_rank("sites"), step)
+        inner.step()
+    return flat(model)
+
+
+def test_ranks_share_parameters_in_channels_last():
+    expected, *_ = run_ranks(4, in_channels_last, torch.contiguous_format)
+    for found in run_ranks(4, in_channels_last, torch.channels_last):
+        assert torch.equal(found, expected)
+
+
+def resume_in_ddp(rank, world_size):
+    """Each rank saves and loads what it averages."""
+    mesh = mesh_of(world_size)
+    site = mesh.get_local_rank("sites")
+
+    def make():
+        model = DistributedDataParallel(network(), process_group=mesh.get_group("ranks"))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = dict(sync_every=4, fragments=2, min_compress_numel=64, group=mesh.get_group("sites"))
+        return model, inner, local_sgd.DiLoCo(model, inner, **options)
+
+    model, inner, outer = make()
+    train(model, inner, site, range(1, 6))
+    saved, parameters = outer.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, inner, site, range(6, 13))
+    expected = flat(model)
+    model, inner, outer = make()
+    model.load_state_dict(parameters)
+    outer.load_state_dict(saved)
+    train(model, inner, site, range(6, 13))
+    assert torch.equal(flat(model), expected)
+    return sorted(saved["backup"])
+
+
+def test_a_run_of_ddp_resumes():
+    first, second, third, fourth = run_ranks(4, resume_in_ddp)
+    assert first == third and second == fourth and not set(first) & set(second) and len(first + second) == 6
 
 
 def in_fsdp(rank, world_size, options, dtype=torch.float32):

@@ -107,6 +107,8 @@ void Communicator::check(const at::Tensor& tensor, const CollectiveOptions& opti
       "the order of calls on every rank; wait for the work, then call");
   TORCH_CHECK_VALUE(options.call.collective == comm::Collective::all_reduce || !work_->group().is_in_two_levels(), name,
                     ": expected a communicator with ranks_per_host=1, got one of two levels");
+  TORCH_CHECK_VALUE((options.minus.empty() && !options.message) || !work_->group().is_in_two_levels(),
+                    "minus, message: expected a communicator with ranks_per_host=1, got one of two levels");
   const comm::Executor& executor = work_->group().across();
   options.check(tensor, device_, executor.rank(), executor.world_size());
 }

@@ -94,8 +94,8 @@ void CollectiveOptions::check(const at::Tensor& tensor, const c10::Device& devic
 
 void CollectiveOptions::check_difference(const at::Tensor& tensor, const c10::Device& device, int world_size) const {
   if (minus.empty() && !message) return;
-  TORCH_CHECK_VALUE(call.collective == comm::Collective::all_reduce && bucket && bucket->layout(),
-                    "minus, message: expected an all-reduce of a bucket whose parameters are divided separately");
+  TORCH_CHECK_VALUE(call.collective == comm::Collective::all_reduce && !is_native(tensor.scalar_type()) && bucket && bucket->layout(),
+                    "minus, message: expected an all-reduce by a plan, of a bucket whose parameters are divided separately");
   const comm::Layout& layout = *bucket->layout();
   TORCH_CHECK_VALUE(minus.empty() || minus.size() == layout.size(), "minus: expected ", layout.size(), " tensors, got ", minus.size());
   TORCH_CHECK_TYPE(minus.empty() || tensor.scalar_type() == at::kFloat, "tensor: expected dtype float32 where something is subtracted, got ",
