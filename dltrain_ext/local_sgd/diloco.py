@@ -19,6 +19,7 @@ from dltrain_ext import _ops
 from dltrain_ext.comm import Communicator
 from dltrain_ext.comm.addresses import check_private
 from dltrain_ext.comm.groups import group_of
+from dltrain_ext.comm.sockets import limit_unsent, sockets
 from dltrain_ext.comm.work import Work
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.local_sgd import checkpoint
@@ -27,6 +28,8 @@ from dltrain_ext.local_sgd.snapshot import Snapshot
 from dltrain_ext.local_sgd.settings import NAMES, Settings
 from dltrain_ext.local_sgd.sites import site_of
 from dltrain_ext.local_sgd.trained import Trained, in_memory_order, trained
+
+_UNSENT = 1 << 16  # bytes of a connection: 50 ms at 10 Mbit/s
 
 _log = logging.getLogger("dltrain_ext")
 
@@ -160,7 +163,9 @@ class DiLoCo:
         if not self._allow_public:
             check_private(group, "allow_public")
         self._group = group
+        before = sockets()
         self._communicator = Communicator(group, timeout=self._timeout, ranks_per_host=1)
+        limit_unsent(sockets() - before, _UNSENT)
         for fragment in self._fragments:
             fragment.lay(
                 self._settings.codec,
