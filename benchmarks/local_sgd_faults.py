@@ -59,7 +59,9 @@ class Outcome(NamedTuple):
     wrong: list[str]
 
 
-def lose_ranks(rank: int, ranks: int, faults: list[Fault], width: int, found: Any, progress: Progress) -> Iterator[Outcome]:
+def lose_ranks(
+    rank: int, ranks: int, faults: list[Fault], width: int, found: Any, progress: Progress
+) -> Iterator[Outcome]:
     for index, fault in enumerate(faults):
         outcome = Outcome(fault, [], [], [], [], [])
         for turn in range(fault.times):

@@ -50,8 +50,8 @@ class Job(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One turn of one side on one rank, by step, except for the last three. Mean over the ranks, except for `seconds`
-    of the slowest rank and the bursts of the last one."""
+    """One turn of one side on one rank, by step, except for the last four. Mean over the ranks, except for
+    `seconds` of the slowest rank, the bursts of the last one, and the failures of all."""
 
     seconds: float
     waited: float  # share of the time
@@ -59,6 +59,7 @@ class Measured(NamedTuple):
     own: float  # seconds on the main thread in an outer step, without waiting
     burst: float
     peak: float
+    failures: float  # averages, over all ranks
 
 
 class Result(NamedTuple):
@@ -123,7 +124,11 @@ def measure(rank: int, ranks: int, job: Job, batch: int, progress: Progress) -> 
     for turn in range(job.turns):
         for index, side in enumerate(right[turn % len(right) :] + right[: turn % len(right)] if right else []):
             progress(f"turn {turn + 1} of {job.turns}, {side.name}", (turn + index / len(right)) / job.turns)
-            turns[side.name].append(take_turn(rank, ranks, job, side, x))
+            measured = take_turn(rank, ranks, job, side, x)
+            if measured.failures:
+                wrong, error, _ = checks[side.name]
+                checks[side.name] = wrong, error, f"{measured.failures:.0f} averages in turn {turn + 1}, over all ranks"
+            turns[side.name].append(measured)
     for side in job.sides:
         wrong, error, why = checks[side.name]
         yield Result(side, wrong, error, turns[side.name], why)
@@ -146,10 +151,11 @@ def take_turn(rank: int, ranks: int, job: Job, side: Side, x: Tensor) -> Measure
     dist.barrier()  # so that all that this rank sends to the others is counted
     nbytes = counter.end()
     slowest = over_ranks([seconds], "max")[0]
-    share, sent, own = over_ranks([waited / seconds, nbytes / steps, clock.own(waited)], "sum")
+    mine = [waited / seconds, nbytes / steps, clock.own(waited), runner.failures]
+    share, sent, own, failures = over_ranks(mine, "sum")
     burst, peak = over_ranks([counter.burst(), counter.peak()], "max")
     runner.close()
-    return Measured(slowest / steps, share / ranks, sent / ranks, own / ranks, burst, peak)
+    return Measured(slowest / steps, share / ranks, sent / ranks, own / ranks, burst, peak, failures)
 
 
 class MainThread:
@@ -258,8 +264,8 @@ def check(rank: int, ranks: int, side: Side) -> tuple[int, float, str]:
         wrong += count_wrong(same, same.clone(), 0, first_if_unlike(same))
     error = relative_error(found - start, moved)
     runner.close()
-    total, errors = over_ranks([wrong, error], "sum")
-    return int(total), errors / ranks, ""
+    total, errors, failures = over_ranks([wrong, error, runner.failures], "sum")
+    return int(total), errors / ranks, f"{failures:.0f} averages in the check, over all ranks" if failures else ""
 
 
 class Exact:
@@ -320,4 +326,3 @@ def flat(parameters: Iterator[nn.Parameter]) -> Tensor:
 
 def median(result: Result, name: str) -> float:
     return statistics.median(getattr(turn, name) for turn in result.turns)
-

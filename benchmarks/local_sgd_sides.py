@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+import multiprocessing
 import os
 import socket
 import time
@@ -88,6 +89,7 @@ class Runner:
     """A side in training, and that of no averaging. It averages "nothing", "gradients", "parameters", or "moves"."""
 
     averages = "nothing"
+    failures = 0  # averages that did not succeed, without an exception
     lead = 0  # steps before a turn, at the end of which nothing is under way
     outer: local_sgd.DiLoCo | None = None
 
@@ -234,13 +236,15 @@ class Torchft(Runner):
     averages = "moves"
 
     def __init__(self, side: Side, model: nn.Sequential, schedule: Schedule, inner: Inner):
+        os.environ.setdefault("RUST_LOG", "error")  # it writes to the standard output
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
         super().__init__(side, model, schedule, inner)
-        logging.getLogger("torchft").setLevel(logging.ERROR)
+        for name in ("torchft", "torchft.local_sgd", "torchft.manager", "torchft.process_group"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         patience, here, ranks = timedelta(seconds=PATIENCE), own_address(), dist.get_world_size()
         self.lighthouse = None
         if dist.get_rank() == 0:
@@ -309,6 +313,7 @@ class Hivemind(Runner):
     def __init__(self, side: Side, model: nn.Sequential, schedule: Schedule, inner: Inner):
         import hivemind
 
+        multiprocessing.set_start_method("fork", force=True)  # its processes cannot be pickled
         super().__init__(side, model, schedule, inner)
         self.waiting, here, rank = 0.0, own_address(), dist.get_rank()
         options: dict[str, Any] = {"host_maddrs": [f"/ip4/{here}/tcp/0"], "start": True, "use_ipfs": False}
@@ -337,14 +342,17 @@ class Hivemind(Runner):
     def step(self) -> None:
         self.inner.step()
         self.count += 1
-        if self.count % self.schedule.sync_every:
+        place = self.count % self.schedule.sync_every
+        if place == self.schedule.sync_every // 2:  # so that it finds the others while this rank trains
+            self.control = self.averager.step(wait=False, require_trigger=True, timeout=PATIENCE)
+        if place:
             return
         began = time.perf_counter()
         with self.averager.get_tensors() as tensors:
             for tensor, p in zip(tensors, self.model.parameters(), strict=True):
                 tensor.copy_(p)
-        if self.averager.step(timeout=PATIENCE) is None:
-            raise RuntimeError("hivemind: the average has failed")
+        self.control.allow_allreduce()
+        self.failures += not self.control.result(PATIENCE)
         with self.averager.get_tensors() as tensors:
             for tensor, p in zip(tensors, self.model.parameters(), strict=True):
                 p.copy_(tensor)

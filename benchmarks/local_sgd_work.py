@@ -189,5 +189,3 @@ def check(side: Outer, width: int) -> int:
         rounding = 1e-6 * expected.abs().max().item()
         wrong += count_wrong(found, expected, lost * magnitude + rounding)
     return wrong
-
-

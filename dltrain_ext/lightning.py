@@ -153,9 +153,9 @@ class DiLoCo(Callback):
     :class:`dltrain_ext.local_sgd.DiLoCo`.
 
     Join the sites by ``torch.distributed.init_process_group``, or pass their group. The Trainer of a site of one rank
-    has ``strategy="auto"`` and ``devices=1``; that of a site of several ranks has a strategy for the group of these. Its
-    checkpoints contain the outer optimizer's state of this rank, and a run that continues from one has the same bits as
-    a run that never stopped, if all sites saved after the same step.
+    has ``strategy="auto"`` and ``devices=1``; that of a site of several ranks has a strategy for the group of these.
+    Its checkpoints contain the outer optimizer's state of this rank, and a run that continues from one has the same
+    bits as a run that never stopped, if all sites saved after the same step.
 
     Args:
         options: those of :class:`dltrain_ext.local_sgd.DiLoCo`, except for the model and the inner optimizer, which are

@@ -2,8 +2,8 @@
 
 Each rank is a site or, with --per-site 2, two ranks are, which train by DDP. With a link of 10 Mbit/s to each site:
 
-sudo .venv/bin/python -m benchmarks hosts --rate 10mbit -- .venv/bin/python examples/diloco.py
-sudo .venv/bin/python -m benchmarks hosts --rate 10mbit --hosts 2 --per-host 2 -- .venv/bin/python examples/diloco.py --per-site 2
+python -m benchmarks hosts --rate 10mbit -- python examples/diloco.py
+python -m benchmarks hosts --rate 10mbit --hosts 2 --per-host 2 -- python examples/diloco.py --per-site 2
 
 Run: torchrun --standalone --nproc-per-node 2 examples/diloco.py
 """

@@ -10,7 +10,20 @@ case that times nothing passes a Simulation. benchmarks.plots decides what is dr
 
 from types import ModuleType
 
-from benchmarks.cases import allreduce, amp, codec, collectives, ddp, kfac, local_sgd, optim, sharded, simulate, store, techniques
+from benchmarks.cases import (
+    allreduce,
+    amp,
+    codec,
+    collectives,
+    ddp,
+    kfac,
+    local_sgd,
+    optim,
+    sharded,
+    simulate,
+    store,
+    techniques,
+)
 
 CASES: dict[str, ModuleType | collectives.Case] = {
     "optim": optim,

@@ -27,11 +27,12 @@ OVERVIEW = ["--rate", "none", "--elements", "100000", "--sync-every", "20", "--d
             "--turns", "1", "--only", "share,bytes,burst,peers,work"]  # fmt: skip
 NOTES = [
     "a sample is the mean time of an inner step in one turn, on the slowest rank; a turn is as many rounds of "
-    "sync_every steps as --rounds, or two steps of DDP; the sides are timed in turns, each made anew",
+    f"sync_every steps as --rounds, or {FEW} steps of DDP; the sides are timed in turns, each made anew",
     "computing %: time of no averaging / time; not waiting %: 1 - the time in which training stood still / time, mean of "
     "the ranks (without a delay encoding is a part of that time)",
     "main ms: what an outer step takes of the thread that trains, without waiting; without a delay: without encoding",
-    "bytes/step: that left a host's interface, with headers, mean of the ranks (over loopback: a rank's share of all)",
+    "bytes/step: that left a host's interface, with headers, mean of the ranks (over loopback: a rank's share of all); "
+    "DDP bytes: those of DDP, fp32 / these",
     f"burst MB: the most that left the last host between two pauses of {PAUSE} s; peak MB: within {WINDOW} s",
     "#wrong: elements of a small model that differ from exact averages by torch by more than the codec loses, or "
     "between the ranks in a bit; error: rms error over the rms of what the parameters have moved, before the timing",
@@ -76,7 +77,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--milliseconds", type=at_least(1), help="time of an inner step (default: 100, --quick: 3)")
     parser.add_argument("--rounds", type=at_least(1), help="rounds in a turn (default: 2, --quick: 1)")
-    parser.add_argument("--turns", type=at_least(1), help="turns, and times that a rank is lost (default: 3, --quick: 1)")
+    parser.add_argument(
+        "--turns", type=at_least(1), help="turns, and times that a rank is lost (default: 3, --quick: 1)"
+    )
     parser.add_argument("--threads", type=at_least(1), help="threads of the work (default: 1 and 2)")
 
 
@@ -181,9 +184,9 @@ def run_here(options: argparse.Namespace, ranks: int, table: Table, progress: Pr
             note = f"{rate or 'loopback'}: batches of {found.batch}, with which a step of all ranks takes"
             table.notes.append(f"{note} {1e3 * found.seconds:.3g} ms")
         elif isinstance(found, Result):
-            rows[found.side.name] = row = make_row(found, workload)
+            rows[found.side.name] = row = make_row(found, workload, options.only)
             table.rows.append(row)
-            compare(rows, row.side)
+            compare(rows)
         else:
             table.rows.append(fault_row(found, rate))
 
@@ -228,37 +231,47 @@ def inner_options(options: argparse.Namespace, rate: str) -> list[str]:
     return ["local_sgd", *(["--quick"] if options.quick else []), *chosen]
 
 
-def make_row(result: Result, workload: str) -> Row:
+SHARE, WAITING, MAIN, SENT, SAVED, BURST, PEAK = (
+    "computing %",
+    "not waiting %",
+    "main ms",
+    "bytes/step",
+    "DDP bytes",
+    "burst MB",
+    "peak MB",
+)
+FIGURES = {"share": [SHARE, WAITING, MAIN], "bytes": [SENT, SAVED], "burst": [BURST, PEAK], "peers": [SHARE, SENT]}
+
+
+def make_row(result: Result, workload: str, parts: list[str]) -> Row:
     side = result.side
     if result.why:
         return Row.missing(side.name, f"failed: {result.why}", workload)
-    samples = [turn.seconds for turn in result.turns]
-    row = Row(workload, side.name, side.ours, result.wrong == 0, str(result.wrong), samples)
+    row = Row(workload, side.name, side.ours, result.wrong == 0, str(result.wrong))
     if not result.turns:
         return row
-    row.figures = {"computing %": None, "not waiting %": None, "bytes/step": median(result, "nbytes")}
+    row.samples = [turn.seconds for turn in result.turns]
+    known = {SENT: median(result, "nbytes"), BURST: 1e-6 * median(result, "burst"), PEAK: 1e-6 * median(result, "peak")}
     if side.kind in (OURS, AVERAGER, HIVEMIND):
-        row.figures["not waiting %"] = 100 * (1 - median(result, "waited"))
-    row.figures["main ms"] = 1e3 * median(result, "own") if side.kind == OURS else None
-    row.figures |= {"burst MB": 1e-6 * median(result, "burst"), "peak MB": 1e-6 * median(result, "peak")}
-    row.figures |= {"DDP bytes": None, "error": result.error}
+        known[WAITING] = 100 * (1 - median(result, "waited"))
+    if side.kind == OURS:
+        known[MAIN] = 1e3 * median(result, "own")
+    wanted = [name for part in parts for name in FIGURES.get(part, ())]
+    row.figures = {name: known.get(name) for name in wanted} | {"error": result.error}
     return row
 
 
-def compare(rows: dict[str, Row], latest: str) -> None:
-    """Fill in what follows from several sides; the peers are compared with our first side."""
+def compare(rows: dict[str, Row]) -> None:
+    """Fill in what follows from several sides; no averaging and the peers are compared with our first side."""
     alone, plain = rows.get(ALONE), rows.get(Side(DDP).name)
     ours = next((row for row in rows.values() if row.ours), None)
     for row in rows.values():
-        if alone and alone.time and row.time:
-            row.figures["computing %"] = 100 * alone.time.median / row.time.median
-        if plain and plain.time and row.time and row is not alone:
-            row.figures["DDP bytes"] = ratio(plain.figures["bytes/step"], row.figures["bytes/step"])
-    row = rows[latest]
-    if ours and not row.ours and row is not alone:
-        row.compare_with(ours)
-    if ours and row is ours and alone:
-        row.compare_with(alone)
+        if alone and alone.time and row.time and SHARE in row.figures:
+            row.figures[SHARE] = 100 * alone.time.median / row.time.median
+        if plain and row is not alone and SAVED in row.figures:
+            row.figures[SAVED] = ratio(plain.figures[SENT], row.figures[SENT])
+        if ours and not row.ours:
+            row.compare_with(ours)
 
 
 def ratio(first: float | None, second: float | None) -> float | None:

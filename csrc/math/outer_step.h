@@ -7,8 +7,8 @@
 //   b <- b - lr m                            Nesterov: b <- b - lr (D + mu m)
 //   p <- b                                   if the sites have gone on meanwhile: p <- mix p + (1 - mix) b
 //
-// The last line is that of Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). An element of D that is not finite changes neither m
-// nor b, and one of p that is not finite becomes b.
+// The last line is that of Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). An element of D that is not finite changes neither
+// m nor b, and one of p that is not finite becomes b.
 
 #include "core/host_device.h"
 #include "math/block.h"

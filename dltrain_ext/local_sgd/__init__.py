@@ -1,4 +1,4 @@
-"""Training over slow links: the ranks of several sites take many steps on their own, then average what they have moved."""
+"""Training over slow links: sites take many steps on their own, then average what they have moved."""
 
 from dltrain_ext.local_sgd.diloco import DiLoCo, LocalSGD
 

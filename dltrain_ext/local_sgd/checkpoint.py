@@ -56,7 +56,7 @@ def check(
     shapes = {name: value for fragment in fragments for name, value in fragment.named(fragment.backup).items()}
     outer, lost = residuals.merge(states, rank, world_size, shapes, "DiLoCo")
     if outer >= _MOST:
-        raise ValueError(f"state_dict: expected fewer than {_MOST} steps, got {outer}")
+        raise ValueError(f"state_dict: expected steps below {_MOST}, got {outer}")
     if spoilt := [name for name, residual in lost.items() if not bool(residual.isfinite().all())]:
         raise ValueError(f"state_dict: expected finite feedback of {spoilt[0]}")
     state = states[0]

@@ -24,9 +24,9 @@ from dltrain_ext.comm.work import Work
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.local_sgd import checkpoint
 from dltrain_ext.local_sgd.fragments import ALGORITHM, Fragment, divide
-from dltrain_ext.local_sgd.snapshot import Snapshot
 from dltrain_ext.local_sgd.settings import NAMES, Settings
 from dltrain_ext.local_sgd.sites import site_of
+from dltrain_ext.local_sgd.snapshot import Snapshot
 from dltrain_ext.local_sgd.trained import Trained, in_memory_order, trained
 
 _UNSENT = 1 << 16  # bytes of a connection: 50 ms at 10 Mbit/s
@@ -73,10 +73,10 @@ class DiLoCo:
     outer step all sites have the same bits. A digest of them goes with the next average, which fails if they differ.
 
     Making it is a collective call over the group. If the parameters of the sites differ at the first step, those of the
-    group's first rank are sent to all, unless a state was loaded. It has two copies of the parameters in fp32, in the CPU's memory also if they are on CUDA, one
-    without momentum, and one more with ``error_feedback``; while a part is under way, with ``delay`` or on CUDA, also
-    a copy of that part. Messages go over Gloo, whatever the backend of the group. Before a part is sent from CUDA the
-    host waits for the device once.
+    group's first rank are sent to all, unless a state was loaded. It has two copies of the parameters in fp32, in the
+    CPU's memory also if they are on CUDA, one without momentum, and one more with ``error_feedback``; while a part is
+    under way, with ``delay`` or on CUDA, also a copy of that part. Messages go over Gloo, whatever the backend of the
+    group. Before a part is sent from CUDA the host waits for the device once.
 
     Args:
         model: the module, or the DDP or FSDP2 model.
@@ -327,7 +327,8 @@ class DiLoCo:
 
     @property
     def lost(self) -> int | None:
-        """The global rank that is responsible for the failure of an average; None if there is none, or none is known."""
+        """The global rank that is responsible for the failure of an average; None if there is none, or it is not
+        known."""
         return self._communicator.culprit
 
     def recover(self, group: dist.ProcessGroup | None = None) -> None:
@@ -397,8 +398,8 @@ class DiLoCo:
         return checkpoint.save(self._fragments, self._feedback, counts, *self._place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continues from a checkpoint, on all ranks. The parameters are those of the model's own checkpoint, loaded before
-        or after.
+        """Continues from a checkpoint, on all ranks. The parameters are those of the model's own checkpoint, loaded
+        before or after.
 
         Args:
             state_dict: that of this rank if there are as many sites, else a list of those of all sites, whose residuals
@@ -423,8 +424,8 @@ class DiLoCo:
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for a logger: ``outer/steps``; ``outer/waited``, the seconds in which training stood still
-        for averages; ``outer/nonfinite``, the outer steps whose mean was not finite everywhere; and ``outer/wire_bytes``
-        that this rank has sent."""
+        for averages; ``outer/nonfinite``, the outer steps whose mean was not finite everywhere; and
+        ``outer/wire_bytes``, what this rank has sent."""
         return {
             "outer/steps": self.outer_steps,
             "outer/waited": self._waited,
@@ -446,9 +447,7 @@ class LocalSGD(DiLoCo):
     """Sets the parameters of all sites to their mean every ``sync_every`` steps (Stich 2018, arXiv 1805.09767): a
     :class:`DiLoCo` with ``lr=1``, ``momentum=0`` and, by default, exact messages."""
 
-    def __init__(
-        self, model: nn.Module, inner: Optimizer, *, sync_every: int = 10, codec: str = "raw", **options: Any
-    ):
+    def __init__(self, model: nn.Module, inner: Optimizer, *, sync_every: int = 10, codec: str = "raw", **options: Any):
         if own := {"lr", "momentum", "nesterov"} & options.keys():
             raise TypeError(f"{', '.join(sorted(own))}: expected none, since LocalSGD averages; DiLoCo has them")
         super().__init__(

@@ -34,7 +34,11 @@ def divide(sizes: Sequence[int], parts: int) -> list[range]:
     most = bisect.bisect_left(range(ends[-1]), True, lo=max(sizes), key=lambda most: len(cut(most)) - 1 <= parts)
     borders = cut(most)
     while len(borders) <= parts:  # fewer parts would do: the largest one that can be divided is
-        widths = {i: ends[b - 1] - (ends[a - 1] if a else 0) for i, (a, b) in enumerate(itertools.pairwise(borders)) if b - a > 1}
+        widths = {
+            i: ends[b - 1] - (ends[a - 1] if a else 0)
+            for i, (a, b) in enumerate(itertools.pairwise(borders))
+            if b - a > 1
+        }
         widest = max(widths, key=lambda i: widths[i])
         borders.insert(widest + 1, borders[widest] + 1)
     return [range(a, b) for a, b in itertools.pairwise(borders)]
@@ -61,9 +65,7 @@ class Fragment:
         regions, number = [], 0
         for each in self.trained:
             small = world_size == 1 or is_small(each.shape, min_compress_numel)
-            regions.append(
-                Region(each.name, self._firsts[each.name], each.numel, "raw" if small else codec, number)
-            )
+            regions.append(Region(each.name, self._firsts[each.name], each.numel, "raw" if small else codec, number))
             number += numbers_of(each.numel)
         self.layout = Layout(self.backup, regions, feedback, by_parameter=True)
         self.message_bytes = _ops.message_bytes(self.layout.handle, self.backup.numel(), **self._plan)

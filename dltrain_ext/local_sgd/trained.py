@@ -35,7 +35,9 @@ class Trained:
                 f"{own.dtype} on {own.device} for {name}"
             )
         if torch.empty_like(own, device="meta").stride() != own.stride():  # which keeps strides that leave no gaps
-            raise ValueError(f"model: expected parameters without gaps in their memory, got strides {own.stride()} for {name}")
+            raise ValueError(
+                f"model: expected parameters without gaps in their memory, got strides {own.stride()} for {name}"
+            )
         self.name, self.parameter = name, parameter
         self.shape, self._stride, self.numel = own.shape, own.stride(), own.numel()
         self.device = own.device
@@ -63,7 +65,9 @@ class Trained:
 
     def _checked(self, master: Tensor | None, own: Tensor) -> Tensor:
         value = own if master is None else master
-        if any((each.shape, _order(each.shape, each.stride())) != (self.shape, self.layout[2]) for each in (value, own)):
+        if any(
+            (each.shape, _order(each.shape, each.stride())) != (self.shape, self.layout[2]) for each in (value, own)
+        ):
             raise RuntimeError(
                 f"{self.name}: expected the shape and strides that it had when the outer optimizer was made, "
                 f"{tuple(self.shape)} and {self._stride}, got {tuple(value.shape)} and {value.stride()}"

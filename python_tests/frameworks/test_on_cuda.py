@@ -18,7 +18,9 @@ STEPS, WIDTH, CLASSES = 12, 128, 10
 
 def make(device):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, CLASSES)).to(device)
+    return nn.Sequential(nn.Linear(WIDTH, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, CLASSES)).to(
+        device
+    )
 
 
 def train(model, optimizer, rank, device, scaler=None, before_step=lambda: None):

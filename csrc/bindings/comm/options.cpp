@@ -98,8 +98,8 @@ void CollectiveOptions::check_difference(const at::Tensor& tensor, const c10::De
                     "minus, message: expected an all-reduce by a plan, of a bucket whose parameters are divided separately");
   const comm::Layout& layout = *bucket->layout();
   TORCH_CHECK_VALUE(minus.empty() || minus.size() == layout.size(), "minus: expected ", layout.size(), " tensors, got ", minus.size());
-  TORCH_CHECK_TYPE(minus.empty() || tensor.scalar_type() == at::kFloat, "tensor: expected dtype float32 where something is subtracted, got ",
-                   tensor.scalar_type());
+  TORCH_CHECK_TYPE(minus.empty() || tensor.scalar_type() == at::kFloat,
+                   "tensor: expected dtype float32 where something is subtracted, got ", tensor.scalar_type());
   for (size_t i = 0; i < minus.size(); ++i) elements_of({minus[i], text("minus[", i, "]")}, device, layout[i].span.count);
   if (!message) return;
   comm::CallOptions options = call;

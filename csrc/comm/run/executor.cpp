@@ -4,8 +4,8 @@
 
 #include "comm/program/selection.h"
 #include "core/check.h"
-#include "core/digest.h"
 #include "core/cuda/runtime.h"
+#include "core/digest.h"
 #include "kernels/codec.h"
 
 namespace dltrain::comm {

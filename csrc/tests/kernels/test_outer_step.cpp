@@ -147,7 +147,7 @@ class OuterStepOn : public OnEveryContext {
     codec.outer_steps(context(), updates);
     for (size_t i = 0; i < states.size(); ++i) {
       const Arrays& at = *arrays[i];
-      states[i] = {states[i].message,   at.parameter.values(), at.copy.values(),
+      states[i] = {states[i].message,  at.parameter.values(), at.copy.values(),
                    at.backup.values(), at.momentum.values(),  at.nonfinite.values()[0]};
     }
     return states;
@@ -156,7 +156,7 @@ class OuterStepOn : public OnEveryContext {
   static State state_of(const Codec& codec, const Case& c, const Floats& mean) {
     const auto numel = static_cast<int64_t>(mean.size());
     return {encoded_on_cpu(codec, mean), as_elements(numbers(numel, 2), c.dtype), as_elements(numbers(numel, 3), Dtype::bf16),
-            numbers(numel, 4),           numbers(numel, 5)};
+            numbers(numel, 4), numbers(numel, 5)};
   }
 
   void expect_the_step(const Codec& codec, const Case& c, const std::vector<Floats>& means) {
