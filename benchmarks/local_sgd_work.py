@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 
 
 class Sending(Fragment):
-    """A fragment of one rank that encodes as those of several ranks do: with one rank all that it encodes is its mean."""
+    """A fragment that is encoded as among several ranks, although it has one: what that rank encodes is the mean."""
 
     def lay(self, codec: str, min_compress_numel: int, feedback: Feedback[str] | None, world_size: int) -> None:
         regions, number = [], 0

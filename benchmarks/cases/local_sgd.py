@@ -38,9 +38,10 @@ NOTES = [
     "between the ranks in a bit; error: rms error over the rms of what the parameters have moved, before the timing",
 ]
 FAULT_NOTE = (
-    "faults: the last rank is killed by SIGKILL. A sample is the time from the kill until inner.step() raised on the last "
-    "survivor; noticed s: from its own departure to the average if that was later; recover s: of recover(); next s: from "
-    "the error until the next outer step was complete. #wrong: survivors that did not name the rank, or differ afterwards"
+    "faults: the last rank is killed by SIGKILL. A sample is the time from the kill until inner.step() raised on the "
+    "last survivor; noticed s: from its own departure to the average if that was later; recover s: of recover(); next "
+    "s: from the error until the next outer step was complete. #wrong: survivors that did not name the rank, or differ "
+    "afterwards"
 )
 WORK_NOTE = (
     "outer step: encode backup - parameter, decode, momentum, backup and parameter, in one process, without a network; "
@@ -51,8 +52,8 @@ WORK_NOTE = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "As root, with iproute2, the ranks are on emulated hosts with links of each rate, except for --quick; otherwise "
-        "over loopback. If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank; rank 0 reports."
+        "As root, with iproute2, the ranks are on emulated hosts with links of each rate, except for --quick; "
+        "otherwise over loopback. If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank; rank 0 reports."
     )
     parser.add_argument(
         "--only", type=choices(PARTS), default=PARTS, help=f"names out of {', '.join(PARTS)} (default: all)"
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         return
     if options.rate and not given_rank():
         for index, rate in enumerate(options.rate):
-            run_on_hosts(options, ranks, rate, table, Listener(progress, rate, index / len(options.rate)))
+            run_on_hosts(options, ranks, rate, table, Shown(progress, rate, index / len(options.rate)))
     else:
         run_here(options, ranks, table, progress)
 
@@ -194,10 +195,9 @@ def run_here(options: argparse.Namespace, ranks: int, table: Table, progress: Pr
     table.rows += [Row.missing(side.name, why, workload) for side, why in absent.items()]
 
 
-def run_on_hosts(options: argparse.Namespace, ranks: int, rate: str, table: Table, listener: Listener) -> None:
+def run_on_hosts(options: argparse.Namespace, ranks: int, rate: str, table: Table, listener: "Shown") -> None:
     """Run this case as the ranks of emulated hosts, and add what they have measured."""
     namespaces.check_tools()
-    listener.name = "local_sgd"
     with catch_signals() as caught, tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         command = [sys.executable, "-m", "benchmarks", *inner_options(options, rate), "--json", str(out)]
@@ -212,6 +212,16 @@ def run_on_hosts(options: argparse.Namespace, ranks: int, rate: str, table: Tabl
     if status and not (found and not found.correct):
         last = " | ".join(listener.lines()[-3:])
         raise Failure(f"{rate}: the ranks ended with status {status}: {last}")
+
+
+class Shown(Listener):
+    """Shows the progress of rank 0."""
+
+    def listen(self, new: bytes) -> None:
+        self.output += new
+        steps = [line.removeprefix("local_sgd: ") for line in self.lines() if line.startswith("local_sgd: ")]
+        if new and steps:
+            self.progress(f"{self.where}: {steps[-1]}", self.done)
 
 
 def inner_options(options: argparse.Namespace, rate: str) -> list[str]:
@@ -245,6 +255,8 @@ FIGURES = {"share": [SHARE, WAITING, MAIN], "bytes": [SENT, SAVED], "burst": [BU
 
 def make_row(result: Result, workload: str, parts: list[str]) -> Row:
     side = result.side
+    if result.why and side.ours:
+        return Row(workload, side.name, True, False, f"failed: {result.why}")
     if result.why:
         return Row.missing(side.name, f"failed: {result.why}", workload)
     row = Row(workload, side.name, side.ours, result.wrong == 0, str(result.wrong))

@@ -7,10 +7,11 @@ from typing import Any
 import commands
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from benchmarks import local_sgd_ranks, local_sgd_sides, local_sgd_work
-from benchmarks.cases.local_sgd import delay_for
+from benchmarks.cases.local_sgd import delay_for, make_row
 from benchmarks.local_sgd_faults import TRAINING, Fault, Outcome, judge
 from benchmarks.local_sgd_ranks import Calibration, Counter, Job, Result, work
 from benchmarks.local_sgd_sides import ALONE, AVERAGER, DDP, HIVEMIND, OURS, TORCHFT, Side
@@ -138,7 +139,7 @@ def average_nothing(rank: int, ranks: int) -> list[tuple[int, int, str]]:
         return results_of(rank, ranks, Side(AVERAGER), Side(DDP, "int8", ours=True), Side(DDP))
 
 
-def keep(_: object, bucket: Any) -> "torch.futures.Future[torch.Tensor]":
+def keep(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -205,10 +206,10 @@ def test_the_delay_is_longer_than_a_fragment_takes() -> None:
 
 def test_the_time_of_a_turn_that_has_failed_is_not_reported() -> None:
     failed = Result(Side(HIVEMIND), 0, 0.0, [local_sgd_ranks.Measured(1, 0, 0, 0, 0, 0, 2)], "2 averages in turn 1")
-    from benchmarks.cases.local_sgd import make_row
-
     row = make_row(failed, "train", ["share"])
     assert row.left_out and not row.samples and "2 averages" in row.check
+    ours = make_row(failed._replace(side=Side(OURS, ours=True)), "train", ["share"])
+    assert not ours.correct and not ours.left_out and row.correct
 
 
 @pytest.mark.parametrize(
