@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Progress
-from benchmarks.local_sgd_sides import OURS, Schedule, Side, layers_of, make_runner
+from benchmarks.local_sgd_peers import make_runner
+from benchmarks.local_sgd_sides import OURS, Schedule, Side, layers_of
 
 ROOT = Path(__file__).parents[1]
 TRAINING, SENDING = "between averages", "while it sends"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Progress
 from benchmarks.local_sgd_faults import Fault, Outcome, lose_ranks
+from benchmarks.local_sgd_peers import make_runner
 from benchmarks.local_sgd_sides import (
     ALONE,
     DDP,
@@ -24,7 +25,6 @@ from benchmarks.local_sgd_sides import (
     Schedule,
     Side,
     layers_of,
-    make_runner,
     sgd,
 )
 from benchmarks.machine.ranks import over_ranks
@@ -121,17 +121,21 @@ def measure(rank: int, ranks: int, job: Job, batch: int, progress: Progress) -> 
         checks[side.name] = check(rank, ranks, side)
     right = [side for side in job.sides if checks[side.name][0] == 0 and not checks[side.name][2]]
     x = inputs(rank, batch, job.width)
+    for side in job.sides:
+        if side not in right:
+            yield Result(side, *checks[side.name][:2], [], checks[side.name][2])
     for turn in range(job.turns):
-        for index, side in enumerate(right[turn % len(right) :] + right[: turn % len(right)] if right else []):
+        first = (turn + 1) % len(right) if right and turn < job.turns - 1 else 0  # the last turn is in the given order
+        for index, side in enumerate(right[first:] + right[:first]):
             progress(f"turn {turn + 1} of {job.turns}, {side.name}", (turn + index / len(right)) / job.turns)
             measured = take_turn(rank, ranks, job, side, x)
+            turns[side.name].append(measured)
             if measured.failures:
                 wrong, error, _ = checks[side.name]
                 checks[side.name] = wrong, error, f"{measured.failures:.0f} averages in turn {turn + 1}, over all ranks"
-            turns[side.name].append(measured)
-    for side in job.sides:
-        wrong, error, why = checks[side.name]
-        yield Result(side, wrong, error, turns[side.name], why)
+            if turn == job.turns - 1:
+                wrong, error, why = checks[side.name]
+                yield Result(side, wrong, error, turns[side.name], why)
 
 
 def take_turn(rank: int, ranks: int, job: Job, side: Side, x: Tensor) -> Measured:
@@ -206,6 +210,7 @@ class Counter:
         self.ended.set()
         if self.thread.is_alive():
             self.thread.join()
+            self.samples.append((time.monotonic(), nbytes))
         return nbytes
 
     def peak(self) -> float:

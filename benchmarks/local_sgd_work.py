@@ -10,7 +10,6 @@ from torch import Tensor
 
 from benchmarks.harness import interleave
 from benchmarks.local_sgd_sides import LAYERS, LR, MOMENTUM, layers_of, sgd
-from benchmarks.machine.memory import extra_memory
 from dltrain_ext import _ops, codecs
 from dltrain_ext.comm import Communicator
 from dltrain_ext.compress.feedback import Feedback
@@ -31,7 +30,7 @@ class Cost(NamedTuple):
     ours: bool
     wrong: int
     resident: float
-    peak: float | None
+    peak: float
     samples: list[float]
 
 
@@ -82,6 +81,11 @@ class Outer:
         state = [entry["momentum_buffer"] for entry in self.optimizer.state.values()]
         return [*self.backups, *self.residuals, *state]
 
+    @property
+    def transient(self) -> int:
+        """Return the bytes that a step allocates and frees: here, the pseudo-gradients."""
+        return sum(each.nbytes for each in self.parameters)
+
     def move(self, factor: float) -> None:
         torch._foreach_mul_(self.parameters, factor)
 
@@ -118,6 +122,10 @@ class Ours(Outer):
         )
         self.fragment.step(message, self.parameters, [None] * len(self.parameters), **self.rule)
 
+    @property
+    def transient(self) -> int:
+        return self.fragment.message_bytes
+
     def kept(self) -> list[Tensor]:
         names = [each.name for each in self.fragment.trained]
         residuals = [self.feedback.of(name) for name in names] if self.feedback else []
@@ -136,7 +144,6 @@ def measure(
         with group_of_one():
             sides = [make(width, codec) for codec in names for make in (Ours, Outer)]
             wrong = [check(side, width) for side in sides]
-            peaks = [peak_of(side) for side in sides]
             right = {side.name: side for side, count in zip(sides, wrong, strict=True) if not count}
             turns = dict.fromkeys(right, 0)
 
@@ -150,9 +157,9 @@ def measure(
                 before=move,
                 progress=progress,
             )
-            for side, count, peak in zip(sides, wrong, peaks, strict=True):
+            for side, count in zip(sides, wrong, strict=True):
                 resident = sum(each.nbytes for each in side.kept()) / (LAYERS * width**2)
-                total = None if peak is None else resident + peak * 2**20 / (LAYERS * width**2)
+                total = resident + side.transient / (LAYERS * width**2)
                 yield Cost(side.name, side.codec, side.ours, count, resident, total, timed.get(side.name, []))
     finally:
         torch.set_num_threads(before)
@@ -164,14 +171,6 @@ class group_of_one:
 
     def __exit__(self, *_: object) -> None:
         dist.destroy_process_group()
-
-
-def peak_of(side: Outer) -> float | None:
-    """Return the MiB that a call adds for a time, when all that stays is there."""
-    side.move(1.001)
-    side.call()
-    side.move(1 / 1.001)
-    return extra_memory(side.call)
 
 
 def check(side: Outer, width: int) -> int:

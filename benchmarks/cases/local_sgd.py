@@ -1,4 +1,4 @@
-"""Training over slow links: DiLoCo's share of the time, bytes, bursts, work and faults, against torch's and others' ways."""
+"""Training over slow links: the time that DiLoCo computes, bytes, bursts, work and faults, against other ways."""
 
 import argparse
 import contextlib
@@ -28,12 +28,13 @@ OVERVIEW = ["--rate", "none", "--elements", "100000", "--sync-every", "20", "--d
 NOTES = [
     "a sample is the mean time of an inner step in one turn, on the slowest rank; a turn is as many rounds of "
     f"sync_every steps as --rounds, or {FEW} steps of DDP; the sides are timed in turns, each made anew",
-    "computing %: time of no averaging / time; not waiting %: 1 - the time in which training stood still / time, mean of "
-    "the ranks (without a delay encoding is a part of that time)",
+    "computing %: time of no averaging / time; not waiting %: 1 - the time in which training stood still / time, mean "
+    "of the ranks (without a delay encoding is a part of that time)",
     "main ms: what an outer step takes of the thread that trains, without waiting; without a delay: without encoding",
     "bytes/step: that left a host's interface, with headers, mean of the ranks (over loopback: a rank's share of all); "
     "DDP bytes: those of DDP, fp32 / these",
     f"burst MB: the most that left the last host between two pauses of {PAUSE} s; peak MB: within {WINDOW} s",
+    "hivemind: the time in which it finds the others, 5 s or more, is a part of the average, as training stands still",
     "#wrong: elements of a small model that differ from exact averages by torch by more than the codec loses, or "
     "between the ranks in a bit; error: rms error over the rms of what the parameters have moved, before the timing",
 ]
@@ -53,7 +54,7 @@ WORK_NOTE = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "As root, with iproute2, the ranks are on emulated hosts with links of each rate, except for --quick; "
-        "otherwise over loopback. If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank; rank 0 reports."
+        "otherwise over loopback. If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank."
     )
     parser.add_argument(
         "--only", type=choices(PARTS), default=PARTS, help=f"names out of {', '.join(PARTS)} (default: all)"
