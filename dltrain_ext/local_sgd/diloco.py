@@ -176,7 +176,7 @@ class DiLoCo:
 
     def _check_settings(self) -> None:
         layouts = [each.layout for fragment in self._fragments for each in fragment.trained]
-        if len(set(self._gather(_digest(f"{self._settings} {layouts}".encode())))) > 1:
+        if len(set(self._gather(_hash(f"{self._settings} {layouts}".encode())))) > 1:
             raise ValueError(f"{NAMES}: expected the same at all sites")
 
     def _remember(self) -> None:
@@ -208,7 +208,7 @@ class DiLoCo:
     def _digest(self, *fragments: Fragment) -> int:
         """Returns a number, not 0, in which sites agree if they have taken the same outer steps of these fragments."""
         sums = [fragment.digest() for fragment in fragments]
-        return _digest(struct.pack(f"<{len(sums) + 1}q", self.outer_steps, *sums)) | 1
+        return _hash(struct.pack(f"<{len(sums) + 1}q", self.outer_steps, *sums)) | 1
 
     def _stepped(self, *_: Any) -> None:
         """Is called after each step of the inner optimizer."""
@@ -455,5 +455,5 @@ class LocalSGD(DiLoCo):
         )
 
 
-def _digest(content: bytes) -> int:
+def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

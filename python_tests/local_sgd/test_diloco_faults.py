@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import socket
+import sys
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ from local_training import backups, flat, give_grads, network, same, train
 from ranks import FAR, run_ranks
 
 from dltrain_ext import comm, local_sgd, optim
+from dltrain_ext.comm.sockets import sockets
 
 SCHEDULES = [dict(), dict(fragments=2), dict(delay=3), dict(fragments=2, delay=1)]
 
@@ -303,3 +306,21 @@ def end(rank, world_size):
 def test_close_gives_up_the_average_under_way():
     first, second = run_ranks(2, end)
     assert torch.equal(first, second)
+
+
+def limited(rank, world_size):
+    before = sockets()
+    *_, outer = make()
+    limits = set()
+    for descriptor, _ in sockets() - before:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                limits.add(connection.getsockopt(socket.IPPROTO_TCP, 25))  # TCP_NOTSENT_LOWAT
+    outer.close()
+    return limits
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
+def test_connections_hold_little_that_is_not_sent():
+    """What they held would delay the news that a site has been lost."""
+    assert run_ranks(2, limited, fresh=True) == [{1 << 16}] * 2
