@@ -10,13 +10,10 @@ from torch import Tensor
 
 from benchmarks.harness import interleave
 from benchmarks.local_sgd_sides import LAYERS, LR, MOMENTUM, layers_of, sgd
-from dltrain_ext import _ops, codecs
+from dltrain_ext import codecs
 from dltrain_ext.comm import Communicator
-from dltrain_ext.compress.feedback import Feedback
-from dltrain_ext.compress.layout import Layout, Region
-from dltrain_ext.compress.parameters import numbers_of
 from dltrain_ext.local_sgd.fragments import Fragment
-from dltrain_ext.local_sgd.trained import in_memory_order, trained
+from dltrain_ext.local_sgd.trained import trained
 from dltrain_ext.selftest.sums import count_wrong
 
 FP32 = "raw"
@@ -32,19 +29,6 @@ class Cost(NamedTuple):
     resident: float
     peak: float
     samples: list[float]
-
-
-class Sending(Fragment):
-    """A fragment that is encoded as among several ranks, although it has one: what that rank encodes is the mean."""
-
-    def lay(self, codec: str, min_compress_numel: int, feedback: Feedback[str] | None, world_size: int) -> None:
-        regions, number = [], 0
-        for each in self.trained:
-            regions.append(Region(each.name, self._firsts[each.name], each.numel, codec, number))
-            number += numbers_of(each.numel)
-        self._world_size = world_size
-        self.layout = Layout(self.backup, regions, feedback, by_parameter=True)
-        self.message_bytes = _ops.message_bytes(self.layout.handle, self.backup.numel(), **self._plan)
 
 
 class Outer:
@@ -98,38 +82,24 @@ class Ours(Outer):
         return f"DiLoCo, {self.codec}"
 
     def setup(self) -> None:
-        self.fragment = Sending(trained(self.model), has_momentum=True)
-        self.feedback = None if self.codec == FP32 else Feedback[str](torch.float32, double_buffered=False)
-        self.fragment.lay(self.codec, 0, self.feedback, 1)
+        has_feedback = self.codec != FP32
+        self.fragment = Fragment(trained(self.model), has_momentum=True, has_feedback=has_feedback)
+        self.fragment.lay(self.codec, 0, 1)  # with one rank what it encodes is the mean
         self.fragment.remember(sgd(self.model))
         self.communicator = Communicator(ranks_per_host=1)
-        self.flat = [in_memory_order(p) for p in self.parameters]
-        self.rule = {"lr": LR, "momentum": MOMENTUM, "nesterov": True, "mix": 0.0}
 
     def call(self) -> None:
         message = torch.empty(self.fragment.message_bytes, dtype=torch.uint8)
-        self.communicator.run_bucket(
-            self.fragment.backup,
-            self.fragment.layout.handle,
-            average=True,
-            algorithm="direct",
-            codec=self.fragment.layout.codec,
-            feeds=self.fragment.layout.has_feedback,
-            step=0,
-            minus=self.flat,
-            message=message,
-            agreement=1,
-        )
-        self.fragment.step(message, self.parameters, [None] * len(self.parameters), **self.rule)
+        self.fragment.send(self.communicator, self.parameters, message, agreement=1, waits=True)
+        copies = [None] * len(self.parameters)
+        self.fragment.step(message, self.parameters, copies, lr=LR, momentum=MOMENTUM, nesterov=True, mix=0.0)
 
     @property
     def transient(self) -> int:
         return self.fragment.message_bytes
 
     def kept(self) -> list[Tensor]:
-        names = [each.name for each in self.fragment.trained]
-        residuals = [self.feedback.of(name) for name in names] if self.feedback else []
-        found = [self.fragment.backup, self.fragment.momentum, *residuals]
+        found = [self.fragment.backup, self.fragment.momentum, *self.fragment.residuals().values()]
         return [each for each in found if each is not None]
 
 

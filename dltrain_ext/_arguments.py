@@ -51,3 +51,18 @@ def check_numbers(**given: Any) -> None:
                 raise TypeError(f"{name}: expected a number, got a tensor of {value.dtype}")
         elif math.isnan(as_number(value, name)):
             raise ValueError(f"{name}: expected a number, got {value!r}")
+
+
+def check_schedule(sync_every: int, fragments: int, delay: int) -> None:
+    """Checks when the fragments of a model are averaged, for local SGD and for its simulation."""
+    for name, value in (("sync_every", sync_every), ("fragments", fragments), ("delay", delay)):
+        check_number(value, name, 2**31)
+    if fragments < 1:
+        raise ValueError(f"fragments: expected at least 1, got {fragments}")
+    if sync_every < 1 or sync_every % fragments:
+        raise ValueError(f"sync_every: expected a multiple of fragments, {fragments}, got {sync_every}")
+    if delay >= sync_every // fragments:
+        raise ValueError(
+            f"delay: expected less than sync_every / fragments, {sync_every // fragments}, so that one fragment is "
+            f"under way at a time, got {delay}"
+        )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dltrain_ext._arguments import is_dense
 from dltrain_ext.compress import checkpoint as residuals
-from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.local_sgd.fragments import Fragment
 
 _FLATS = ("backup", "momentum")
@@ -31,11 +30,9 @@ class Loaded(NamedTuple):
     residuals: dict[str, Tensor]
 
 
-def save(
-    fragments: Sequence[Fragment], feedback: Feedback[str] | None, counts: Counts, rank: int, world_size: int
-) -> dict[str, Any]:
+def save(fragments: Sequence[Fragment], counts: Counts, rank: int, world_size: int) -> dict[str, Any]:
     def collect(as_they_are: bool) -> dict[str, Tensor]:
-        return {name: lost.clone() for name, lost in _residuals(fragments, feedback).items()}
+        return {name: lost.clone() for fragment in fragments for name, lost in fragment.residuals().items()}
 
     flats = {
         key: {name: value.clone() for fragment in fragments for name, value in _named(fragment, key).items()}
@@ -89,26 +86,15 @@ def _check_values(given: Any, what: str, like: Tensor) -> None:
         raise ValueError(f"state_dict: expected {what} to be finite")
 
 
-def apply(loaded: Loaded, fragments: Sequence[Fragment], feedback: Feedback[str] | None) -> None:
+def apply(loaded: Loaded, fragments: Sequence[Fragment]) -> None:
     for fragment in fragments:
         for key in _FLATS:
             for name, value in _named(fragment, key).items():
                 value.copy_(loaded.flats[key][name].detach())
-    for name, lost in _residuals(fragments, feedback).items():
-        lost.copy_(loaded.residuals[name]) if name in loaded.residuals else lost.zero_()
+        for name, lost in fragment.residuals().items():
+            lost.copy_(loaded.residuals[name]) if name in loaded.residuals else lost.zero_()
 
 
 def _named(fragment: Fragment, key: str) -> dict[str, Tensor]:
     flat = fragment.backup if key == "backup" else fragment.momentum
     return {} if flat is None else fragment.named(flat)
-
-
-def _residuals(fragments: Sequence[Fragment], feedback: Feedback[str] | None) -> dict[str, Tensor]:
-    """Returns views of the residuals that exist, by parameter: not those of parameters that are sent as they are."""
-    found: dict[str, Tensor] = {}
-    for fragment in fragments:
-        for each in fragment.trained:
-            flat = None if feedback is None else feedback.of(each.name)
-            if flat is not None:
-                found[each.name] = each.view(flat, 0)
-    return found

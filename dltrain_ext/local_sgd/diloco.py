@@ -21,13 +21,12 @@ from dltrain_ext.comm.addresses import check_private
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.comm.sockets import limit_unsent, sockets
 from dltrain_ext.comm.work import Work
-from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.local_sgd import checkpoint
-from dltrain_ext.local_sgd.fragments import ALGORITHM, Fragment, divide
+from dltrain_ext.local_sgd.fragments import Fragment, divide
 from dltrain_ext.local_sgd.settings import NAMES, Settings
 from dltrain_ext.local_sgd.sites import site_of
 from dltrain_ext.local_sgd.snapshot import Snapshot
-from dltrain_ext.local_sgd.trained import Trained, in_memory_order, trained
+from dltrain_ext.local_sgd.trained import Trained, trained
 
 _UNSENT = 1 << 16  # bytes of a connection: 50 ms at 10 Mbit/s
 
@@ -39,6 +38,7 @@ class _Flight:
     """An average under way: what it is of, where it arrives, and after which inner step it is used."""
 
     fragment: Fragment
+    moved: list[Tensor]  # the values of its parameters that are sent
     message: Tensor
     work: Work | None  # None: it has arrived
     lands: int
@@ -95,6 +95,10 @@ class DiLoCo:
         timeout: how long an average may wait for the other sites; the group's own timeout if None.
         allow_public: send over public addresses, although nothing is encrypted or authenticated (docs/security.md).
 
+    Attributes:
+        steps: of the inner optimizer.
+        outer_steps: of all fragments together.
+
     Raises:
         TypeError, ValueError: an argument is invalid, or differs between the sites.
         PermissionError: a rank would be reached at a public address.
@@ -135,18 +139,21 @@ class DiLoCo:
                 f"fragments: expected at most the number of trained parameters, {len(self._trained)}, got {fragments}"
             )
         self._inner, self._timeout, self._allow_public = inner, timeout, allow_public
-        self._feedback = Feedback[str](torch.float32, double_buffered=False) if error_feedback else None
         self._group = group_of(group)
         self._site = site_of(model, self._trained, self._group)
         self._owners = self._site.owners(self._trained)
         self._parts = divide([each.parameter.numel() for each in self._trained], fragments)
         self._fragments = [
-            Fragment([self._trained[i] for i in part if self._site.is_own(self._owners[i])], momentum != 0)
+            Fragment(
+                [self._trained[i] for i in part if self._site.is_own(self._owners[i])],
+                has_momentum=momentum != 0,
+                has_feedback=error_feedback,
+            )
             for part in self._parts
         ]
         self._connect(self._group)
         self._on_cuda = self._trained[0].device.type == "cuda"
-        self._snapshot = Snapshot(self._fragments) if delay or self._on_cuda else None
+        self._snapshot = Snapshot(self._fragments, self._on_cuda) if delay or self._on_cuda else None
         self._flight: _Flight | None = None
         self._spoilt: Fragment | None = None  # whose residuals are those of an average that has failed
         self.steps = self.outer_steps = 0
@@ -166,13 +173,10 @@ class DiLoCo:
         before = sockets()
         self._communicator = Communicator(group, timeout=self._timeout, ranks_per_host=1)
         limit_unsent(sockets() - before, _UNSENT)
+        sites = self._communicator.world_size
+        codec = "raw" if sites == 1 else self._settings.codec  # a site alone sends nothing
         for fragment in self._fragments:
-            fragment.lay(
-                self._settings.codec,
-                self._settings.min_compress_numel,
-                self._feedback,
-                self._communicator.world_size,
-            )
+            fragment.lay(codec, self._settings.min_compress_numel, sites)
 
     def _check_settings(self) -> None:
         layouts = [each.layout for fragment in self._fragments for each in fragment.trained]
@@ -249,28 +253,15 @@ class DiLoCo:
         """Sends how far a fragment has moved."""
         fragment = self._fragments[self._turn]
         message = torch.empty(fragment.message_bytes, dtype=torch.uint8)
-        self._flight = _Flight(fragment, message, None, self.steps + self._settings.delay)
-        if not fragment.message_bytes:
-            return
         moved = [each.value(self._inner) for each in fragment.trained]
         if self._snapshot is not None:
             moved = self._snapshot.take(fragment, moved)
-        options: dict[str, Any] = {
-            "average": True,
-            "algorithm": ALGORITHM,
-            "codec": fragment.layout.codec,
-            "feeds": fragment.layout.has_feedback,
-            "step": self.outer_steps % 2**32,
-            "minus": [in_memory_order(each) for each in moved],
-            "message": message,
-            "agreement": self._digest(fragment),
-        }
-        if self._settings.delay:
-            self._flight.work = self._communicator.submit_bucket(fragment.backup, fragment.layout.handle, **options)
-        else:
-            began = time.monotonic()
-            self._communicator.run_bucket(fragment.backup, fragment.layout.handle, **options)
-            self._waited += time.monotonic() - began
+        self._flight = _Flight(fragment, moved, message, None, self.steps + self._settings.delay)
+        if not fragment.message_bytes:
+            return
+        began, waits = time.monotonic(), self._settings.delay == 0
+        self._flight.work = fragment.send(self._communicator, moved, message, self._digest(fragment), waits)
+        self._waited += time.monotonic() - began if waits else 0.0
 
     def _land(self) -> None:
         """Takes the outer step of the fragment that is under way, when the mean has arrived."""
@@ -283,22 +274,21 @@ class DiLoCo:
         self._flight = None
         fragment, index = flight.fragment, self._turn
         if fragment.message_bytes:
-            self._step(fragment, flight.message)
+            self._step(flight)
         self.outer_steps += 1
         self._share(self._parts[index])
 
-    def _step(self, fragment: Fragment, message: Tensor) -> None:
+    def _step(self, flight: _Flight) -> None:
+        fragment, own_share = flight.fragment, self._settings.own_share
         if not self._on_cuda:
             values = [each.value(self._inner) for each in fragment.trained]
             copies = [each.copy(self._inner) for each in fragment.trained]
-            finite = fragment.step(message, values, copies, **self._settings.rule(is_mixed=True))
-        else:
-            assert self._snapshot is not None
-            values = self._snapshot.of(fragment)
-            finite = fragment.step(message, values, [None] * len(values), **self._settings.rule(is_mixed=False))
-            own = self._settings.rule(is_mixed=True)["mix"]
-            for each, value in zip(fragment.trained, values, strict=True):
-                each.write(self._inner, value, 1.0 - own)
+            finite = fragment.step(flight.message, values, copies, **self._settings.rule, mix=own_share)
+        else:  # the snapshot becomes what the outer step gives, and is mixed on the device
+            copies = [None] * len(flight.moved)
+            finite = fragment.step(flight.message, flight.moved, copies, **self._settings.rule, mix=0.0)
+            for each, value in zip(fragment.trained, flight.moved, strict=True):
+                each.write(self._inner, value, 1.0 - own_share)
         if not finite:
             self._nonfinite += 1
             _log.warning(
@@ -363,9 +353,8 @@ class DiLoCo:
         self._sent = self._wire_bytes()
         self._communicator.close()
         self._abandon()
-        for each in self._spoilt.trained if self._spoilt else ():
-            if self._feedback is not None and (lost := self._feedback.of(each.name)) is not None:
-                lost.zero_()
+        for lost in self._spoilt.residuals().values() if self._spoilt else ():
+            lost.zero_()
         self._spoilt = None
         self._connect(group)
         self._catch_up()
@@ -395,7 +384,7 @@ class DiLoCo:
         """
         self.finish()
         counts = checkpoint.Counts(self.outer_steps, self.steps, self._due - self.steps)
-        return checkpoint.save(self._fragments, self._feedback, counts, *self._place)
+        return checkpoint.save(self._fragments, counts, *self._place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continues from a checkpoint, on all ranks. The parameters are those of the model's own checkpoint, loaded
@@ -413,7 +402,7 @@ class DiLoCo:
         if self._flight is not None:
             raise RuntimeError("load_state_dict: expected no average under way, got one; call finish() first")
         self._has_begun = True
-        checkpoint.apply(loaded, self._fragments, self._feedback)
+        checkpoint.apply(loaded, self._fragments)
         self.outer_steps, self.steps, due_in = loaded.counts
         self._due = self.steps + min(due_in, self._settings.interval)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dltrain_ext import _ops
+from dltrain_ext.comm import Communicator
+from dltrain_ext.comm.work import Work
 from dltrain_ext.compress.feedback import Feedback
 from dltrain_ext.compress.layout import Layout, Region, is_small
 from dltrain_ext.compress.parameters import numbers_of
@@ -46,33 +48,34 @@ def divide(sizes: Sequence[int], parts: int) -> list[range]:
 
 class Fragment:
     """Parameters that are averaged together. On the CPU it has, in fp32, what all sites had after its last outer step
-    (``backup``), and the momentum of the outer steps.
+    (``backup``), the momentum of the outer steps, and what encoding has lost of this rank's movements.
 
     Args:
         trained: the parameters that this rank averages, which may be none.
     """
 
-    def __init__(self, trained: Sequence[Trained], has_momentum: bool):
+    def __init__(self, trained: Sequence[Trained], *, has_momentum: bool, has_feedback: bool):
         self.trained = trained
+        self._feedback = Feedback[str](torch.float32, double_buffered=False) if has_feedback else None
         sizes = [-(-each.numel // _ALIGNMENT) * _ALIGNMENT for each in trained]
         self._firsts = dict(zip((each.name for each in trained), itertools.accumulate(sizes, initial=0), strict=False))
         self.backup = torch.zeros(sum(sizes))
         self.momentum = torch.zeros(sum(sizes)) if has_momentum else None
 
-    def lay(self, codec: str, min_compress_numel: int, feedback: Feedback[str] | None, world_size: int) -> None:
+    def lay(self, codec: str, min_compress_numel: int, world_size: int) -> None:
         """Determines how it is sent among so many sites: in a codec, small parameters raw."""
         self._world_size = world_size
         regions, number = [], 0
         for each in self.trained:
-            small = world_size == 1 or is_small(each.shape, min_compress_numel)
-            regions.append(Region(each.name, self._firsts[each.name], each.numel, "raw" if small else codec, number))
+            own = "raw" if is_small(each.shape, min_compress_numel) else codec
+            regions.append(Region(each.name, self._firsts[each.name], each.numel, own, number))
             number += numbers_of(each.numel)
-        self.layout = Layout(self.backup, regions, feedback, by_parameter=True)
-        self.message_bytes = _ops.message_bytes(self.layout.handle, self.backup.numel(), **self._plan)
+        self._layout = Layout(self.backup, regions, self._feedback, by_parameter=True)
+        self.message_bytes = _ops.message_bytes(self._layout.handle, self.backup.numel(), **self._plan)
 
     @property
     def _plan(self) -> dict[str, Any]:
-        return {"algorithm": ALGORITHM, "codec": self.layout.codec, "world_size": self._world_size}
+        return {"algorithm": ALGORITHM, "codec": self._layout.codec, "world_size": self._world_size}
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns views of a flat tensor, like ``backup``, by the names of the parameters and in their shapes."""
@@ -93,6 +96,33 @@ class Fragment:
         have changed places."""
         return int(self.backup.view(torch.int64).sum())
 
+    def residuals(self) -> dict[str, Tensor]:
+        """Returns views of what encoding has lost, by parameter: not of parameters that are sent as they are."""
+        found = {each: None if self._feedback is None else self._feedback.of(each.name) for each in self.trained}
+        return {each.name: each.view(lost, 0) for each, lost in found.items() if lost is not None}
+
+    def send(
+        self, communicator: Communicator, moved: Sequence[Tensor], message: Tensor, agreement: int, waits: bool
+    ) -> Work | None:
+        """Averages how far parameters with these values have moved. The mean is written to the message, encoded.
+
+        agreement: a number that must be the same at all sites, not 0. Returns a Work unless it ``waits``.
+        """
+        options: dict[str, Any] = {
+            "average": True,
+            "algorithm": ALGORITHM,
+            "codec": self._layout.codec,
+            "feeds": self._layout.has_feedback,
+            "step": 0,  # of random numbers, which are not used
+            "minus": [in_memory_order(each) for each in moved],
+            "message": message,
+            "agreement": agreement,
+        }
+        if not waits:
+            return communicator.submit_bucket(self.backup, self._layout.handle, **options)
+        communicator.run_bucket(self.backup, self._layout.handle, **options)
+        return None
+
     def step(
         self,
         message: Tensor,
@@ -103,7 +133,7 @@ class Fragment:
         """Takes the outer step with the mean in the message, and writes the parameters and their half copies. Returns
         whether the mean is finite."""
         return _ops.outer_step(
-            self.layout.handle,
+            self._layout.handle,
             message,
             backup=self.backup,
             momentum_buffer=self.momentum,

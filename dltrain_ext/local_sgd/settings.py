@@ -1,12 +1,12 @@
 """The settings of an outer optimizer, which are the same at all sites."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import as_number, check_number
+from dltrain_ext._arguments import as_number, check_number, check_schedule
 from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.local_sgd.fragments import ALGORITHM
 
@@ -32,7 +32,7 @@ class Settings:
         for name in ("nesterov", "error_feedback"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}: expected a bool, got {value!r}")
-        self._check_schedule()
+        check_schedule(self.sync_every, self.fragments, self.delay)
         for name in ("lr", "momentum", "mix"):
             object.__setattr__(self, name, as_number(given := getattr(self, name), name))
             value = float(torch.tensor(getattr(self, name), dtype=torch.float32))  # as the kernel takes it
@@ -47,28 +47,17 @@ class Settings:
         if self.error_feedback:
             _ops.check_feedback(self.codec, False, "error_feedback: expected False")
 
-    def _check_schedule(self) -> None:
-        for name in ("sync_every", "fragments", "delay"):
-            check_number(getattr(self, name), name, 2**31)
-        if self.fragments < 1:
-            raise ValueError(f"fragments: expected at least 1, got {self.fragments}")
-        if self.sync_every < 1 or self.sync_every % self.fragments:
-            raise ValueError(f"sync_every: expected a multiple of fragments, {self.fragments}, got {self.sync_every}")
-        if self.delay >= self.interval:
-            raise ValueError(
-                f"delay: expected less than sync_every / fragments, {self.interval}, so that one fragment is under way "
-                f"at a time, got {self.delay}"
-            )
-
     @property
     def interval(self) -> int:
         """The number of steps between two averages, of one fragment and the next."""
         return self.sync_every // self.fragments
 
-    def rule(self, *, is_mixed: bool) -> dict[str, Any]:
-        """Returns the numbers of an outer step. ``is_mixed``: a site's own parameters have a share in the new ones."""
-        mix = self.mix if is_mixed and self.delay else 0.0
-        return {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "mix": mix}
+    @property
+    def rule(self) -> dict[str, Any]:
+        """The numbers of an outer step, except for ``own_share``."""
+        return {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
 
-    def __str__(self) -> str:
-        return repr(astuple(self))
+    @property
+    def own_share(self) -> float:
+        """The share of a site's own parameters in the new ones; 0 if it has not gone on meanwhile."""
+        return self.mix if self.delay else 0.0

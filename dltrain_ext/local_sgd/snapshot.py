@@ -11,18 +11,16 @@ _ALIGNMENT = 64  # bytes
 
 
 class Snapshot:
-    """Holds one fragment at a time; in pinned memory if the parameters are on CUDA."""
+    """Memory for one fragment at a time, the largest one; pinned if the parameters are on CUDA."""
 
-    def __init__(self, fragments: Sequence[Fragment]):
-        parameters = [each for fragment in fragments for each in fragment.trained]
-        self._from_cuda = any(each.device.type == "cuda" for each in parameters)
-        self._views: dict[int, list[Tensor]] = {}
+    def __init__(self, fragments: Sequence[Fragment], from_cuda: bool):
+        self._from_cuda = from_cuda
         # A master is fp32, whatever the type of its parameter.
         most = max(sum(_aligned(4 * each.numel) for each in fragment.trained) for fragment in fragments)
-        self._memory = torch.empty(most, dtype=torch.uint8, pin_memory=self._from_cuda)
+        self._memory = torch.empty(most, dtype=torch.uint8, pin_memory=from_cuda)
 
     def take(self, fragment: Fragment, values: Sequence[Tensor]) -> list[Tensor]:
-        """Returns copies of the values of a fragment's parameters."""
+        """Returns copies of the values of a fragment's parameters, which overwrite those of the fragment before."""
         copies, first = [], 0
         for each, value in zip(fragment.trained, values, strict=True):
             flat = self._memory[first : first + each.numel * value.element_size()].view(value.dtype)
@@ -30,12 +28,7 @@ class Snapshot:
             first += _aligned(flat.nbytes)
         if self._from_cuda:
             torch.cuda.current_stream(values[0].device).synchronize()
-        self._views = {id(fragment): copies}
         return copies
-
-    def of(self, fragment: Fragment) -> list[Tensor]:
-        """Returns the copies that were taken of this fragment last."""
-        return self._views[id(fragment)]
 
 
 def _aligned(nbytes: int) -> int:

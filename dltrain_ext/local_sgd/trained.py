@@ -1,7 +1,6 @@
 """The parameters of a model that are trained, as outer steps read and write them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +8,9 @@ from torch.optim import Optimizer
 
 from dltrain_ext._arguments import is_dense
 from dltrain_ext.optim.fused import MASTER
+from dltrain_ext.optim.shards import local
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns the memory of this rank: the tensor itself or, of a DTensor, this rank's shard."""
-    part: Any = getattr(tensor, "_local_tensor", None)
-    return tensor.detach() if part is None else part.detach()
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -28,7 +22,7 @@ class Trained:
     """A trained parameter: its name, and the shape and number of elements that this rank has of it."""
 
     def __init__(self, name: str, parameter: Tensor):
-        own = local(parameter)
+        own = local(parameter).detach()
         if not is_dense(own) or own.dtype not in _FLOATS or own.device.type not in ("cpu", "cuda"):
             raise TypeError(
                 f"model: expected parameters of float32, float16 or bfloat16 on the CPU or on CUDA, dense, got "
@@ -53,15 +47,15 @@ class Trained:
 
     def _master(self, inner: Optimizer) -> Tensor | None:
         found = inner.state.get(self.parameter, {}).get(MASTER)  # only torch's state_dict makes missing entries
-        return None if found is None else local(found)
+        return None if found is None else local(found).detach()
 
     def value(self, inner: Optimizer) -> Tensor:
         """Returns the tensor that the inner optimizer updates: the fp32 master if there is one."""
-        return self._checked(self._master(inner), local(self.parameter))
+        return self._checked(self._master(inner), local(self.parameter).detach())
 
     def copy(self, inner: Optimizer) -> Tensor | None:
         """Returns the parameter if it is only a copy of its master."""
-        return None if self._master(inner) is None else local(self.parameter)
+        return None if self._master(inner) is None else local(self.parameter).detach()
 
     def _checked(self, master: Tensor | None, own: Tensor) -> Tensor:
         value = own if master is None else master
@@ -75,7 +69,8 @@ class Trained:
         return value
 
     def write(self, inner: Optimizer, value: Tensor, weight: float = 1.0) -> None:
-        """Moves the parameter, its master and its copy to a value; with a weight below 1 only a part of the way."""
+        """Moves the parameter, its master and its copy to a value; with a weight below 1 only a part of the way, as
+        ``mixed`` in csrc/math/outer_step.h does."""
         target, copy = self.value(inner), self.copy(inner)
         given = value.to(target.device, non_blocking=True)
         if weight == 1.0:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from dltrain_ext._arguments import check_number
+from dltrain_ext._arguments import check_number, check_schedule
 from dltrain_ext.comm.cost_model import Network, simulate
 from dltrain_ext.sim.arguments import check_seconds
 
@@ -90,7 +90,7 @@ def local_sgd(
         TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
     check_number(nbytes, "nbytes", 2**48)
-    _check_schedule(sync_every, fragments, delay)
+    check_schedule(sync_every, fragments, delay)
     check_seconds(compute=compute)
     if compute == 0:
         raise ValueError(f"compute: expected more than 0 s, got {compute!r}")
@@ -124,18 +124,3 @@ def _over(nbytes: int, seconds: float) -> float:
     if nbytes == 0:
         return 0.0
     return nbytes / seconds if seconds else math.inf
-
-
-def _check_schedule(sync_every: int, fragments: int, delay: int) -> None:
-    """As local_sgd.DiLoCo does."""
-    for name, value in (("sync_every", sync_every), ("fragments", fragments), ("delay", delay)):
-        check_number(value, name, 2**31)
-    if fragments < 1:
-        raise ValueError(f"fragments: expected at least 1, got {fragments}")
-    if sync_every < 1 or sync_every % fragments:
-        raise ValueError(f"sync_every: expected a multiple of fragments, {fragments}, got {sync_every}")
-    if delay >= sync_every // fragments:
-        raise ValueError(
-            f"delay: expected less than sync_every / fragments, {sync_every // fragments}, so that one fragment is "
-            f"under way at a time, got {delay}"
-        )

@@ -54,8 +54,6 @@ MODULES = {
     "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
-# It times a part of what a public call does.
-INTERNAL = {"local_sgd_work.py": {"_ops", "compress"}}
 PUBLIC = MODULES.keys() - {"__init__", "_ops", "_arguments", "compress"}
 
 
@@ -139,4 +137,4 @@ def test_imports_are_allowed_dependencies():
 @pytest.mark.parametrize("folder", ["benchmarks", "examples"])
 def test_benchmarks_and_examples_import_public_modules(folder):
     for path in sorted((ROOT / folder).rglob("*.py")):
-        assert imports(path) <= PUBLIC | {"__init__"} | INTERNAL.get(path.name, set()), path
+        assert imports(path) <= PUBLIC | {"__init__"}, path

@@ -1,7 +1,5 @@
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
