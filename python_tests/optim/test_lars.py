@@ -288,7 +288,8 @@ def test_continuing_from_a_file_gives_the_same_bits(dtype, device):
     flags=st.fixed_dictionaries({name: st.booleans() for name in FLAGS}),
     hyper=st.fixed_dictionaries(
         {"lr": st.floats(1e-3, 2), "weight_decay": st.floats(0, 1), "eps": st.floats(0, 1)}
-        | {"trust_coefficient": st.floats(1e-4, 1)}
+        # A step of the whole norm may end at 0, where a rounding decides the ratio of the next step.
+        | {"trust_coefficient": st.floats(1e-4, 0.4)}
     ),
     tensors=st.sets(st.sampled_from(["tensor_lr", "grad_scale", "found_inf"])),
 )
