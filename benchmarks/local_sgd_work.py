@@ -87,19 +87,18 @@ class Ours(Outer):
         self.fragment.lay(self.codec, 0, 1)  # with one rank what it encodes is the mean
         self.fragment.remember(sgd(self.model))
         self.communicator = Communicator(ranks_per_host=1)
+        self.message = torch.empty(self.fragment.message_bytes, dtype=torch.uint8)
 
     def call(self) -> None:
-        message = torch.empty(self.fragment.message_bytes, dtype=torch.uint8)
-        self.fragment.send(self.communicator, self.parameters, message, agreement=1, waits=True)
+        self.fragment.send(self.communicator, self.parameters, self.message, agreement=1, waits=True)
         copies = [None] * len(self.parameters)
-        self.fragment.step(message, self.parameters, copies, lr=LR, momentum=MOMENTUM, nesterov=True, mix=0.0)
+        self.fragment.step(self.message, self.parameters, copies, lr=LR, momentum=MOMENTUM, nesterov=True, mix=0.0)
 
-    @property
-    def transient(self) -> int:
-        return self.fragment.message_bytes
+    transient = 0
 
     def kept(self) -> list[Tensor]:
-        found = [self.fragment.backup, self.fragment.momentum, *self.fragment.residuals().values()]
+        fragment = self.fragment
+        found = [fragment.backup, fragment.momentum, self.message, *fragment.residuals().values()]
         return [each for each in found if each is not None]
 
 

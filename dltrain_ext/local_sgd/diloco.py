@@ -177,6 +177,8 @@ class DiLoCo:
         codec = "raw" if sites == 1 else self._settings.codec  # a site alone sends nothing
         for fragment in self._fragments:
             fragment.lay(codec, self._settings.min_compress_numel, sites)
+        # It is kept, because new memory costs more than the outer step itself.
+        self._message = torch.empty(max(each.message_bytes for each in self._fragments), dtype=torch.uint8)
 
     def _check_settings(self) -> None:
         layouts = [each.layout for fragment in self._fragments for each in fragment.trained]
@@ -252,7 +254,7 @@ class DiLoCo:
     def _depart(self) -> None:
         """Sends how far a fragment has moved."""
         fragment = self._fragments[self._turn]
-        message = torch.empty(fragment.message_bytes, dtype=torch.uint8)
+        message = self._message[: fragment.message_bytes]
         moved = [each.value(self._inner) for each in fragment.trained]
         if self._snapshot is not None:
             moved = self._snapshot.take(fragment, moved)
