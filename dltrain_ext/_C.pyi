@@ -50,15 +50,18 @@ def optimizers() -> list[
     tuple[
         str,
         dict[str, float | bool],
-        list[tuple[str, bool, float, bool]],
+        list[tuple[str, bool, float, bool, bool]],
         list[tuple[str, float]],
         str | None,
         int,
     ]
 ]:
     """Returns for each optimizer its name, hyper-parameters with their defaults, states (key, optional, initial,
-    nonnegative), counters (key, initial), flag, and the number of norms of a tensor that it needs."""
+    nonnegative, coded), counters (key, initial), flag, and the number of norms of a tensor that it needs."""
 
+def state_bytes(numel: int) -> int: ...
+def encode_state(state: Tensor, *, out: Tensor, nonnegative: bool) -> None: ...
+def decode_state(codes: Tensor, shape: Sequence[int], *, nonnegative: bool) -> Tensor: ...
 def sum_squares_of(groups: Sequence[FusedGroup]) -> list[Tensor]:
     """Returns for each device the sum of squares of all gradients that the groups have read there, as float64."""
 

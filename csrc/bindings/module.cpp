@@ -26,6 +26,7 @@ PYBIND11_MODULE(_C, module) {
   dltrain::bindings::bind_build(module);
   dltrain::bindings::bind_groups(module);
   dltrain::bindings::bind_optimizers(module);
+  dltrain::bindings::bind_states(module);
   dltrain::bindings::bind_codecs(module);
   dltrain::bindings::bind_plans(module);
   dltrain::bindings::bind_simulate(module);

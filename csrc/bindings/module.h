@@ -10,6 +10,7 @@ namespace dltrain::bindings {
 // Each function adds one part to the Python module.
 void bind_groups(py::module_& module);
 void bind_optimizers(py::module_& module);
+void bind_states(py::module_& module);
 void bind_codecs(py::module_& module);
 void bind_plans(py::module_& module);
 void bind_simulate(py::module_& module);

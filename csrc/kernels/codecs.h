@@ -13,14 +13,17 @@
 #include "math/codecs/int4.h"
 #include "math/codecs/int8.h"
 #include "math/codecs/raw.h"
+#include "math/codecs/root8.h"
 #include "math/codecs/sign.h"
+#include "math/codecs/softsign8.h"
 
 namespace dltrain {
 
 using Codecs = std::tuple<math::Raw, math::FP16, math::BF16, math::FP8, math::Int8, math::Int4, math::Sign>;
 
-// The codecs in which a stream of a tensor list may be stored. A warp loads a block of these codecs with one access per lane.
-using StreamCodecs = std::tuple<math::FP8, math::Int4>;
+// The codecs in which a stream of a tensor list may be stored, for states with and without a sign. A warp loads a block of these codecs
+// with one access per lane.
+using StreamCodecs = std::tuple<math::Softsign8, math::Root8>;
 
 // Calls visit(type_identity<C>) for the codec C of a stream's format.
 template <class Visit>

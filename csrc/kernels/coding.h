@@ -44,17 +44,20 @@ template <class C>
 DLT_HD math::Scale encode(Tile auto& tile, uint8_t* message, int64_t numel, const Rounding& rounding = {}, bool non_temporal = false) {
   using Layout = MessageLayout<C>;
   math::Scale found{1.0f, 1.0f};
+  constexpr bool may_be_stochastic = requires { C::stochastic_error; };
   if constexpr (Layout::scaled) {
-    found = math::scale_of(statistic<C>(tile, rounding.stochastic), C::largest);
+    found = math::scale_of(statistic<C>(tile, may_be_stochastic && rounding.stochastic), C::largest);
     tile.put(Layout::scale_at(message, tile.index()), found.decode);
   }
   auto* words = Layout::words_at(message, numel, tile.index());
   if (!math::is_finite(found.decode)) {
     tile.template encode<C>(words, non_temporal, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
-  } else if (rounding.stochastic) {
-    if constexpr (C::stochastic_error.max > 0.0) tile.randomize(rounding.random, rounding.first);
-    tile.template encode<C>(words, non_temporal,
-                            [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
+  } else if (may_be_stochastic && rounding.stochastic) {
+    if constexpr (may_be_stochastic) {
+      if constexpr (C::stochastic_error.max > 0.0) tile.randomize(rounding.random, rounding.first);
+      tile.template encode<C>(words, non_temporal,
+                              [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
+    }
   } else {
     // If the statistic is the mean, a code is a sign, and needs no scale.
     const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {

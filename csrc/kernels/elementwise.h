@@ -26,6 +26,21 @@ struct Poison {
   static bool same(const None&, const None&) { return true; }
 };
 
+// to <- from: encodes or decodes, if one of them is in a codec's format.
+struct Copy {
+  static constexpr int streams = 2;
+  DLT_HD static constexpr bool writes(int k) { return k == 0; }
+  static constexpr bool may_be_coded(int) { return true; }
+  struct Element {
+    DLT_HD void operator()(float& to, float from) const { to = from; }
+  };
+  using Numbers = None;
+
+  DLT_HD bool skip() const { return false; }
+  DLT_HD Element at(const None&) const { return {}; }
+  static bool same(const None&, const None&) { return true; }
+};
+
 // difference <- value - shadow
 struct Subtract {
   static constexpr int streams = 3;

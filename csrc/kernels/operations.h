@@ -27,8 +27,8 @@ template <class Rule>
 using AdvanceOf = std::conditional_t<math::counters_of<Rule>().size() == 0, std::tuple<>, std::tuple<Advance<Rule>>>;
 template <class... Rules>
 auto elementwise_of(const std::tuple<Rules...>&)
-    -> decltype(std::tuple_cat(std::declval<std::tuple<Poison, Subtract, Accumulate, Compensate>>(), std::declval<AdvanceOf<Rules>>()...,
-                               std::declval<UpdatesOf<Rules>>()...));
+    -> decltype(std::tuple_cat(std::declval<std::tuple<Poison, Copy, Subtract, Accumulate, Compensate>>(),
+                               std::declval<AdvanceOf<Rules>>()..., std::declval<UpdatesOf<Rules>>()...));
 using Elementwise = decltype(elementwise_of(std::declval<Optimizers>()));
 
 template <class... C>

@@ -42,6 +42,8 @@ class Shards:
         group: dist.ProcessGroup,
         communicator: Communicator,
     ):
+        if any(_is_coded(value) for p in parameters.values() for value in optimizer.state.get(p, {}).values()):
+            raise ValueError("shard: expected an optimizer whose state is float32 until it is registered, got codes")
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self._communicator, self._parameters = communicator, dict(parameters)
         alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
@@ -160,6 +162,11 @@ def check_shardable(parameters: Mapping[str, Tensor], optimizer: torch.optim.Opt
 
 def _is_like(value: object, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _is_coded(value: object) -> bool:
+    """Returns whether it is a state of an optimizer with a ``state_codec``."""
+    return isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
 def _has_no_gaps(tensor: Tensor) -> bool:

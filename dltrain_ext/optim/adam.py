@@ -47,6 +47,7 @@ class Adam(FusedStep, torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         master_weights: str | bool = "auto",
+        state_codec: str | None = None,
     ) -> None:
         check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
@@ -64,6 +65,7 @@ class Adam(FusedStep, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
             master_weights=master_weights,
+            state_codec=state_codec,
         )
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:

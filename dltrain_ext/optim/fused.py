@@ -1,6 +1,7 @@
 """What the optimizers share: the interface of torch.optim for a step that is one call for a parameter group."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,13 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense
-from dltrain_ext.optim import sparse
+from dltrain_ext.optim import codes, sparse
 from dltrain_ext.optim.metrics import metrics_of
 from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import Shards, any_sharded, local
 
-ALIGNMENT = 16  # elements: a cache line
+ALIGNMENT = 64  # bytes: a cache line
 EVERY, NONE = 0, 2**62  # a rule's flag is set for parameters of at least so many dimensions
 MASTER = "master_param"
 
@@ -49,7 +50,8 @@ class FusedStep(torch.optim.Optimizer):
     state_dict.
 
     For a float16 or bfloat16 parameter the step updates a float32 master, ``state[p]["master_param"]``, and copies it
-    to the parameter, unless the group's ``master_weights`` is False.
+    to the parameter, unless the group's ``master_weights`` is False. In a group whose ``state_codec`` is "int8", states
+    are stored as codes (``dltrain_ext/optim/codes.py``).
     """
 
     unscaler: Unscaler | None = None
@@ -63,11 +65,13 @@ class FusedStep(torch.optim.Optimizer):
     _rule: Rule
     _given: dict[str, Any] = {}  # options that torch's optimizer does not have
 
-    def __init__(self, *args: Any, master_weights: str | bool = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, master_weights: str | bool = "auto", state_codec: str | None = None, **kwargs: Any
+    ) -> None:
         check_iterable(args[0])
-        self._given = (
-            {} if isinstance(master_weights, str) and master_weights == "auto" else {"master_weights": master_weights}
-        )
+        self._given = {} if state_codec is None else {"state_codec": state_codec}
+        if not isinstance(master_weights, str) or master_weights != "auto":
+            self._given["master_weights"] = master_weights
         super().__init__(*args, **kwargs)
         self._prepare()
 
@@ -82,8 +86,26 @@ class FusedStep(torch.optim.Optimizer):
         if loading := self.__dict__.get("_loading"):
             self._load_as_saved(loading)
 
+    def state_dict(self, *, compressed: bool = False) -> dict[str, Any]:
+        """Returns the state as torch.optim's ``state_dict``, with float32 moments, which any such optimizer loads.
+
+        Args:
+            compressed: moments that are stored as codes (``state_codec``) stay codes, uint8. Then this class continues
+                from them with the same bits, and from a DTensor's only if it is sharded alike.
+        """
+        before = self.state
+        if not compressed:
+            decoded = {p: codes.entry_decoded(self._rule, entry, p) for p, entry in before.items()}
+            self.state = defaultdict(dict, decoded)
+        try:
+            state: dict[str, Any] = super().state_dict()
+        finally:
+            self.state = before
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state as in torch.optim, but moments and masters stay float32 for parameters of any dtype.
+        """Loads a state as in torch.optim, but moments and masters stay float32 for parameters of any dtype, or are
+        stored as the option ``state_codec`` says, whatever form they were saved in.
 
         Raises:
             ValueError: it is not the state of such an optimizer, or has values that no step can produce. Then nothing
@@ -100,6 +122,7 @@ class FusedStep(torch.optim.Optimizer):
                 check_finite({"lr": as_float(group, "lr"), **self._hyper(group)})
             for p, entry in self.state.items():
                 self._check_entry(p, entry)
+            self.recode()
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             self.state, self.param_groups = before
             raise ValueError(
@@ -110,21 +133,32 @@ class FusedStep(torch.optim.Optimizer):
             hook.remove()
             del self._loading
 
+    def recode(self) -> None:
+        """Stores the state of all parameters as their groups' ``state_codec`` says."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self.state:
+                    codes.recode(self._rule, group, self.state[p], p)
+
     def _check_entry(self, p: Tensor, entry: Any) -> None:
         """Raises TypeError or ValueError that names a value which no step can produce."""
         if not isinstance(entry, dict):
             raise TypeError(f"state: expected a dict for each parameter, got {type(entry).__name__}")
-        nonnegative = {state.key for state in self._rule.states if state.nonnegative}
-        for name in (*(state.key for state in self._rule.states), MASTER):
+        states = {state.key: state for state in self._rule.states}
+        for name in (*states, MASTER):
             if not isinstance(entry.get(name), Tensor):
                 continue  # the next step creates it, or raises an error
-            value = local(entry[name])
+            value, state = local(entry[name]), states.get(name)
+            if state is not None and codes.are_codes(value):
+                codes.check(value, state, p)
+                continue
             if not (self._update_sparse and value.is_sparse):
                 check_dense(value, f"state[{name!r}]")
             if entry[name].shape != p.shape:
                 expected, got = list(p.shape), list(entry[name].shape)
                 raise ValueError(f"state[{name!r}]: expected shape {expected}, got {got}")
-            if name in nonnegative and value.numel() and not value.is_meta and bool(value.min() < 0):
+            must_check = state is not None and state.nonnegative and value.numel() and not value.is_meta
+            if must_check and bool(value.min() < 0):
                 raise ValueError(f"state[{name!r}]: expected no number below 0, got {float(value.min()):g}")
         for name in ("step", *(counter.key for counter in self._rule.counters)):
             number = as_number(entry.get(name, 0), f"state[{name!r}]")
@@ -132,12 +166,16 @@ class FusedStep(torch.optim.Optimizer):
                 raise ValueError(f"state[{name!r}]: expected a number >= 0, got {number:g}")
 
     def _load_as_saved(self, state_dict: dict[str, Any]) -> None:
-        """Restores moments and masters, which torch has cast to the dtype of their parameter."""
+        """Restores codes, moments and masters, which torch has cast to the dtype of their parameter."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, params, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items() if p.dtype != torch.float32 else ():
-                if isinstance(value, Tensor) and key != "step" and value.is_floating_point():
+            for key, value in state_dict["state"].get(index, {}).items():
+                if not isinstance(value, Tensor) or key == "step":
+                    continue
+                if codes.are_codes(value):
+                    self.state[p][key] = value.detach().to(p.device, copy=True)
+                elif p.dtype != torch.float32 and value.is_floating_point():
                     self.state[p][key] = value.detach().to(p.device, torch.float32, copy=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -160,6 +198,7 @@ class FusedStep(torch.optim.Optimizer):
         masters = group.get("master_weights", "auto")
         if not isinstance(masters, int | str) or masters not in ("auto", True, False):
             raise ValueError(f"master_weights: expected 'auto', True or False, got {masters!r}")
+        codes.check_group(self._rule, group, type(self).__name__)
         if len(set(group["params"])) < len(group["params"]):
             raise ValueError("params: expected each parameter once, got one that is twice in the group")
         self._hyper(group)
@@ -362,27 +401,35 @@ class FusedStep(torch.optim.Optimizer):
     def _lay_out(self, params: Iterable[Tensor], initial: Mapping[str, float], group: dict[str, Any]) -> None:
         """Creates the missing state tensors of each parameter, and a master if it shall have one.
 
-        They are views of one flat tensor. Thousands of small tensors would be scattered over memory, and large ones of
-        equal alignment get in each other's way in the cache: arrays whose addresses differ by 2^27 + 2^12 bytes share a
-        way-predictor tag on AMD processors, and with SSE2 a step took 2.2 times as long.
+        Those of a dtype are views of one flat tensor. Thousands of small tensors would be scattered over memory, and
+        large ones of equal alignment get in each other's way in the cache: arrays whose addresses differ by 2^27 + 2^12
+        bytes share a way-predictor tag on AMD processors, and with SSE2 a step took 2.2 times as long.
         """
-        missing, total = [], 0
+        missing = []
+        totals = {torch.float32: 0, torch.uint8: 0}  # torch.save takes no memory that has tensors of both
         for p in params:
             state = self.state[p]
             wanted = [*initial, MASTER] if self._has_masters(group) and p.dtype != torch.float32 else initial
+            coded = codes.keys_of(self._rule, group, p)
             for name in wanted:
                 if name not in state:
-                    missing.append((p, name, total))
-                    total += -(-p.numel() // ALIGNMENT) * ALIGNMENT
+                    dtype, size = (torch.uint8, codes.size_of(p)) if name in coded else (torch.float32, p.numel())
+                    missing.append((p, name, dtype, slice(totals[dtype], totals[dtype] + size)))
+                    line = ALIGNMENT // dtype.itemsize
+                    totals[dtype] += -(-size // line) * line
                 elif not isinstance(state[name], Tensor):
                     kind, shape = type(state[name]).__name__, list(p.shape)
                     raise TypeError(f"state[{name!r}] of a parameter of shape {shape}: expected a tensor, got {kind}")
         if not missing:
             return
-        arena = torch.zeros(total, dtype=torch.float32, device=missing[0][0].device)
-        for p, name, offset in missing:
+        device = missing[0][0].device
+        arenas = {dtype: torch.zeros(total, dtype=dtype, device=device) for dtype, total in totals.items()}
+        for p, name, dtype, part in missing:
+            if dtype == torch.uint8:  # zeros are the codes of zeros
+                self.state[p][name] = arenas[dtype][part]
+                continue
             dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no gaps
-            self.state[p][name] = arena.as_strided(p.shape, dense.stride(), offset)
+            self.state[p][name] = arenas[dtype].as_strided(p.shape, dense.stride(), part.start)
             if name == MASTER:
                 self.state[p][name].copy_(p)
             elif initial[name]:

@@ -45,9 +45,10 @@ class Lion(FusedStep):
         *,
         maximize: bool = False,
         master_weights: str | bool = "auto",
+        state_codec: str | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, master_weights=master_weights)
+        super().__init__(params, defaults, master_weights=master_weights, state_codec=state_codec)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_nonnegative(group, "lr", "weight_decay")

@@ -6,12 +6,13 @@ from dltrain_ext import _ops
 
 
 class State(NamedTuple):
-    """A float32 tensor of the parameter's shape."""
+    """A float32 tensor of the parameter's shape. If it may be ``coded``, it can also be stored as codes."""
 
     key: str
     optional: bool
     initial: float
     nonnegative: bool
+    coded: bool
 
 
 class Counter(NamedTuple):

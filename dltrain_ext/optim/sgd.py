@@ -48,6 +48,7 @@ class SGD(FusedStep, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
         master_weights: str | bool = "auto",
+        state_codec: str | None = None,
     ) -> None:
         check_numbers(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
         super().__init__(
@@ -62,6 +63,7 @@ class SGD(FusedStep, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
             master_weights=master_weights,
+            state_codec=state_codec,
         )
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:

@@ -140,7 +140,7 @@ class Shards:
             own = state[part if p is None else p]
             for name, value in entry.items():
                 if name not in own or local(own[name]) is not value:
-                    own[name] = value if p is None or value.shape != part.shape else _like(p, value)
+                    own[name] = value if p is None or value.shape != part.shape else like(p, value)
         for part in self._whole:
             part.grad = None
 
@@ -188,14 +188,17 @@ def local(value: Any) -> Any:
     return value.to_local() if any_sharded([value]) else value
 
 
-def _like(p: "DTensor", part: Tensor) -> Tensor:
+def like(p: Any, part: Tensor) -> Tensor:
+    """Returns a tensor like ``p`` whose part on this rank has these values."""
+    if not any_sharded([p]):
+        return part
     # The copy has no storage offset, with which a DTensor could be neither deep-copied nor saved alone.
     kept = part.clone()
     if kept.device.type == p.device_mesh.device_type:
-        like: Tensor = _dtensor().from_local(
+        whole: Tensor = _dtensor().from_local(
             kept, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
     else:  # offloaded to the CPU, from where from_local would move it
-        like = torch.empty_like(p, dtype=kept.dtype)
-        like._local_tensor = kept  # type: ignore[attr-defined]
-    return like
+        whole = torch.empty_like(p, dtype=kept.dtype)
+        whole._local_tensor = kept  # type: ignore[attr-defined]
+    return whole

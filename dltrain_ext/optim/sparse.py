@@ -23,6 +23,11 @@ def check(group: dict[str, Any], params: Sequence[Tensor], optimizer: str, *, su
             )
         if p.dtype != torch.float32:
             raise TypeError(f"params[{index[id(p)]}]: expected float32 with a sparse gradient, got {p.dtype}")
+        if group.get("state_codec") is not None:
+            raise ValueError(
+                f"state_codec: expected None in the group of params[{index[id(p)]}], whose gradient is sparse, got "
+                f"{group['state_codec']!r}"
+            )
         if group["weight_decay"] != 0:
             raise ValueError(
                 f"weight_decay: expected 0 in the group of params[{index[id(p)]}], whose gradient is sparse, got "

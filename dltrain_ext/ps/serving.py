@@ -34,6 +34,8 @@ def completed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"lr: expected a number for {name}, got none")
     if options.get("max_grad_norm", defaults.get("max_grad_norm")) is not None:
         raise ValueError("max_grad_norm: expected None, because no server has all gradients")
+    if options.get("state_codec") is not None:
+        raise ValueError(f"state_codec: expected None, because servers keep float32, got {options['state_codec']!r}")
     return options
 
 

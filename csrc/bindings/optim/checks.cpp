@@ -16,6 +16,19 @@ void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at:
   TORCH_INTERNAL_ASSERT(false);
 }
 
+void check_codes(const at::Tensor& codes, const char* name, int64_t index, const at::Tensor& param) {
+  if (detail::are_codes(codes, param)) return;
+  const std::string given = c10::str(name, "[", index, "]");
+  check_plain(codes, given);
+  TORCH_CHECK_VALUE(codes.device() == param.device(), given, ": expected a tensor on ", param.device(), " as params[", index,
+                    "], got one on ", codes.device());
+  TORCH_CHECK_VALUE(codes.dim() == 1 && codes.numel() == detail::state_bytes(param.numel()) && codes.is_contiguous(), given,
+                    ": expected codes in ", detail::state_bytes(param.numel()), " adjacent bytes for params[", index, "], got shape ",
+                    codes.sizes());
+  check_backed(codes, given);
+  TORCH_INTERNAL_ASSERT(false);
+}
+
 void check_counter(const at::Tensor& counter, const std::string& list, int64_t index, const at::Tensor& param) {
   const std::string name = c10::str(list, "[", index, "]");
   check_plain(counter, name);

@@ -9,12 +9,21 @@
 #include <utility>
 
 #include "bindings/arguments.h"
+#include "kernels/codecs.h"
+#include "kernels/message.h"
 
 // Checks of the tensors that are used in the update of a parameter.
 
 namespace dltrain::bindings {
 
 namespace detail {
+
+// The bytes of a state that is stored as codes.
+inline int64_t state_bytes(int64_t numel) {
+  using Signed = MessageLayout<math::Softsign8>;
+  static_assert(Signed::tile == MessageLayout<math::Root8>::tile && Signed::words == MessageLayout<math::Root8>::words);
+  return Signed::bytes(numel);
+}
 
 inline bool same_shape(const at::Tensor& a, const at::Tensor& b) {
   // There may be thousands of small tensors, so a call of memcmp for one or two dimensions would be noticeable.
@@ -45,6 +54,13 @@ inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_
          !impl.is_python_dispatch() && !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param) && is_backed(tensor);
 }
 
+inline bool are_codes(const at::Tensor& codes, const at::Tensor& param) {
+  const c10::TensorImpl& impl = *codes.unsafeGetTensorImpl();
+  return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !codes.is_nested() &&
+         !impl.is_python_dispatch() && !is_lazy(codes) && codes.dim() == 1 && codes.numel() == state_bytes(param.numel()) &&
+         codes.is_contiguous() && is_backed(codes);
+}
+
 inline bool counts(const at::Tensor& step, const at::Tensor& param) {
   return step.layout() == at::kStrided && !step.is_nested() && !is_lazy(step) && step.scalar_type() == at::kFloat &&
          step.device() == param.device() && step.numel() == 1;
@@ -58,6 +74,10 @@ inline bool counts(const at::Tensor& step, const at::Tensor& param) {
 inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
   if (!detail::fits(tensor, param, may_be_half)) refuse(tensor, name, index, param, may_be_half);
 }
+// Whether a state is stored as codes: as a message, a tensor of bytes of one dimension.
+inline bool is_coded(const at::Tensor& state) { return state.unsafeGetTensorImpl()->dtype() == caffe2::TypeMeta::Make<uint8_t>(); }
+// Throws unless the codes can be those of a state of param.
+void check_codes(const at::Tensor& codes, const char* name, int64_t index, const at::Tensor& param);
 // The same for a number of the parameter, such as its step count.
 void check_counter(const at::Tensor& counter, const std::string& name, int64_t index, const at::Tensor& param);
 // Throws unless it is one number. It may have any type and device, because another optimizer may have saved it.

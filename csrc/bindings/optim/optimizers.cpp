@@ -105,7 +105,7 @@ py::list optimizers() {
     for_each_hyper<Rule>([&](const auto& each) { hyper[each.name] = Rule().*each.member; });
     py::list states, counters;
     for (const math::State& state : Rule::states) {
-      states.append(py::make_tuple(interned(state.key), state.optional, state.initial, state.nonnegative));
+      states.append(py::make_tuple(interned(state.key), state.optional, state.initial, state.nonnegative, state.coded));
     }
     for (const math::Counter& counter : math::counters_of<Rule>()) counters.append(py::make_tuple(interned(counter.key), counter.initial));
     const char* const flag = math::flag_of<Rule>().name;

@@ -87,7 +87,13 @@ class Updates {
       if (!fit(tensors, reading) || !one_layout(tensors, reading)) return false;
     } else {
       if (detail::is_lazy(*tensors[1])) tensors[1] = &dense_grads_.emplace_back(detail::resolved(*tensors[1]));
-      for (int k = 0; k < K; ++k) check_tensor(*tensors[k], name(k), index, param, may_be_half(k));
+      for (int k = 0; k < K; ++k) {
+        if (has_codes(tensors, k)) {
+          check_codes(*tensors[k], name(k), index, param);
+        } else {
+          check_tensor(*tensors[k], name(k), index, param, may_be_half(k));
+        }
+      }
       if (master) check_tensor(*master, "masters", index, param, /*may_be_half=*/false);
       for (int i = 0; i < counters; ++i) check_counter(*reading.values[i], lists_of<Rule>()[Rule::states.size() + i], index, param);
     }
@@ -104,8 +110,11 @@ class Updates {
     std::array<void*, K> data{};
     for (int k = 0; k < K; ++k) {
       const at::Tensor& tensor = master && k == 0 ? *master : *tensors[k];
-      signature.formats[k] = dtype_of(tensor);
-      if (k == 1) {
+      const bool coded = has_codes(tensors, k);
+      signature.formats[k] = coded ? codes_of(k) : Format(dtype_of(tensor));
+      if (coded) {
+        data[k] = tensor.mutable_data_ptr();
+      } else if (k == 1) {
         // Kernels only read the gradient; the list has one pointer type for all its streams.
         data[k] = const_cast<void*>((in_place ? tensor : dense_grads_.emplace_back(tensor.contiguous())).const_data_ptr());
       } else {
@@ -224,6 +233,11 @@ class Updates {
 
   static bool may_be_half(int k) { return k < 2; }
 
+  static bool has_codes(const Tensors& tensors, int k) { return Operation::may_be_coded(k) && is_coded(*tensors[k]); }
+  static Format codes_of(int k) {
+    return Rule::states[Operation::state_of[k]].nonnegative ? format_of<math::Root8>() : format_of<math::Softsign8>();
+  }
+
   // Whether getting the pointer to the memory has no side effect. It has one if the memory is shared until the first write (copy-on-write).
   static bool has_memory(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -240,7 +254,8 @@ class Updates {
   static bool fit(const Tensors& tensors, const Reading<keys_count<Rule>>& reading) {
     const at::Tensor& param = *tensors[0];
     for (int k = 0; k < K; ++k) {
-      if (!detail::fits(*tensors[k], param, may_be_half(k)) || !has_memory(*tensors[k])) return false;
+      const bool fits = has_codes(tensors, k) ? detail::are_codes(*tensors[k], param) : detail::fits(*tensors[k], param, may_be_half(k));
+      if (!fits || !has_memory(*tensors[k])) return false;
     }
     for (int i = 0; i < counters; ++i) {
       const at::Tensor& counter = *reading.values[i];
@@ -249,16 +264,18 @@ class Updates {
     return !reading.master || (detail::fits(*reading.master, param, false) && has_memory(*reading.master));
   }
 
-  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly. Runs, and
-  // rules that use the index of an element, need memory in the order of the indices.
+  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly. Codes, runs,
+  // and rules that use the index of an element, need memory in the order of the indices.
   static bool one_layout(const Tensors& tensors, const Reading<keys_count<Rule>>& reading) {
     const at::Tensor* const master = reading.master;
+    bool coded = false;
+    for (int k = 2; k < K; ++k) coded |= has_codes(tensors, k);
     const auto all = [&](auto&& holds) {
       return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); }) && (!master || holds(*master));
     };
     const at::Tensor& param = *tensors[0];
     return all([](const at::Tensor& t) { return t.is_contiguous(); }) ||
-           (!math::is_indexed<Rule>() && !reading.runs && param.is_non_overlapping_and_dense() &&
+           (!coded && !math::is_indexed<Rule>() && !reading.runs && param.is_non_overlapping_and_dense() &&
             all([&](const at::Tensor& t) { return t.strides() == param.strides(); }));
   }
 

@@ -50,10 +50,18 @@ DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
 // These functions are not inlined, because they are the same for every operation.
 [[gnu::noinline]] void decode_to(float* buffer, const Stretch& from) {
   with_codec(from.format, [&]<class C>(std::type_identity<C>) DLT_HD_LAMBDA {
-    each_tile<C>(from, [&](auto& tile) DLT_HD_LAMBDA {
-      decode<C>(tile, static_cast<const uint8_t*>(from.data), from.numel, [](float, float x) DLT_HD_LAMBDA { return x; });
-      tile.store(buffer, [](float value, float) DLT_HD_LAMBDA { return value; });
-    });
+    using Layout = MessageLayout<C>;
+    static_assert(Layout::codes == 1);
+    const auto* const message = static_cast<const uint8_t*>(from.data);
+    for (int64_t first = 0; first < from.count; first += Layout::tile) {  // without a tile, which would be copied
+      const int64_t index = (from.at + first) / Layout::tile, rest = from.count - first;
+      const float scale = *Layout::scale_at(message, index);
+      const auto* const words = Layout::words_at(message, from.numel, index);
+      float* const values = buffer + first;
+      const int64_t n = rest < Layout::tile ? rest : Layout::tile;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) values[i] = math::decoded<C>(words[i], scale);
+    }
   });
 }
 [[gnu::noinline]] void encode_from(const float* values, const Stretch& to) {

@@ -29,7 +29,7 @@ struct Lion {
     return std::tuple{Hyper{"beta1", &Lion::beta1}, Hyper{"beta2", &Lion::beta2}, Hyper{"weight_decay", &Lion::weight_decay}};
   }
 
-  static constexpr std::array states = {State{.key = "exp_avg"}};
+  static constexpr std::array states = {State{.key = "exp_avg", .coded = true}};
 
   template <unsigned states>
   using Element = LionElement;

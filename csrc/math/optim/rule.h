@@ -37,7 +37,7 @@ struct State {
   bool optional = false;     // whether some parameter groups do not have it
   float initial = 0.0f;      // the value before the first step
   bool nonnegative = false;  // whether it is never negative
-  bool coded = false;        // whether it may be stored in a codec's format
+  bool coded = false;        // whether it may be stored in a codec's format: Root8 if it is never negative, else Softsign8
 };
 
 struct Counter {

@@ -46,7 +46,7 @@ struct SGD {
                       Hyper{"nesterov", &SGD::nesterov}};
   }
 
-  static constexpr std::array states = {State{.key = "momentum_buffer", .optional = true}};
+  static constexpr std::array states = {State{.key = "momentum_buffer", .optional = true, .coded = true}};
   bool needs(unsigned) const { return momentum != 0.0; }
   static constexpr Flag flag = {"first"};  // the buffer is not initialized yet
 

@@ -5,9 +5,9 @@
 #include <limits>
 #include <thread>
 
-#include "kernels/codec.h"
 #include "kernels/codecs.h"
 #include "kernels/element.h"
+#include "kernels/message.h"
 #include "kernels/operations.h"
 #include "tests/contexts.h"
 
@@ -217,62 +217,75 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
   visit_updates(same);
 }
 
-void encode(const ExecutionContext& context, const Codec& codec, int64_t numel, void* values, uint8_t* message) {
-  Sum sum;
-  sum.numel = numel;
-  sum.own = {values};
-  sum.message = message;
-  codec.encode_sum(context, sum);
+constexpr Format softsign8 = format_of<math::Softsign8>(), root8 = format_of<math::Root8>();
+constexpr auto code_bytes = MessageLayout<math::Root8>::bytes;
+
+// One of `to` and `from` is a message.
+void copy(const ExecutionContext& context, void* to, Format format, const void* from, Format from_format, int64_t numel) {
+  ListOf<Copy> list(Signature<2>{{format, from_format}});
+  list.add({to, const_cast<void*>(from)}, numel);
+  for_each(context, list, Copy{});
+}
+
+std::vector<uint8_t> encoded(std::vector<float> values, const Format& format) {
+  std::vector<uint8_t> message(code_bytes(std::ssize(values)));
+  copy({}, message.data(), format, values.data(), fp32, std::ssize(values));
+  return message;
+}
+
+std::vector<float> decoded(const std::vector<uint8_t>& message, const Format& format, size_t numel) {
+  std::vector<float> values(numel);
+  copy({}, values.data(), fp32, message.data(), format, std::ssize(values));
+  return values;
+}
+
+std::vector<float> recoded(const std::vector<float>& values, const Format& format) {
+  return decoded(encoded(values, format), format, values.size());
 }
 
 // The moments of AdamW as messages have the bits of decoding, a step in fp32, and encoding the result.
 template <class Run>
-void check_coded_states(const ExecutionContext& context, const Codec& codec, const Format& format, Run&& run) {
+void check_coded_states(const ExecutionContext& context, Run&& run) {
   const std::vector<int64_t> sizes = {1, 0, 7, 8192, 127, 128, 20003, 3};
+  const auto format_of_stream = [](int k) { return k == 2 ? softsign8 : root8; };
   const RowsOf<AdamW> rows(context, sizes), on_the_host({}, sizes);
   std::deque<Array<uint8_t>> messages;
-  ListOf<AdamW> list(Signature<4>{{fp32, fp32, format, format}});
+  ListOf<AdamW> list(Signature<4>{{fp32, fp32, softsign8, root8}});
   for (const auto& row : rows.list) {
     auto data = row.data;
     for (int k : {2, 3}) {
-      messages.emplace_back(context, std::vector<uint8_t>(codec.bytes(row.numel)));
-      encode(context, codec, row.numel, data[k], messages.back().data());
+      messages.emplace_back(context, std::vector<uint8_t>(code_bytes(row.numel)));
+      copy(context, messages.back().data(), format_of_stream(k), data[k], fp32, row.numel);
       data[k] = messages.back().data();
     }
     list.add(data, row.numel, row.numbers);
   }
   run(list);
 
-  for (int64_t i = 0; i < list.size(); ++i) {
-    const auto& row = on_the_host.list.row(i);
+  const auto values_of = [&](const auto& row, int k) {
+    const auto* const first = static_cast<const float*>(row.data[k]);
+    return std::vector<float>(first, first + row.numel);
+  };
+  for (const auto& row : on_the_host.list) {
     for (int k : {2, 3}) {
-      std::vector<uint8_t> message(codec.bytes(row.numel));
-      encode({}, codec, row.numel, row.data[k], message.data());
-      codec.decode({}, row.numel, message.data(), {row.data[k]}, {});
+      const auto values = recoded(values_of(row, k), format_of_stream(k));
+      std::copy(values.begin(), values.end(), static_cast<float*>(row.data[k]));
     }
   }
   for_each({}, on_the_host.list, adamw);
   for (int64_t i = 0; i < list.size(); ++i) {
     const auto& row = on_the_host.list.row(i);
     for (int k : {2, 3}) {
-      std::vector<uint8_t> message(codec.bytes(row.numel));
-      encode({}, codec, row.numel, row.data[k], message.data());
-      EXPECT_EQ(messages[2 * i + k - 2].values(), message) << codec.name << " row " << i << " stream " << k;
+      EXPECT_EQ(messages[2 * i + k - 2].values(), encoded(values_of(row, k), format_of_stream(k))) << "row " << i << " stream " << k;
     }
     const auto expected = on_the_host.values()[4 * i], got = rows.values()[4 * i];
     for (size_t j = 0; j < expected.size(); ++j) ASSERT_NEAR(got[j], expected[j], 1e-6f) << "row " << i << " j=" << j;
   }
 }
 
-template <class Run>
-void check_each_codec(const ExecutionContext& context, Run&& run) {
-  check_coded_states(context, find_codec("fp8"), format_of<math::FP8>(), run);
-  check_coded_states(context, find_codec("int4"), format_of<math::Int4>(), run);
-}
-
 TEST(ForEach, KeepsStatesInACodecsFormatOnEveryInstructionSet) {
   for (const auto& set : cpu::instruction_sets()) {
-    check_each_codec({}, [&](const ListOf<AdamW>& list) {
+    check_coded_states({}, [&](const ListOf<AdamW>& list) {
       for (const auto& row : list) {
         std::get<cpu::ElementLoop<AdamW>>(set.loops->elements).run(adamw.at(row.numbers), list.signature(), row, 0, row.numel);
       }
@@ -281,12 +294,60 @@ TEST(ForEach, KeepsStatesInACodecsFormatOnEveryInstructionSet) {
 }
 
 TEST(ForEach, CutsCodedRowsBetweenThreads) {
-  check_each_codec({}, [](const ListOf<AdamW>& list) { for_each({two_threads}, list, adamw); });
+  check_coded_states({}, [](const ListOf<AdamW>& list) { for_each({two_threads}, list, adamw); });
+}
+
+TEST(Softsign8, ErrsByAtMostTwoStepsAtTheEndsAndHalfAStepNearZero) {
+  std::vector<float> values;
+  for (int i = -1000; i <= 1000; ++i) values.push_back(static_cast<float>(i) * 0.003f);
+  const auto got = recoded(values, softsign8);
+  for (size_t first = 0; first < values.size(); first += 128) {
+    float largest = 0.0f;
+    const size_t last = std::min(first + 128, values.size());
+    for (size_t i = first; i < last; ++i) largest = std::max(largest, std::abs(values[i]));
+    for (size_t i = first; i < last; ++i) {
+      const float y = std::abs(values[i]) / largest;
+      EXPECT_NEAR(got[i], values[i], largest * (1 + y) * (1 + y) / 4 / 127 * 1.01f) << i;
+    }
+  }
+}
+
+TEST(Root8, NeverDecodesAPositiveNumberAsZero) {
+  std::vector<float> values(256);
+  for (int i = 0; i < 256; ++i) values[i] = std::ldexp(1.0f, -i / 2);
+  values[7] = 0.0f;
+  values[255] = 0.0f;
+  const auto got = recoded(values, root8);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const float largest = i < 128 ? 1.0f : values[128];
+    EXPECT_EQ(got[i] == 0.0f, values[i] == 0.0f) << i;
+    EXPECT_NEAR(got[i], values[i], largest / 255 * 1.01f) << i;
+  }
+}
+
+TEST(StateCodecs, GiveTheSameCodesAfterDecoding) {
+  const RowsOf<Momentum> rows({}, {5000});
+  const auto values = rows.values()[1];
+  for (const Format& format : {softsign8, root8}) {
+    const auto message = encoded(values, format);
+    EXPECT_EQ(encoded(decoded(message, format, values.size()), format), message);
+  }
+}
+
+TEST(StateCodecs, KeepZerosAndMakeABlockNaNThatHasOne) {
+  for (const Format& format : {softsign8, root8}) {
+    EXPECT_EQ(encoded(std::vector<float>(300), format), std::vector<uint8_t>(code_bytes(300)));
+    std::vector<float> values(256, 1.0f);
+    values[200] = std::numeric_limits<float>::infinity();
+    const auto got = recoded(values, format);
+    EXPECT_EQ(got[127], 1.0f);
+    EXPECT_TRUE(std::isnan(got[128]) && std::isnan(got[200]));
+  }
 }
 
 TEST(ForEach, RefusesACodecWhereTheOperationTakesElements) {
-  EXPECT_THROW(for_each({}, ListOf<AdamW>(Signature<4>{{fp32, format_of<math::FP8>()}}), adamw), std::invalid_argument);
-  EXPECT_THROW(for_each({}, ListOf<SGD>(Signature<2>{{format_of<math::Int4>()}}), sgd), std::invalid_argument);
+  EXPECT_THROW(for_each({}, ListOf<AdamW>(Signature<4>{{fp32, softsign8}}), adamw), std::invalid_argument);
+  EXPECT_THROW(for_each({}, ListOf<SGD>(Signature<2>{{root8}}), sgd), std::invalid_argument);
 }
 
 TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
@@ -311,7 +372,7 @@ class ForEachOn : public OnEveryContext {};
 DLT_ON_EVERY_CONTEXT(ForEachOn);
 
 TEST_P(ForEachOn, KeepsStatesInACodecsFormat) {
-  check_each_codec(context(), [&](const ListOf<AdamW>& list) { for_each(context(), list, adamw); });
+  check_coded_states(context(), [&](const ListOf<AdamW>& list) { for_each(context(), list, adamw); });
 }
 
 // Each element is updated exactly once, with all types, sizes and alignments; the gradient does not change.

@@ -111,7 +111,7 @@ TEST_P(ReduceOn, SumsSquaresOfListsOfAnyType) {
 
 TEST(Reduce, RefusesACodecsFormat) {
   double sum = 0;
-  EXPECT_THROW(reduce({}, TensorList<1>(Signature<1>{{format_of<math::FP8>()}}), Squares{&sum}), std::invalid_argument);
+  EXPECT_THROW(reduce({}, TensorList<1>(Signature<1>{{format_of<math::Root8>()}}), Squares{&sum}), std::invalid_argument);
 }
 
 // Sums two streams of any types in one pass; a third stream is not requested.
