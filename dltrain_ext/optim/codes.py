@@ -74,7 +74,7 @@ def decoded(codes: Tensor, state: State, p: Tensor) -> Tensor:
 
 def entry_decoded(rule: Rule, entry: dict[str, Any], p: Tensor) -> dict[str, Any]:
     """Returns the entry of a parameter with float32 states: itself if it has no codes."""
-    if not any(map(are_codes, entry.values())):
+    if not isinstance(entry, dict) or not any(map(are_codes, entry.values())):
         return entry
     states = {state.key: state for state in rule.states}
     return {

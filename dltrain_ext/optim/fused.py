@@ -93,6 +93,8 @@ class FusedStep(torch.optim.Optimizer):
             compressed: moments that are stored as codes (``state_codec``) stay codes, uint8. Then this class continues
                 from them with the same bits, and from a DTensor's only if it is sharded alike.
         """
+        if not isinstance(compressed, bool):
+            raise TypeError(f"compressed: expected True or False, got {compressed!r}")
         before = self.state
         if not compressed:
             decoded = {p: codes.entry_decoded(self._rule, entry, p) for p, entry in before.items()}
@@ -122,7 +124,7 @@ class FusedStep(torch.optim.Optimizer):
                 check_finite({"lr": as_float(group, "lr"), **self._hyper(group)})
             for p, entry in self.state.items():
                 self._check_entry(p, entry)
-            self.recode()
+            self._recode()
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             self.state, self.param_groups = before
             raise ValueError(
@@ -133,7 +135,7 @@ class FusedStep(torch.optim.Optimizer):
             hook.remove()
             del self._loading
 
-    def recode(self) -> None:
+    def _recode(self) -> None:
         """Stores the state of all parameters as their groups' ``state_codec`` says."""
         for group in self.param_groups:
             for p in group["params"]:

@@ -415,6 +415,13 @@ def check_refusals(rank, world_size):
             assert all(a is b for a, b in zip(before, after, strict=True)), "nothing has changed"
             raise
 
+    def stepped(params):
+        optimizer = optim.AdamW([*params], state_codec="int8")
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        return optimizer
+
     transposed = nn.Linear(4, 4)
     transposed.weight = nn.Parameter(torch.zeros(4, 4).t())
     scalar = nn.Linear(4, 4)
@@ -429,6 +436,7 @@ def check_refusals(rank, world_size):
         ),
         (ValueError, "rows are adjacent in memory, got weight", {"module": transposed}),
         (ValueError, "at least one element and dimension, got factor", {"module": scalar}),
+        (ValueError, "shard: expected an optimizer whose state is float32", {"build": stepped}),
         (ValueError, "codec", {"codec": "auto"}),
         (ValueError, "algorithm", {"algorithm": "tree"}),
         (ValueError, "ranks_per_host: expected none with shard", {"ranks_per_host": 2}),

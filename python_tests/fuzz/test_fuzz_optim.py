@@ -37,6 +37,7 @@ VALUES = {
     "trust_coefficient": st.one_of(st.none(), st.floats(0, 1)),
     "preset": st.sampled_from(["paper", "tensorflow", "larc"]),
     "adapt": st.sampled_from(["auto", True, False]),
+    "state_codec": st.sampled_from([None, "int8"]),
 }
 OPTIONS = {
     kind: {name: VALUES[name] for name in inspect.signature(kind).parameters if name in VALUES} for kind in KINDS
@@ -156,6 +157,16 @@ def corrupted(draw, saved):
         elif isinstance(place, dict):
             place[draw(st.sampled_from([*PLAIN[1:12], *ENTRIES]))] = draw(anything())
     return draw(st.one_of(st.just(saved), st.just(saved), st.just(saved), anything()))
+
+
+@fuzz(*(f"optim.{name}.state_dict" for name in optim.__all__))
+@given(kinds, st.data())
+def test_state_dict(kind, data):
+    _, optimizer = with_params(kind)
+    arguments = data.draw(spoiled({"compressed": st.booleans()}))
+    state, _ = attempt(optimizer.state_dict, arguments, keeps=lambda: everything(optimizer))
+    if state is not None:
+        optimizer.load_state_dict(state)
 
 
 @fuzz(*(f"optim.{name}.load_state_dict" for name in optim.__all__), examples=80)

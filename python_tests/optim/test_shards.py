@@ -214,9 +214,9 @@ def test_number_of_all_reduces():
     run_ranks(4, check_all_reduces)
 
 
-def model_of(rank=None, mesh=None):
+def model_of(rank=None, mesh=None, width=8):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 3))
     if mesh is not None:
         if mesh.ndim == 2:
             parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -255,17 +255,18 @@ def test_models_of_fully_shard(mesh_shape, kind, options):
     run_ranks(math.prod(mesh_shape), check_fsdp, mesh_shape, kind, options)
 
 
-def check_saved(rank, world_size, kind, folder):
+def check_saved(rank, world_size, kind, options, folder):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    model = model_of(rank, mesh)
-    optimizer = kind(model.parameters(), lr=0.1)
+    width = 1000 if options else 8  # codes are for large parts
+    model = model_of(rank, mesh, width)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
     for seed in range(2):
         backward(model, seed)
         optimizer.step()
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    other = model_of(rank, mesh)
+    other = model_of(rank, mesh, width)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
-    resumed = kind(other.parameters(), lr=0.5)
+    resumed = kind(other.parameters(), lr=0.5, **options)
     loaded = {"optimizer": get_optimizer_state_dict(other, resumed)}
     dcp.load(loaded, checkpoint_id=folder)
     set_optimizer_state_dict(other, resumed, loaded["optimizer"])
@@ -275,8 +276,14 @@ def check_saved(rank, world_size, kind, folder):
             its.step()
     for p, its in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p.to_local(), its.to_local()), "as if the run had never stopped"
+    if options:
+        assert resumed.state[next(other.parameters())]["exp_avg"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("kind", [optim.LARS, optim.LAMB, optim.SGLD])
-def test_state_through_a_distributed_checkpoint(kind, tmp_path):
-    run_ranks(2, check_saved, kind, str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(optim.LARS, {}), (optim.LAMB, {}), (optim.SGLD, {}), (optim.AdamW, {"state_codec": "int8"})],
+    ids=["LARS", "LAMB", "SGLD", "AdamW in 8 bits"],
+)
+def test_state_through_a_distributed_checkpoint(kind, options, tmp_path):
+    run_ranks(2, check_saved, kind, options, str(tmp_path))
