@@ -18,7 +18,7 @@ from dltrain_ext import optim
 OVERVIEW = ["--elements", "8400000", "--seconds", "2", "--no-compile"]
 
 QUICK = 2**18  # a quick run leaves out tensors of this number of elements, and larger ones
-OURS = "ours"
+OURS, CODED = "ours", "ours int8 state"
 STEPS, ATOL = 3, 1e-8
 Values = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -86,7 +86,8 @@ OPTIMIZERS = {
         optim.AdamW,
         of_torch(torch.optim.AdamW),
         ("exp_avg", "exp_avg_sq"),
-        third_parties=optim_peers.ADAMW,
+        third_parties={CODED: ThirdParty(lambda params: optim.AdamW(params, state_codec="int8"), lost=0.01)}
+        | optim_peers.ADAMW,
     ),
     "sgd": Kind(
         "SGD",
