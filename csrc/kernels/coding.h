@@ -52,20 +52,22 @@ DLT_HD math::Scale encode(Tile auto& tile, uint8_t* message, int64_t numel, cons
   auto* words = Layout::words_at(message, numel, tile.index());
   if (!math::is_finite(found.decode)) {
     tile.template encode<C>(words, non_temporal, [](float, uint32_t) DLT_HD_LAMBDA { return 0u; });
-  } else if (may_be_stochastic && rounding.stochastic) {
-    if constexpr (may_be_stochastic) {
+    return found;
+  }
+  if constexpr (may_be_stochastic) {
+    if (rounding.stochastic) {
       if constexpr (C::stochastic_error.max > 0.0) tile.randomize(rounding.random, rounding.first);
       tile.template encode<C>(words, non_temporal,
                               [=](float x, uint32_t word) DLT_HD_LAMBDA { return C::stochastic(x * found.encode, word); });
+      return found;
     }
-  } else {
-    // If the statistic is the mean, a code is a sign, and needs no scale.
-    const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
-      if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
-      return C::nearest(x * found.encode);
-    };
-    tile.template encode<C>(words, non_temporal, nearest);
   }
+  // If the statistic is the mean, a code is a sign, and needs no scale.
+  const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
+    if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
+    return C::nearest(x * found.encode);
+  };
+  tile.template encode<C>(words, non_temporal, nearest);
   return found;
 }
 
