@@ -19,6 +19,11 @@ def are_codes(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
+def in_entry(entry: Any) -> bool:
+    """Returns whether a parameter's entry in the state of an optimizer has codes."""
+    return isinstance(entry, dict) and any(map(are_codes, entry.values()))
+
+
 def has_codes(rule: Rule) -> bool:
     return any(state.coded for state in rule.states)
 
@@ -74,7 +79,7 @@ def decoded(codes: Tensor, state: State, p: Tensor) -> Tensor:
 
 def entry_decoded(rule: Rule, entry: dict[str, Any], p: Tensor) -> dict[str, Any]:
     """Returns the entry of a parameter with float32 states: itself if it has no codes."""
-    if not isinstance(entry, dict) or not any(map(are_codes, entry.values())):
+    if not in_entry(entry):
         return entry
     states = {state.key: state for state in rule.states}
     return {

@@ -96,7 +96,7 @@ class FusedStep(torch.optim.Optimizer):
         if not isinstance(compressed, bool):
             raise TypeError(f"compressed: expected True or False, got {compressed!r}")
         before = self.state
-        if not compressed:
+        if not compressed and any(map(codes.in_entry, before.values())):
             decoded = {p: codes.entry_decoded(self._rule, entry, p) for p, entry in before.items()}
             self.state = defaultdict(dict, decoded)
         try:
