@@ -177,7 +177,7 @@ class DiLoCo:
         codec = "raw" if sites == 1 else self._settings.codec  # a site alone sends nothing
         for fragment in self._fragments:
             fragment.lay(codec, self._settings.min_compress_numel, sites)
-        # It is kept, because new memory costs more than the outer step itself.
+        # It is kept, because mapping new memory can take as long as the outer step itself.
         self._message = torch.empty(max(each.message_bytes for each in self._fragments), dtype=torch.uint8)
 
     def _check_settings(self) -> None:

@@ -24,10 +24,6 @@ def in_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and any(map(are_codes, entry.values()))
 
 
-def has_codes(rule: Rule) -> bool:
-    return any(state.coded for state in rule.states)
-
-
 def keys_of(rule: Rule, group: Mapping[str, Any], p: Tensor) -> set[str]:
     """Returns the keys of the states of a parameter that the group stores as codes."""
     if group.get("state_codec") is None or local(p).numel() < SMALLEST:
@@ -42,9 +38,9 @@ def size_of(p: Tensor) -> int:
 
 def check_group(rule: Rule, group: Mapping[str, Any], optimizer: str) -> None:
     codec = group.get("state_codec")
-    if (codec is not None and not isinstance(codec, str)) or codec not in CODECS:
+    if not isinstance(codec, str | None) or codec not in CODECS:
         raise ValueError(f"state_codec: expected None or 'int8', got {codec!r}")
-    if codec is not None and not has_codes(rule):
+    if codec is not None and not any(state.coded for state in rule.states):
         raise ValueError(
             f"state_codec: expected None, since the states of {optimizer} are always float32, got {codec!r}"
         )
@@ -56,20 +52,14 @@ def check(codes: Tensor, state: State, p: Tensor) -> None:
     if not state.coded or codes.shape != (expected,):
         given = f"{expected} codes" if state.coded else "float32"
         raise ValueError(f"{name}: expected {given}, got codes of shape {list(codes.shape)}")
-    if not codes.is_meta and bool((scales_of(codes, local(p)) < 0).any()):
+    scales = codes[: expected - local(p).numel()].view(torch.float32)
+    if not codes.is_meta and bool((scales < 0).any()):
         raise ValueError(f"{name}: expected no scale below 0")
-
-
-def scales_of(codes: Tensor, p: Tensor) -> Tensor:
-    return codes[: codes.numel() - p.numel()].view(torch.float32)
 
 
 def encoded(value: Tensor, state: State) -> Tensor:
     """Returns the codes of a float32 state or, of a DTensor, of its part on this rank."""
-    values = local(value).contiguous()
-    codes = torch.empty(size_of(values), dtype=torch.uint8, device=values.device)
-    _ops.encode_state(values, out=codes, nonnegative=state.nonnegative)
-    return codes
+    return _ops.encode_state(local(value), nonnegative=state.nonnegative)
 
 
 def decoded(codes: Tensor, state: State, p: Tensor) -> Tensor:

@@ -1,24 +1,21 @@
 """What the optimizers share: the interface of torch.optim for a step that is one call for a parameter group."""
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import as_number, check_dense
 from dltrain_ext.optim import codes, sparse
 from dltrain_ext.optim.metrics import metrics_of
 from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable
 from dltrain_ext.optim.rule import Rule
-from dltrain_ext.optim.shards import Shards, any_sharded, local
+from dltrain_ext.optim.shards import Shards, any_sharded
+from dltrain_ext.optim.state import check, has_masters, lay_out
 
-ALIGNMENT = 64  # bytes: a cache line
 EVERY, NONE = 0, 2**62  # a rule's flag is set for parameters of at least so many dimensions
-MASTER = "master_param"
 
 Unscaler = Callable[[Sequence[_ops.FusedGroup]], tuple[Tensor | None, Tensor | None]]
 """Returns the divisor of the gradients of the groups, which have been read, and a number that is not zero if the step
@@ -123,7 +120,7 @@ class FusedStep(torch.optim.Optimizer):
                 self._check_group(group)
                 check_finite({"lr": as_float(group, "lr"), **self._hyper(group)})
             for p, entry in self.state.items():
-                self._check_entry(p, entry)
+                check(self._rule, entry, p, may_be_sparse=self._update_sparse is not None)
             self._recode()
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             self.state, self.param_groups = before
@@ -141,31 +138,6 @@ class FusedStep(torch.optim.Optimizer):
             for p in group["params"]:
                 if p in self.state:
                     codes.recode(self._rule, group, self.state[p], p)
-
-    def _check_entry(self, p: Tensor, entry: Any) -> None:
-        """Raises TypeError or ValueError that names a value which no step can produce."""
-        if not isinstance(entry, dict):
-            raise TypeError(f"state: expected a dict for each parameter, got {type(entry).__name__}")
-        states = {state.key: state for state in self._rule.states}
-        for name in (*states, MASTER):
-            if not isinstance(entry.get(name), Tensor):
-                continue  # the next step creates it, or raises an error
-            value, state = local(entry[name]), states.get(name)
-            if state is not None and codes.are_codes(value):
-                codes.check(value, state, p)
-                continue
-            if not (self._update_sparse and value.is_sparse):
-                check_dense(value, f"state[{name!r}]")
-            if entry[name].shape != p.shape:
-                expected, got = list(p.shape), list(entry[name].shape)
-                raise ValueError(f"state[{name!r}]: expected shape {expected}, got {got}")
-            must_check = state is not None and state.nonnegative and value.numel() and not value.is_meta
-            if must_check and bool(value.min() < 0):
-                raise ValueError(f"state[{name!r}]: expected no number below 0, got {float(value.min()):g}")
-        for name in ("step", *(counter.key for counter in self._rule.counters)):
-            number = as_number(entry.get(name, 0), f"state[{name!r}]")
-            if not 0 <= number < math.inf:
-                raise ValueError(f"state[{name!r}]: expected a number >= 0, got {number:g}")
 
     def _load_as_saved(self, state_dict: dict[str, Any]) -> None:
         """Restores codes, moments and masters, which torch has cast to the dtype of their parameter."""
@@ -207,10 +179,6 @@ class FusedStep(torch.optim.Optimizer):
         if not _is_on_cuda(group["lr"]):
             as_float(group, "lr")
 
-    @staticmethod
-    def _has_masters(group: dict[str, Any]) -> bool:
-        return bool(group.get("master_weights", "auto"))
-
     def _prepare(self) -> None:
         self._fused: list[Any] = []
         self._step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf
@@ -240,7 +208,7 @@ class FusedStep(torch.optim.Optimizer):
         return fused.gather(
             self.state,
             group["params"],
-            masters=self._has_masters(group),
+            masters=has_masters(group),
             optional=list(self._optional_states(group)),
             flagged=list(flagged),
             flagged_from=dimensions,
@@ -262,7 +230,7 @@ class FusedStep(torch.optim.Optimizer):
         optional = self._optional_states(group)
         states = [state for state in self._rule.states if not state.optional or state.key in optional]
         initial = {state.key: state.initial for state in states} | dict(self._initial(group))
-        self._lay_out(params, initial, group)
+        lay_out(self._rule, group, params, initial, self.state)
         return params
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -399,40 +367,3 @@ class FusedStep(torch.optim.Optimizer):
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
-
-    def _lay_out(self, params: Iterable[Tensor], initial: Mapping[str, float], group: dict[str, Any]) -> None:
-        """Creates the missing state tensors of each parameter, and a master if it shall have one.
-
-        Those of a dtype are views of one flat tensor. Thousands of small tensors would be scattered over memory, and
-        large ones of equal alignment get in each other's way in the cache: arrays whose addresses differ by 2^27 + 2^12
-        bytes share a way-predictor tag on AMD processors, and with SSE2 a step took 2.2 times as long.
-        """
-        missing = []
-        totals = {torch.float32: 0, torch.uint8: 0}  # torch.save takes no memory that has tensors of both
-        for p in params:
-            state = self.state[p]
-            wanted = [*initial, MASTER] if self._has_masters(group) and p.dtype != torch.float32 else initial
-            coded = codes.keys_of(self._rule, group, p)
-            for name in wanted:
-                if name not in state:
-                    dtype, size = (torch.uint8, codes.size_of(p)) if name in coded else (torch.float32, p.numel())
-                    missing.append((p, name, dtype, slice(totals[dtype], totals[dtype] + size)))
-                    line = ALIGNMENT // dtype.itemsize
-                    totals[dtype] += -(-size // line) * line
-                elif not isinstance(state[name], Tensor):
-                    kind, shape = type(state[name]).__name__, list(p.shape)
-                    raise TypeError(f"state[{name!r}] of a parameter of shape {shape}: expected a tensor, got {kind}")
-        if not missing:
-            return
-        device = missing[0][0].device
-        arenas = {dtype: torch.zeros(total, dtype=dtype, device=device) for dtype, total in totals.items()}
-        for p, name, dtype, part in missing:
-            if dtype == torch.uint8:  # zeros are the codes of zeros
-                self.state[p][name] = arenas[dtype][part]
-                continue
-            dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no gaps
-            self.state[p][name] = arenas[dtype].as_strided(p.shape, dense.stride(), part.start)
-            if name == MASTER:
-                self.state[p][name].copy_(p)
-            elif initial[name]:
-                self.state[p][name].fill_(initial[name])

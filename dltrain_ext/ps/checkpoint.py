@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dltrain_ext.optim.fused import MASTER, FusedStep
+from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.state import MASTER
 from dltrain_ext.ps.layout import Block
 from dltrain_ext.ps.serving import optimizer_named
 from dltrain_ext.ps.settings import Settings

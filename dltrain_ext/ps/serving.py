@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dltrain_ext import _ops, optim
-from dltrain_ext.optim.fused import ALIGNMENT, FusedStep
+from dltrain_ext.optim.fused import FusedStep
+from dltrain_ext.optim.state import ALIGNMENT
 from dltrain_ext.ps.layout import Block, Key
 
 PLAIN = "SGD"  # with a rate of 1 and gradients that are added: what a store does without an optimizer

@@ -214,8 +214,15 @@ def test_codes_that_no_step_can_make_are_refused(spoil, message):
     assert not twin.state
 
 
-def test_codes_of_another_size_in_the_state_are_refused_by_a_step():
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        (torch.zeros(12, dtype=torch.uint8), r"expected codes in 9900 adjacent bytes for params\[0\]"),
+        (torch.zeros(9901, dtype=torch.uint8)[1:], r"expected codes that begin at a multiple of 4 bytes, got offset 1"),
+    ],
+)
+def test_wrong_codes_in_the_state_are_refused_by_a_step(codes, message):
     params, optimizer = trained(optim.AdamW, "cpu")
-    optimizer.state[params[0]]["exp_avg"] = torch.zeros(12, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"exp_avgs\[0\]: expected codes in 9900 adjacent bytes for params\[0\]"):
+    optimizer.state[params[0]]["exp_avg"] = codes
+    with pytest.raises(ValueError, match=r"exp_avgs\[0\]: " + message):
         optimizer.step()

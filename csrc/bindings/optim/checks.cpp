@@ -2,12 +2,20 @@
 
 namespace dltrain::bindings {
 
-void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
+namespace {
+
+void check_place(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param) {
   check_plain(tensor, c10::str(name, "[", index, "]"));
   TORCH_CHECK_VALUE(is_supported(param.device()), name, "[", index, "]: expected a tensor on ", supported_devices(), ", got one on ",
                     tensor.device());
   TORCH_CHECK_VALUE(tensor.device() == param.device(), name, "[", index, "]: expected a tensor on ", param.device(), " as params[", index,
                     "], got one on ", tensor.device());
+}
+
+}  // namespace
+
+void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
+  check_place(tensor, name, index, param);
   TORCH_CHECK_TYPE(detail::has_type(*tensor.unsafeGetTensorImpl(), may_be_half), name, "[", index, "]: expected dtype float32",
                    may_be_half ? ", float16 or bfloat16" : "", ", got ", tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.sizes() == param.sizes(), name, "[", index, "]: expected shape ", param.sizes(), " of params[", index, "], got ",
@@ -18,14 +26,14 @@ void refuse(const at::Tensor& tensor, const char* name, int64_t index, const at:
 
 void check_codes(const at::Tensor& codes, const char* name, int64_t index, const at::Tensor& param) {
   if (detail::are_codes(codes, param)) return;
-  const std::string given = c10::str(name, "[", index, "]");
-  check_plain(codes, given);
-  TORCH_CHECK_VALUE(codes.device() == param.device(), given, ": expected a tensor on ", param.device(), " as params[", index,
-                    "], got one on ", codes.device());
-  TORCH_CHECK_VALUE(codes.dim() == 1 && codes.numel() == detail::state_bytes(param.numel()) && codes.is_contiguous(), given,
-                    ": expected codes in ", detail::state_bytes(param.numel()), " adjacent bytes for params[", index, "], got shape ",
+  check_place(codes, name, index, param);
+  const int64_t bytes = state_bytes(param.numel());
+  TORCH_CHECK_VALUE(is_coded(codes) && codes.dim() == 1 && codes.numel() == bytes && codes.is_contiguous(), name, "[", index,
+                    "]: expected codes in ", bytes, " adjacent bytes for params[", index, "], got ", codes.toString(), " of shape ",
                     codes.sizes());
-  check_backed(codes, given);
+  TORCH_CHECK_VALUE(codes.storage_offset() % static_cast<int64_t>(sizeof(float)) == 0, name, "[", index,
+                    "]: expected codes that begin at a multiple of 4 bytes, got offset ", codes.storage_offset());
+  check_backed(codes, c10::str(name, "[", index, "]"));
   TORCH_INTERNAL_ASSERT(false);
 }
 

@@ -9,21 +9,13 @@
 #include <utility>
 
 #include "bindings/arguments.h"
-#include "kernels/codecs.h"
-#include "kernels/message.h"
+#include "bindings/optim/states.h"
 
 // Checks of the tensors that are used in the update of a parameter.
 
 namespace dltrain::bindings {
 
 namespace detail {
-
-// The bytes of a state that is stored as codes.
-inline int64_t state_bytes(int64_t numel) {
-  using Signed = MessageLayout<math::Softsign8>;
-  static_assert(Signed::tile == MessageLayout<math::Root8>::tile && Signed::words == MessageLayout<math::Root8>::words);
-  return Signed::bytes(numel);
-}
 
 inline bool same_shape(const at::Tensor& a, const at::Tensor& b) {
   // There may be thousands of small tensors, so a call of memcmp for one or two dimensions would be noticeable.
@@ -48,17 +40,20 @@ inline bool has_type(const c10::TensorImpl& impl, bool may_be_half) {
          (may_be_half && (impl.dtype() == caffe2::TypeMeta::Make<at::Half>() || impl.dtype() == caffe2::TypeMeta::Make<at::BFloat16>()));
 }
 
-inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_half) {
+// Whether a kernel can use its memory together with that of param.
+inline bool is_usable(const at::Tensor& tensor, const at::Tensor& param) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !tensor.is_nested() &&
-         !impl.is_python_dispatch() && !is_lazy(tensor) && has_type(impl, may_be_half) && same_shape(tensor, param) && is_backed(tensor);
+         !impl.is_python_dispatch() && !is_lazy(tensor) && is_backed(tensor);
 }
 
-inline bool are_codes(const at::Tensor& codes, const at::Tensor& param) {
-  const c10::TensorImpl& impl = *codes.unsafeGetTensorImpl();
-  return impl.device() == param.device() && is_supported(impl.device()) && impl.layout() == at::kStrided && !codes.is_nested() &&
-         !impl.is_python_dispatch() && !is_lazy(codes) && codes.dim() == 1 && codes.numel() == state_bytes(param.numel()) &&
-         codes.is_contiguous() && is_backed(codes);
+inline bool fits(const at::Tensor& tensor, const at::Tensor& param, bool may_be_half) {
+  return is_usable(tensor, param) && has_type(*tensor.unsafeGetTensorImpl(), may_be_half) && same_shape(tensor, param);
+}
+
+inline bool are_codes(const at::Tensor& state, const at::Tensor& param) {
+  return is_usable(state, param) && is_coded(state) && state.dim() == 1 && state.numel() == state_bytes(param.numel()) &&
+         state.is_contiguous() && state.storage_offset() % static_cast<int64_t>(sizeof(float)) == 0;
 }
 
 inline bool counts(const at::Tensor& step, const at::Tensor& param) {
@@ -74,8 +69,6 @@ inline bool counts(const at::Tensor& step, const at::Tensor& param) {
 inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t index, const at::Tensor& param, bool may_be_half) {
   if (!detail::fits(tensor, param, may_be_half)) refuse(tensor, name, index, param, may_be_half);
 }
-// Whether a state is stored as codes: as a message, a tensor of bytes of one dimension.
-inline bool is_coded(const at::Tensor& state) { return state.unsafeGetTensorImpl()->dtype() == caffe2::TypeMeta::Make<uint8_t>(); }
 // Throws unless the codes can be those of a state of param.
 void check_codes(const at::Tensor& codes, const char* name, int64_t index, const at::Tensor& param);
 // The same for a number of the parameter, such as its step count.

@@ -111,7 +111,7 @@ class Updates {
     for (int k = 0; k < K; ++k) {
       const at::Tensor& tensor = master && k == 0 ? *master : *tensors[k];
       const bool coded = has_codes(tensors, k);
-      signature.formats[k] = coded ? codes_of(k) : Format(dtype_of(tensor));
+      signature.formats[k] = coded ? codes_of(Rule::states[Operation::state_of[k]].nonnegative) : Format(dtype_of(tensor));
       if (coded) {
         data[k] = tensor.mutable_data_ptr();
       } else if (k == 1) {
@@ -234,9 +234,6 @@ class Updates {
   static bool may_be_half(int k) { return k < 2; }
 
   static bool has_codes(const Tensors& tensors, int k) { return Operation::may_be_coded(k) && is_coded(*tensors[k]); }
-  static Format codes_of(int k) {
-    return Rule::states[Operation::state_of[k]].nonnegative ? format_of<math::Root8>() : format_of<math::Softsign8>();
-  }
 
   // Whether getting the pointer to the memory has no side effect. It has one if the memory is shared until the first write (copy-on-write).
   static bool has_memory(const at::Tensor& tensor) {

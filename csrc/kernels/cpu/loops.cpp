@@ -7,7 +7,7 @@
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/instruction_set.h"
 #include "kernels/cpu/tile.h"
-#include "kernels/element.h"
+#include "kernels/operations.h"
 #include "math/sum_squares.h"
 
 #ifndef DLT_INSTRUCTION_SET

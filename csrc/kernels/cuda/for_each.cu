@@ -3,7 +3,6 @@
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"
 #include "kernels/cuda/tile.h"
-#include "kernels/element.h"
 #include "kernels/operations.h"
 
 #include <utility>

@@ -11,13 +11,11 @@
 namespace dltrain::math {
 
 struct Root8 {
-  static constexpr const char* name = "root8";
   static constexpr int block = 128;
   static constexpr Statistic statistic = Statistic::absmax;
   static constexpr float largest = 1.0f;
   using Word = uint8_t;
   static constexpr int bits = 8;
-  static constexpr Bound nearest_error{1.0 / 255, 1.0 / 255};
 
   DLT_HD static uint32_t nearest(float y) {
     const float root = 255.0f * sqrtf(y), least = y > 0.0f ? 1.0f : 0.0f;

@@ -9,13 +9,11 @@
 namespace dltrain::math {
 
 struct Softsign8 {
-  static constexpr const char* name = "softsign8";
   static constexpr int block = 128;
   static constexpr Statistic statistic = Statistic::absmax;
   static constexpr float largest = 1.0f;
   using Word = uint8_t;
   static constexpr int bits = 8;
-  static constexpr Bound nearest_error{1.0 / 127, 1.0 / 127};
 
   DLT_HD static uint32_t nearest(float y) { return nearest_integer(254.0f * y / (1.0f + float_of(magnitude_bits(y)))) & 0xff; }
   DLT_HD static float scaled(uint32_t code, float scale) {
