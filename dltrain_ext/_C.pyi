@@ -25,6 +25,8 @@ class StepArguments:
         tensor_lr: Tensor | None,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
+        seed: int,
+        rounding_step: Tensor | None,
     ) -> None: ...
 
 class FusedGroup:
@@ -40,6 +42,7 @@ class FusedGroup:
         flagged: list[Tensor],
         flagged_from: int,
         runs: Sequence[Tensor | None],
+        numbers: Sequence[int],
     ) -> list[Tensor]: ...
     def take_norms(self, arguments: StepArguments, hyper: dict[str, float | bool], sums: Tensor) -> None: ...
     def release(self) -> None: ...
@@ -54,6 +57,7 @@ def optimizers() -> list[
         list[tuple[str, float]],
         str | None,
         int,
+        bool,
     ]
 ]:
     """Returns for each optimizer its name, hyper-parameters with their defaults, states (key, optional, initial,
@@ -62,6 +66,8 @@ def optimizers() -> list[
 def state_bytes(numel: int) -> int: ...
 def encode_state(state: Tensor, *, nonnegative: bool) -> Tensor: ...
 def decode_state(codes: Tensor, shape: Sequence[int], *, nonnegative: bool) -> Tensor: ...
+def encode_master(master: Tensor, param: Tensor) -> Tensor: ...
+def decode_master(master: Tensor, param: Tensor) -> Tensor: ...
 def sum_squares_of(groups: Sequence[FusedGroup]) -> list[Tensor]:
     """Returns for each device the sum of squares of all gradients that the groups have read there, as float64."""
 

@@ -50,7 +50,7 @@ def make_params(shapes, device="cpu", seed=0):
 def give_grads(params, seed):
     generator = torch.Generator().manual_seed(seed)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.device)
+        p.grad = torch.randn(p.shape, generator=generator).to(p)
 
 
 def assert_untouched(grads, before):

@@ -10,17 +10,23 @@
 
 namespace dltrain {
 
+// How fp32 values become elements: rounded to nearest or, for bf16 only, stochastically, or with eight more bits of each element, which are
+// in the row's `beside` (math/narrowing.h).
+enum class Narrowing : uint8_t { nearest, stochastic, extended };
+
 // How a stream's elements are stored: one after another, or each row as a message of a codec, given by its index in StreamCodecs.
 struct Format {
   Dtype dtype = Dtype::fp32;  // with a codec, the type of the decoded elements
   int8_t codec = none;
+  Narrowing narrowing = Narrowing::nearest;
   static constexpr int8_t none = -1;
 
   constexpr Format() = default;
-  constexpr Format(Dtype elements) : dtype(elements) {}
+  constexpr Format(Dtype elements, Narrowing how = Narrowing::nearest) : dtype(elements), narrowing(how) {}
 
   bool operator==(const Format&) const = default;
   DLT_HD bool is_coded() const { return codec != none; }
+  DLT_HD bool is_compact() const { return is_coded() || narrowing != Narrowing::nearest; }
   bool is_plain() const { return dtype == Dtype::fp32 && !is_coded(); }
 };
 
@@ -37,8 +43,8 @@ struct Signature {
   bool is_plain() const {
     return !copies && std::all_of(std::begin(formats), std::end(formats), [](const Format& format) { return format.is_plain(); });
   }
-  bool is_coded() const {
-    return std::any_of(std::begin(formats), std::end(formats), [](const Format& format) { return format.is_coded(); });
+  bool is_compact() const {
+    return std::any_of(std::begin(formats), std::end(formats), [](const Format& format) { return format.is_compact(); });
   }
 };
 
@@ -58,7 +64,8 @@ class TensorList {
 
   struct Row {
     std::array<void*, K> data;
-    void* copy;  // of the first stream, in the signature's type: the half parameter beside its fp32 master
+    void* beside;  // the copy of the first stream, in the signature's type: the half parameter beside its fp32 master; or more bits of each
+                   // element of the stream that is extended
     int64_t numel;
     Numbers numbers;
   };
@@ -70,19 +77,19 @@ class TensorList {
     ends_.clear();
   }
 
-  void add(const std::array<void*, K>& data, int64_t numel, const Numbers& numbers = {}, void* copy = nullptr) {
-    rows_.push_back({data, copy, numel, numbers});
+  void add(const std::array<void*, K>& data, int64_t numel, const Numbers& numbers = {}, void* beside = nullptr) {
+    rows_.push_back({data, beside, numel, numbers});
     ends_.push_back(this->numel() + numel);
   }
 
-  // For rows without numbers and copies. Adds a row, or extends the last row if the memory directly follows it.
+  // For rows with nothing but their elements. Adds a row, or extends the last row if the memory directly follows it.
   void extend(const std::array<void*, K>& data, int64_t numel) {
     if (!rows_.empty()) {
       Row& last = rows_.back();
       bool follows = true;
       for (int k = 0; k < K; ++k) {
         const Format& format = signature_.formats[k];
-        follows &= !format.is_coded() && data[k] == TypedPointer{last.data[k], format.dtype}.from(last.numel).data;
+        follows &= !format.is_compact() && data[k] == TypedPointer{last.data[k], format.dtype}.from(last.numel).data;
       }
       if (follows) {
         last.numel += numel;

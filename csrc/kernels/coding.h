@@ -27,6 +27,14 @@ DLT_HD void decode(Tile auto& tile, const uint8_t* message, int64_t numel, F f) 
                           [=](float value, uint32_t code) DLT_HD_LAMBDA { return f(value, math::decoded<C>(code, scale)); });
 }
 
+// One element of a message whose words hold one code each.
+template <class C>
+DLT_HD float decoded_at(const uint8_t* message, int64_t numel, int64_t index) {
+  using Layout = MessageLayout<C>;
+  static_assert(Layout::scaled && Layout::codes == 1);
+  return math::decoded<C>(Layout::words_at(message, numel, 0)[index], *Layout::scale_at(message, index / Layout::tile));
+}
+
 // The statistic of codec C over the values of the tile.
 template <class C>
 DLT_HD float statistic(const Tile auto& tile, bool stochastic) {

@@ -6,6 +6,7 @@
 #include "core/host_device.h"
 #include "core/tensor_list.h"
 #include "math/delay.h"
+#include "math/narrowing.h"
 
 namespace dltrain {
 
@@ -26,13 +27,28 @@ struct Poison {
   static bool same(const None&, const None&) { return true; }
 };
 
-// to <- from: encodes or decodes, if one of them is in a codec's format.
+// to <- from: encodes or decodes, if one of them is in a compact format.
 struct Copy {
   static constexpr int streams = 2;
   DLT_HD static constexpr bool writes(int k) { return k == 0; }
-  static constexpr bool may_be_coded(int) { return true; }
+  static constexpr bool may_be_compact(int) { return true; }
   struct Element {
     DLT_HD void operator()(float& to, float from) const { to = from; }
+  };
+  using Numbers = None;
+
+  DLT_HD bool skip() const { return false; }
+  DLT_HD Element at(const None&) const { return {}; }
+  static bool same(const None&, const None&) { return true; }
+};
+
+// The extension of `element`, a bfloat16 and no more, <- what extends it to the master.
+struct Extend {
+  static constexpr int streams = 2;
+  DLT_HD static constexpr bool writes(int k) { return k == 0; }
+  static constexpr bool may_be_compact(int k) { return k == 0; }
+  struct Element {
+    DLT_HD void operator()(float& element, float master) const { element = math::extending(element, master); }
   };
   using Numbers = None;
 

@@ -38,6 +38,7 @@ struct Norms {
   static constexpr int streams = Update<Rule, states>::streams, sums = math::norms_of<Rule>();
   using Numbers = NumbersOf<Rule>;
   using Element = typename Rule::Measure;
+  static constexpr bool may_be_compact(int k) { return Update<Rule, states>::may_be_compact(k); }
 
   Rule rule;
   Step step;

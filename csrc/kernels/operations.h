@@ -16,6 +16,7 @@
 #include "kernels/outer_step.h"
 #include "kernels/unscale_and_clip.h"
 #include "kernels/update.h"
+#include "math/philox.h"
 
 namespace dltrain {
 
@@ -27,7 +28,7 @@ template <class Rule>
 using AdvanceOf = std::conditional_t<math::counters_of<Rule>().size() == 0, std::tuple<>, std::tuple<Advance<Rule>>>;
 template <class... Rules>
 auto elementwise_of(const std::tuple<Rules...>&)
-    -> decltype(std::tuple_cat(std::declval<std::tuple<Poison, Copy, Subtract, Accumulate, Compensate>>(),
+    -> decltype(std::tuple_cat(std::declval<std::tuple<Poison, Copy, Extend, Subtract, Accumulate, Compensate>>(),
                                std::declval<AdvanceOf<Rules>>()..., std::declval<UpdatesOf<Rules>>()...));
 using Elementwise = decltype(elementwise_of(std::declval<Optimizers>()));
 
@@ -52,18 +53,25 @@ auto reductions_of(const std::tuple<Rules...>&)
     -> decltype(std::tuple_cat(std::declval<std::tuple<Squares>>(), std::declval<NormsOf<Rules>>()...));
 using Reductions = decltype(reductions_of(std::declval<Optimizers>()));
 
-// Whether the operation accepts a codec's format for its k-th stream; whether it accepts one for any stream.
+// Whether the operation accepts a compact format for its k-th stream; whether it accepts one for any stream.
 template <class Operation>
-constexpr bool may_be_coded(int k) {
-  if constexpr (requires { Operation::may_be_coded(k); }) return Operation::may_be_coded(k);
+constexpr bool may_be_compact(int k) {
+  if constexpr (requires { Operation::may_be_compact(k); }) return Operation::may_be_compact(k);
   return false;
 }
 template <class Operation>
-inline constexpr bool takes_codes = [] {
+inline constexpr bool takes_compact = [] {
   bool any = false;
-  for (int k = 0; k < Operation::streams; ++k) any |= may_be_coded<Operation>(k);
+  for (int k = 0; k < Operation::streams; ++k) any |= may_be_compact<Operation>(k);
   return any;
 }();
+
+// The random numbers with which a row's elements are rounded.
+template <class Operation>
+DLT_HD math::RandomStream random_of(const Operation& operation, const typename Operation::Numbers& numbers) {
+  if constexpr (requires { operation.random(numbers); }) return operation.random(numbers);
+  return {};
+}
 
 // The index of a row's first element, from the numbers of the row.
 template <class Numbers>

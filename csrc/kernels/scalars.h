@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 #include "core/host_device.h"
 
 namespace dltrain {
@@ -9,6 +11,7 @@ struct Scalars {
   const float* lr = nullptr;           // replaces the lr of the Step
   const double* grad_scale = nullptr;  // gradients are divided by it
   const float* found_inf = nullptr;    // if not zero, the step changes nothing
+  const int64_t* steps = nullptr;      // how many were taken before, for random numbers
 
   DLT_HD bool skip() const { return found_inf && *found_inf != 0.0f; }
   DLT_HD double lr_or(double given) const { return lr ? static_cast<double>(*lr) : given; }
@@ -21,6 +24,7 @@ struct Step {
   double lr;
   bool maximize = false;
   Scalars scalars;
+  uint64_t seed = 0;  // of the random numbers
 };
 
 }  // namespace dltrain

@@ -7,7 +7,9 @@
 #include "core/host_device.h"
 #include "core/tensor_list.h"
 #include "kernels/scalars.h"
+#include "math/narrowing.h"
 #include "math/optim/rule.h"
+#include "math/philox.h"
 
 namespace dltrain {
 
@@ -35,17 +37,18 @@ struct SumsAt<0> {
   static constexpr int norms = 0;
 };
 
-// The index of a row's first element, which is not 0 if the row is a part of a tensor.
+// Which elements a row has: the index of its first element, which is not 0 if the row is a part of a tensor, and the number of the tensor.
 template <bool exists>
-struct FirstIndex {
+struct Origin {
   int64_t first = 0;
+  uint32_t number = 0;
 };
 template <>
-struct FirstIndex<false> {};
+struct Origin<false> {};
 
-// The counters, the sums and the index are bases, because an empty base takes no space.
+// The counters, the sums and the origin are bases, because an empty base takes no space.
 template <class Rule, class Counters = Pointers<float, static_cast<int>(math::counters_of<Rule>().size())>>
-struct NumbersOf : Counters, SumsAt<math::norms_of<Rule>()>, FirstIndex<math::is_indexed<Rule>()> {
+struct NumbersOf : Counters, SumsAt<math::norms_of<Rule>()>, Origin<math::is_indexed<Rule>() || math::is_compact<Rule>()> {
   DLT_HD Counters& counters() { return *this; }
   DLT_HD const Counters& counters() const { return *this; }
 };
@@ -75,7 +78,7 @@ struct Update {
     }
     return found;
   }();
-  static constexpr bool may_be_coded(int k) { return k >= 2 && Rule::states[state_of[k]].coded; }
+  static constexpr bool may_be_compact(int k) { return k == 0 ? math::is_compact<Rule>() : k >= 2 && Rule::states[state_of[k]].coded; }
   using Element = typename Rule::template Element<states>;
   using Numbers = NumbersOf<Rule>;
 
@@ -86,6 +89,11 @@ struct Update {
   DLT_HD bool skip() const { return step.scalars.skip(); }
   DLT_HD Element at(const Numbers& numbers) const {
     return rule.at(per_tensor<Rule>(numbers, flag), step.scalars.lr_or(step.lr), step.scalars.grad_factor(step.maximize));
+  }
+  DLT_HD math::RandomStream random(const Numbers& numbers) const
+    requires(math::is_compact<Rule>())
+  {
+    return {step.seed, static_cast<uint32_t>(step.scalars.steps ? *step.scalars.steps : 0), math::of_parameters | numbers.number};
   }
   // Whether two rows have the same Element.
   static bool same(const Numbers& numbers, const Numbers& others) {

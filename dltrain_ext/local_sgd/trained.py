@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dltrain_ext._arguments import is_dense
+from dltrain_ext.optim.masters import MASTER
 from dltrain_ext.optim.shards import local
-from dltrain_ext.optim.state import MASTER
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -47,7 +47,8 @@ class Trained:
 
     def _master(self, inner: Optimizer) -> Tensor | None:
         found = inner.state.get(self.parameter, {}).get(MASTER)  # only torch's state_dict makes missing entries
-        return None if found is None else local(found).detach()
+        # Eight bits that extend the parameter change it by half a unit in the last place, which may as well be lost.
+        return None if found is None or found.dtype == torch.uint8 else local(found).detach()
 
     def value(self, inner: Optimizer) -> Tensor:
         """Returns the tensor that the inner optimizer updates: the fp32 master if there is one."""

@@ -19,9 +19,9 @@ class Adam(FusedStep, torch.optim.Adam):
     & Kumar 2018). Weight decay is added to the gradient, or is applied as in :class:`AdamW` if
     ``decoupled_weight_decay`` is True.
 
-    Dtypes, devices and ``master_weights`` are as in :class:`AdamW`; the states are float32, and gradients are only
-    read. ``foreach``, ``fused`` and ``capturable`` are stored in the state and change nothing here. With a GradScaler
-    the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped as a whole.
+    Dtypes, devices, ``master_weights``, ``state_codec``, ``rounding`` and ``seed`` are as in :class:`AdamW`. Gradients
+    are only read. ``foreach``, ``fused`` and ``capturable`` are stored in the state and change nothing here. With a
+    GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped as a whole.
 
     Raises:
         ValueError: ``differentiable=True``: the step is no autograd operation; a wrong ``master_weights``.
@@ -48,6 +48,8 @@ class Adam(FusedStep, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         master_weights: str | bool = "auto",
         state_codec: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
@@ -66,6 +68,8 @@ class Adam(FusedStep, torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
             master_weights=master_weights,
             state_codec=state_codec,
+            rounding=rounding,
+            seed=seed,
         )
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:

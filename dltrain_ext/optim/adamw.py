@@ -24,7 +24,13 @@ class AdamW(FusedStep, torch.optim.AdamW):
     ``master_weights="auto"`` keeps a float32 master of each float16 or bfloat16 parameter in its state
     (``"master_param"``), which is created from the parameter in its first step. A step updates the master and copies it
     to the parameter. If you write to such a parameter later, delete the master from its state; the next step creates a
-    new one. With ``False`` the parameter itself is updated, and rounded in every step.
+    new one. ``"8bit"``, for bfloat16 only, keeps eight more bits of each element instead (uint8, under the same key),
+    which extend the parameter to 24 bits; ``state_dict()`` has them as a float32 master. With ``False`` the parameter
+    itself is updated, and rounded in every step: to nearest, where bfloat16 loses updates below a 256th of the element;
+    or with ``rounding="stochastic"``, for bfloat16 only, to one of its two neighbours, so that the expectation is exact
+    (Zamirai et al. 2021). The random numbers are functions of ``seed``, 0 to 2^53 - 1, the number of steps of the group
+    (``"rounding_step"``), the number of the parameter in the optimizer, and the index of the element, so they are the
+    same on all replicas, however a parameter is sharded.
 
     ``state_codec="int8"`` stores moments of parameters with at least 4,096 elements as codes of 8 bits, with a float32
     scale for each 128 elements: 2.06 bytes a parameter instead of 8. ``state_dict()`` has them in float32, or as codes
@@ -33,8 +39,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
     With a GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped.
 
     Raises:
-        ValueError: ``differentiable=True``, as the step is no autograd operation, or a wrong ``master_weights`` or
-            ``state_codec``.
+        ValueError: ``differentiable=True``, as the step is no autograd operation, or a wrong ``master_weights``,
+            ``state_codec``, ``rounding`` or ``seed``.
         TypeError, ValueError (from ``step``): a parameter, gradient or state tensor is invalid. The message has its
             index in the group, and no parameter has been changed.
     """
@@ -57,6 +63,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
         fused: bool | None = None,
         master_weights: str | bool = "auto",
         state_codec: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
@@ -74,6 +82,8 @@ class AdamW(FusedStep, torch.optim.AdamW):
             fused=fused,
             master_weights=master_weights,
             state_codec=state_codec,
+            rounding=rounding,
+            seed=seed,
         )
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:

@@ -19,11 +19,6 @@ def are_codes(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
-def in_entry(entry: Any) -> bool:
-    """Returns whether a parameter's entry in the state of an optimizer has codes."""
-    return isinstance(entry, dict) and any(map(are_codes, entry.values()))
-
-
 def keys_of(rule: Rule, group: Mapping[str, Any], p: Tensor) -> set[str]:
     """Returns the keys of the states of a parameter that the group stores as codes."""
     if group.get("state_codec") is None or local(p).numel() < SMALLEST:
@@ -65,17 +60,6 @@ def encoded(value: Tensor, state: State) -> Tensor:
 def decoded(codes: Tensor, state: State, p: Tensor) -> Tensor:
     """Returns the state of a parameter in float32, as a DTensor if the parameter is one."""
     return like(p, _ops.decode_state(codes, list(local(p).shape), nonnegative=state.nonnegative))
-
-
-def entry_decoded(rule: Rule, entry: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """Returns the entry of a parameter with float32 states: itself if it has no codes."""
-    if not in_entry(entry):
-        return entry
-    states = {state.key: state for state in rule.states}
-    return {
-        name: decoded(value, states[name], p) if name in states and are_codes(value) else value
-        for name, value in entry.items()
-    }
 
 
 def recode(rule: Rule, group: Mapping[str, Any], entry: dict[str, Any], p: Tensor) -> None:

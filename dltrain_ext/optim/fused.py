@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.optim import codes, sparse
+from dltrain_ext.optim import codes, masters, sparse
 from dltrain_ext.optim.metrics import metrics_of
 from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import Shards, any_sharded
-from dltrain_ext.optim.state import check, has_masters, lay_out
+from dltrain_ext.optim.state import check, decoded, is_compact, lay_out, recode
 
 EVERY, NONE = 0, 2**62  # a rule's flag is set for parameters of at least so many dimensions
 
@@ -47,8 +47,8 @@ class FusedStep(torch.optim.Optimizer):
     state_dict.
 
     For a float16 or bfloat16 parameter the step updates a float32 master, ``state[p]["master_param"]``, and copies it
-    to the parameter, unless the group's ``master_weights`` is False. In a group whose ``state_codec`` is "int8", states
-    are stored as codes (``dltrain_ext/optim/codes.py``).
+    to the parameter, unless the group's ``master_weights`` is False or "8bit" (``dltrain_ext/optim/masters.py``). In a
+    group whose ``state_codec`` is "int8", states are stored as codes (``dltrain_ext/optim/codes.py``).
     """
 
     unscaler: Unscaler | None = None
@@ -60,15 +60,22 @@ class FusedStep(torch.optim.Optimizer):
     _update_sparse: Callable[[Sequence[Tensor], list[Tensor], dict[str, Any]], None] | None = None
     """Updates parameters of a group with these sparse gradients; None: the optimizer does not take any."""
     _rule: Rule
+    _is_indexed = False  # whether a step depends on the indices of the elements
     _given: dict[str, Any] = {}  # options that torch's optimizer does not have
 
     def __init__(
-        self, *args: Any, master_weights: str | bool = "auto", state_codec: str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        master_weights: str | bool = "auto",
+        state_codec: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        **kwargs: Any,
     ) -> None:
         check_iterable(args[0])
-        self._given = {} if state_codec is None else {"state_codec": state_codec}
-        if not isinstance(master_weights, str) or master_weights != "auto":
-            self._given["master_weights"] = master_weights
+        given = {"master_weights": master_weights, "state_codec": state_codec, "rounding": rounding, "seed": seed}
+        usual = {"master_weights": "auto", "state_codec": None, "rounding": "nearest", "seed": 0}
+        self._given = {name: value for name, value in given.items() if repr(value) != repr(usual[name])}
         super().__init__(*args, **kwargs)
         self._prepare()
 
@@ -84,18 +91,18 @@ class FusedStep(torch.optim.Optimizer):
             self._load_as_saved(loading)
 
     def state_dict(self, *, compressed: bool = False) -> dict[str, Any]:
-        """Returns the state as torch.optim's ``state_dict``, with float32 moments, which any such optimizer loads.
+        """Returns the state as torch.optim's ``state_dict``, with float32 moments and masters, which any such optimizer
+        loads.
 
         Args:
-            compressed: moments that are stored as codes (``state_codec``) stay codes, uint8. Then this class continues
-                from them with the same bits, and from a DTensor's only if it is sharded alike.
+            compressed: moments that are stored as codes (``state_codec``) and masters of 8 bits stay uint8. Then this
+                class continues from them with the same bits, and from a DTensor's moments only if it is sharded alike.
         """
         if not isinstance(compressed, bool):
             raise TypeError(f"compressed: expected True or False, got {compressed!r}")
         before = self.state
-        if not compressed and any(map(codes.in_entry, before.values())):
-            decoded = {p: codes.entry_decoded(self._rule, entry, p) for p, entry in before.items()}
-            self.state = defaultdict(dict, decoded)
+        if not compressed and any(map(is_compact, before.values())):
+            self.state = defaultdict(dict, {p: decoded(self._rule, entry, p) for p, entry in before.items()})
         try:
             state: dict[str, Any] = super().state_dict()
         finally:
@@ -104,7 +111,8 @@ class FusedStep(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as in torch.optim, but moments and masters stay float32 for parameters of any dtype, or are
-        stored as the option ``state_codec`` says, whatever form they were saved in.
+        stored as ``state_codec`` and ``master_weights`` say, whatever form they were saved in. Masters of 8 bits extend
+        the parameters, which are to be loaded, too.
 
         Raises:
             ValueError: it is not the state of such an optimizer, or has values that no step can produce. Then nothing
@@ -133,11 +141,11 @@ class FusedStep(torch.optim.Optimizer):
             del self._loading
 
     def _recode(self) -> None:
-        """Stores the state of all parameters as their groups' ``state_codec`` says."""
+        """Stores the state of all parameters as the options of their groups say."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p in self.state:
-                    codes.recode(self._rule, group, self.state[p], p)
+                    recode(self._rule, group, self.state[p], p)
 
     def _load_as_saved(self, state_dict: dict[str, Any]) -> None:
         """Restores codes, moments and masters, which torch has cast to the dtype of their parameter."""
@@ -169,9 +177,7 @@ class FusedStep(torch.optim.Optimizer):
         if group.get("differentiable"):
             name = type(self).__name__
             raise ValueError(f"differentiable: expected False, got True; torch.optim.{name} has a differentiable step")
-        masters = group.get("master_weights", "auto")
-        if not isinstance(masters, int | str) or masters not in ("auto", True, False):
-            raise ValueError(f"master_weights: expected 'auto', True or False, got {masters!r}")
+        masters.check_group(self._rule, group, type(self).__name__)
         codes.check_group(self._rule, group, type(self).__name__)
         if len(set(group["params"])) < len(group["params"]):
             raise ValueError("params: expected each parameter once, got one that is twice in the group")
@@ -196,23 +202,25 @@ class FusedStep(torch.optim.Optimizer):
         too. ``starting`` are the parameters whose first step this is."""
         return (), NONE
 
-    def _runs(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Returns where the elements of each parameter are in its DTensor (``Shards.runs``), if the rule needs it and
-        some parameters are DTensors."""
-        return ()
+    def _numbers(self, params: Sequence[Tensor]) -> list[int]:
+        """Returns which of the optimizer's parameters these are."""
+        numbers = {p: number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        return [numbers[p if self._shards is None else self._shards.whole(p)] for p in params]
 
     def _gather(self, fused: _ops.FusedGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
         """Makes ``fused`` read the group; returns the parameters whose state is incomplete or whose gradient is sparse,
         which it has not read."""
         flagged, dimensions = self._flagged(group, starting)
+        params, is_stochastic = group["params"], masters.is_stochastic(group)
         return fused.gather(
             self.state,
-            group["params"],
-            masters=has_masters(group),
+            params,
+            masters=masters.exist(group),
             optional=list(self._optional_states(group)),
             flagged=list(flagged),
             flagged_from=dimensions,
-            runs=self._runs(group["params"]),
+            runs=self._shards.runs(params) if self._shards and (is_stochastic or self._is_indexed) else [],
+            numbers=self._numbers(params) if is_stochastic else [],
         )
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
@@ -262,9 +270,17 @@ class FusedStep(torch.optim.Optimizer):
                 raise TypeError(f"closure: expected a callable or None, got {type(closure).__name__}")
             with torch.enable_grad():
                 loss = closure()
-        if not any(any_sharded(group["params"]) for group in self.param_groups):
+        for group in self.param_groups:
+            masters.prepare(group)
+        if any(any_sharded(group["params"]) for group in self.param_groups):
+            self._step_of_parts()
+        else:
             self._step(self.param_groups)
-            return loss
+        for group in self.param_groups:
+            masters.count(group)
+        return loss
+
+    def _step_of_parts(self) -> None:
         state = self.state
         self._shards = Shards(self.param_groups, state)
         self.state = self._shards.state
@@ -274,7 +290,6 @@ class FusedStep(torch.optim.Optimizer):
             self.state = state
             self._shards.leave(state)
             self._shards = None
-        return loss
 
     def _step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         while len(self._fused) < len(param_groups):
@@ -366,4 +381,6 @@ class FusedStep(torch.optim.Optimizer):
             maximize=bool(group["maximize"]),
             grad_scale=grad_scale,
             found_inf=found_inf,
+            seed=int(group.get("seed", 0)),
+            rounding_step=group.get(masters.STEP),
         )

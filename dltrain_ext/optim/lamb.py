@@ -52,8 +52,8 @@ class LAMB(FusedStep):
             ``torch.nn.utils.clip_grad_norm_``; None: they are not; "auto": the preset's. The same for all groups. With
             a ``max_norm`` of ``LossScaler.step`` the smaller one counts.
         maximize: ascend.
-        master_weights, dtypes, devices: as in :class:`AdamW`; norms are those of the masters. The moments,
-            ``state[p]["exp_avg"]`` and ``state[p]["exp_avg_sq"]``, are float32.
+        master_weights, state_codec, rounding, seed, dtypes, devices: as in :class:`AdamW`; norms are those of the
+            masters. The moments are ``state[p]["exp_avg"]`` and ``state[p]["exp_avg_sq"]``.
 
     Norms are sums in double, the same for any number of threads. Those of DTensors are norms of the whole tensors: a
     step has an all-reduce of two numbers for each parameter, over the ranks that share them. With a GradScaler the
@@ -80,6 +80,9 @@ class LAMB(FusedStep):
         max_grad_norm: float | str | None = "auto",
         maximize: bool = False,
         master_weights: str | bool = "auto",
+        state_codec: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -91,7 +94,9 @@ class LAMB(FusedStep):
             "max_grad_norm": max_grad_norm,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, master_weights=master_weights)
+        super().__init__(
+            params, defaults, master_weights=master_weights, state_codec=state_codec, rounding=rounding, seed=seed
+        )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         preset, adapt, max_norm = group["preset"], group["adapt"], group["max_grad_norm"]

@@ -23,7 +23,8 @@ class Lion(FusedStep):
         betas: two numbers >= 0 and < 1: of the interpolation, and of the momentum.
         weight_decay: a number >= 0, decoupled from the gradient and multiplied by the learning rate.
         maximize: ascend.
-        master_weights, dtypes, devices: as in :class:`AdamW`. The momentum, ``state[p]["exp_avg"]``, is float32.
+        master_weights, state_codec, rounding, seed, dtypes, devices: as in :class:`AdamW`. The momentum is
+            ``state[p]["exp_avg"]``.
 
     With a GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped as a
     whole.
@@ -46,9 +47,13 @@ class Lion(FusedStep):
         maximize: bool = False,
         master_weights: str | bool = "auto",
         state_codec: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, master_weights=master_weights, state_codec=state_codec)
+        super().__init__(
+            params, defaults, master_weights=master_weights, state_codec=state_codec, rounding=rounding, seed=seed
+        )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_nonnegative(group, "lr", "weight_decay")

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from dltrain_ext._arguments import as_number, check_numbers
 
+SEEDS = 2**53
+
 
 def as_float(group: dict[str, Any], name: str) -> float:
     """Returns a hyper-parameter; raises TypeError that names it if it is not a number."""

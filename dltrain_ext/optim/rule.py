@@ -24,7 +24,8 @@ class Counter(NamedTuple):
 
 class Rule(NamedTuple):
     """An optimizer's hyper-parameters with their defaults, its states and counters, a flag that is set for some
-    tensors, and how many norms of those tensors a step needs."""
+    tensors, how many norms of those tensors a step needs, and whether bfloat16 parameters may be ``compact``: rounded
+    stochastically, or extended by eight bits."""
 
     name: str
     hyper: dict[str, float | bool]
@@ -32,11 +33,18 @@ class Rule(NamedTuple):
     counters: tuple[Counter, ...]
     flag: str | None
     norms: int
+    compact: bool
 
 
 RULES = {
     name: Rule(
-        name, hyper, tuple(State(*each) for each in states), tuple(Counter(*each) for each in counters), flag, norms
+        name,
+        hyper,
+        tuple(State(*each) for each in states),
+        tuple(Counter(*each) for each in counters),
+        flag,
+        norms,
+        compact,
     )
-    for name, hyper, states, counters, flag, norms in _ops.optimizers()
+    for name, hyper, states, counters, flag, norms, compact in _ops.optimizers()
 }

@@ -19,10 +19,10 @@ class SGD(FusedStep, torch.optim.SGD):
 
     Arguments, behaviour and, for float32 parameters, ``state_dict`` are torch's: momentum whose buffer does not contain
     the learning rate (Polyak 1964), Nesterov's form (Sutskever et al. 2013), dampening, and weight decay that is added
-    to the gradient. Dtypes, devices and ``master_weights`` are as in :class:`AdamW`. Momentum buffers are float32.
-    Gradients are only read. Sparse gradients (COO, of float32 parameters, without weight decay) go through torch's own
-    function, whose momentum buffers are sparse for them. ``foreach`` and ``fused`` are stored in the groups and have no
-    effect.
+    to the gradient. Dtypes, devices, ``master_weights``, ``state_codec``, ``rounding`` and ``seed`` are as in
+    :class:`AdamW`. Gradients are only read. Sparse gradients (COO, of float32 parameters, without weight decay) go
+    through torch's own function, whose momentum buffers are sparse for them. ``foreach`` and ``fused`` are stored in
+    the groups and have no effect.
 
     With a GradScaler the gradients are unscaled in the same pass, and a step with ``found_inf != 0`` is skipped.
 
@@ -49,6 +49,8 @@ class SGD(FusedStep, torch.optim.SGD):
         fused: bool | None = None,
         master_weights: str | bool = "auto",
         state_codec: str | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         check_numbers(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
         super().__init__(
@@ -64,6 +66,8 @@ class SGD(FusedStep, torch.optim.SGD):
             fused=fused,
             master_weights=master_weights,
             state_codec=state_codec,
+            rounding=rounding,
+            seed=seed,
         )
 
     def _optional_states(self, group: dict[str, Any]) -> Sequence[str]:

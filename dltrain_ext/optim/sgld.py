@@ -7,10 +7,8 @@ from torch import Tensor
 
 from dltrain_ext._arguments import check_number
 from dltrain_ext.optim.fused import FusedStep
-from dltrain_ext.optim.options import check_nonnegative
+from dltrain_ext.optim.options import SEEDS, check_nonnegative
 from dltrain_ext.optim.rule import RULES
-
-SEEDS = 2**53
 
 
 class SGLD(FusedStep):
@@ -44,6 +42,7 @@ class SGLD(FusedStep):
     """
 
     _rule = RULES["sgld"]
+    _is_indexed = True
 
     def __init__(
         self,
@@ -70,14 +69,10 @@ class SGLD(FusedStep):
         check_nonnegative(group, "weight_decay", "temperature")
         super()._check_group(group)
 
-    def _runs(self, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return () if self._shards is None else self._shards.runs(params)
-
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
         known = [p for p in params if "number" in self.state[p]]
         super()._complete_state(params, group)
-        numbers = {p: number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for p in params:
+        for p, number in zip(params, self._numbers(params), strict=True):
             if p not in known:
-                self.state[p]["number"].fill_(numbers[p if self._shards is None else self._shards.whole(p)])
+                self.state[p]["number"].fill_(number)
         return params

@@ -8,16 +8,37 @@ import torch
 from torch import Tensor
 
 from dltrain_ext._arguments import as_number, check_dense
-from dltrain_ext.optim import codes
+from dltrain_ext.optim import codes, masters
+from dltrain_ext.optim.masters import MASTER
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import local
 
 ALIGNMENT = 16  # float32 elements: a cache line
-MASTER = "master_param"
 
 
-def has_masters(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("master_weights", "auto"))
+def is_compact(entry: Any) -> bool:
+    """Returns whether a parameter's entry in the state of an optimizer has tensors that are not float32."""
+    return isinstance(entry, dict) and any(map(codes.are_codes, entry.values()))
+
+
+def decoded(rule: Rule, entry: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    """Returns the entry of a parameter with float32 states and a float32 master: itself if it has them."""
+    if not is_compact(entry):
+        return entry
+    states = {state.key: state for state in rule.states}
+    out = dict(entry)
+    for name in filter(lambda name: codes.are_codes(entry[name]), entry):
+        if name in states:
+            out[name] = codes.decoded(entry[name], states[name], p)
+        elif name == MASTER:
+            out[name] = masters.decoded(entry[name], p)
+    return out
+
+
+def recode(rule: Rule, group: Mapping[str, Any], entry: dict[str, Any], p: Tensor) -> None:
+    """Stores the states and the master of a parameter in the form that its group has."""
+    codes.recode(rule, group, entry, p)
+    masters.recode(group, entry, p)
 
 
 def check(rule: Rule, entry: Any, p: Tensor, *, may_be_sparse: bool) -> None:
@@ -64,11 +85,15 @@ def lay_out(
     totals = {torch.float32: 0, torch.uint8: 0}  # torch.save takes no memory that has tensors of both
     for p in params:
         entry = state[p]
-        wanted = [*initial, MASTER] if has_masters(group) and p.dtype != torch.float32 else initial
+        wanted = [*initial, MASTER] if masters.exist(group) and p.dtype != torch.float32 else initial
         coded = codes.keys_of(rule, group, p)
         for name in wanted:
             if name not in entry:
-                dtype, size = (torch.uint8, codes.size_of(p)) if name in coded else (torch.float32, p.numel())
+                is_short = name in coded or (name == MASTER and masters.are_short(group))
+                dtype, size = (
+                    torch.uint8 if is_short else torch.float32,
+                    codes.size_of(p) if name in coded else p.numel(),
+                )
                 missing.append((p, name, dtype, slice(totals[dtype], totals[dtype] + size)))
                 line = 4 * ALIGNMENT // dtype.itemsize
                 totals[dtype] += -(-size // line) * line
@@ -80,11 +105,13 @@ def lay_out(
     device = missing[0][0].device
     arenas = {dtype: torch.zeros(total, dtype=dtype, device=device) for dtype, total in totals.items()}
     for p, name, dtype, part in missing:
-        if dtype == torch.uint8:  # zeros are the codes of zeros
+        if name != MASTER and dtype == torch.uint8:
             state[p][name] = arenas[dtype][part]
+        else:
+            dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no gaps
+            state[p][name] = arenas[dtype].as_strided(p.shape, dense.stride(), part.start)
+        if dtype == torch.uint8:  # zeros are the codes of zeros, and extend a parameter by nothing
             continue
-        dense = torch.empty_like(p, device="meta", dtype=torch.float32)  # p's strides, if they leave no gaps
-        state[p][name] = arenas[dtype].as_strided(p.shape, dense.stride(), part.start)
         if name == MASTER:
             state[p][name].copy_(p)
         elif initial[name]:

@@ -12,7 +12,7 @@ from dltrain_ext import _ops, optim
 from dltrain_ext._arguments import as_number
 from dltrain_ext.amp import note_skipped
 from dltrain_ext.comm.groups import group_of
-from dltrain_ext.optim.state import MASTER
+from dltrain_ext.optim.masters import MASTER
 from dltrain_ext.ps.checkpoint import complete
 from dltrain_ext.ps.gradients import are_finite
 from dltrain_ext.ps.hosts import Host

@@ -37,6 +37,8 @@ def completed(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("max_grad_norm: expected None, because no server has all gradients")
     if options.get("state_codec") is not None:
         raise ValueError(f"state_codec: expected None, because servers keep float32, got {options['state_codec']!r}")
+    if options.get("rounding", "nearest") != "nearest":
+        raise ValueError(f"rounding: expected 'nearest', because servers keep float32, got {options['rounding']!r}")
     return options
 
 

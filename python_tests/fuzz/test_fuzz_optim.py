@@ -38,11 +38,13 @@ VALUES = {
     "preset": st.sampled_from(["paper", "tensorflow", "larc"]),
     "adapt": st.sampled_from(["auto", True, False]),
     "state_codec": st.sampled_from([None, "int8"]),
+    "rounding": st.sampled_from(["nearest", "stochastic"]),
+    "seed": st.integers(0, 2**53 - 1),
 }
 OPTIONS = {
     kind: {name: VALUES[name] for name in inspect.signature(kind).parameters if name in VALUES} for kind in KINDS
 }
-COMMON = {"maximize": st.booleans(), "master_weights": st.sampled_from(["auto", True, False])}
+COMMON = {"maximize": st.booleans(), "master_weights": st.sampled_from(["auto", True, False, "8bit"])}
 
 
 def everything(optimizer):

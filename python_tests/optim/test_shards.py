@@ -118,24 +118,31 @@ def test_steps_equal_those_of_whole_tensors(mesh_shape, placements):
     run_ranks(math.prod(mesh_shape), check_steps, mesh_shape, placements)
 
 
-def noisy(shape, dtype, mesh=None, how=(), layout=torch.contiguous_format):
+NOISY = [
+    (optim.SGLD, {"seed": 7}),
+    (optim.AdamW, {"master_weights": False, "rounding": "stochastic", "seed": 7}),
+    (optim.SGD, {"master_weights": "8bit", "momentum": 0.9}),
+]
+
+
+def noisy(kind, options, shape, dtype, mesh=None, how=(), layout=torch.contiguous_format):
     """Return a plain parameter and another one, whole or a DTensor whose part has the layout, and their optimizer."""
     p = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     if mesh is not None:
         part = distribute_tensor(p, mesh, how).to_local().to(memory_format=layout)
         p = DTensor.from_local(part, mesh, how, run_check=False, shape=p.shape, stride=p.stride())
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(p)]
-    return params, optim.SGLD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1, weight_decay=0.1, seed=7)
+    return params, kind([{"params": params[:1]}, {"params": params[1:]}], lr=0.1, weight_decay=0.1, **options)
 
 
-def check_noise(rank, world_size, mesh_shape):
-    """The bits of SGLD's steps do not depend on placements, nor on the layout of a part in memory."""
+def check_noise(rank, world_size, mesh_shape, kind, options):
+    """The bits of a step with random numbers do not depend on placements, nor on the layout of a part in memory."""
     mesh = init_device_mesh("cpu", mesh_shape)
     for shape, dtype in (((5, 3, 1, 7), torch.float32), ((1, 40, 6, 9), torch.bfloat16), ((1400,), torch.float32)):
         kinds = [Replicate(), *map(Shard, range(len(shape)))]
         for how in itertools.product(kinds, repeat=len(mesh_shape)):
             layout = torch.channels_last if how[0] == Shard(1) else torch.contiguous_format
-            both = [noisy(shape, dtype, *rest) for rest in ((), (mesh, how, layout))]
+            both = [noisy(kind, options, shape, dtype, *rest) for rest in ((), (mesh, how, layout))]
             for seed in range(2):
                 for params, optimizer in both:
                     give_grads(params, seed)
@@ -143,14 +150,55 @@ def check_noise(rank, world_size, mesh_shape):
             (whole, its), (sharded, others) = both
             for p, other in zip(whole, sharded, strict=True):
                 entry, found = its.state[p], others.state[other]
-                assert entry.keys() == found.keys() and found["step"] == 2
+                assert entry.keys() == found.keys() and found.get("step", 2) == 2
                 assert all(torch.equal(full(found[name]), entry[name]) for name in entry), (shape, how)
                 assert torch.equal(full(other), p.detach()), (shape, how)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=["two ranks", "four ranks", "two by two ranks"])
-def test_noise_does_not_depend_on_the_sharding(mesh_shape):
-    run_ranks(math.prod(mesh_shape), check_noise, mesh_shape)
+@pytest.mark.parametrize(("kind", "options"), NOISY, ids=["SGLD", "rounded", "extended"])
+def test_noise_does_not_depend_on_the_sharding(mesh_shape, kind, options):
+    run_ranks(math.prod(mesh_shape), check_noise, mesh_shape, kind, options)
+
+
+def check_rounded(rank, world_size):
+    """The bits of fully_shard's parts are those of a whole parameter."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    whole = nn.Linear(70, 130).bfloat16()
+    sharded = copy.deepcopy(whole)
+    fully_shard(sharded, mesh=mesh)
+    kind, options = NOISY[1]
+    optimizers = [kind(model.parameters(), lr=0.1, **options) for model in (whole, sharded)]
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for p, other in zip(whole.parameters(), sharded.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            other.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, other in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(other.full_tensor(), p.detach())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rounding_with_fully_shard(world_size):
+    run_ranks(world_size, check_rounded)
+
+
+def check_runs(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    p = nn.Parameter(distribute_tensor(torch.zeros(128, 256, dtype=torch.bfloat16), mesh, [Shard(1)]))
+    p.grad = torch.zeros_like(p)
+    optimizer = optim.AdamW([p], state_codec="int8", **NOISY[1][1])
+    with pytest.raises(
+        ValueError, match=r"params\[0\]: expected a part whose elements are adjacent .* got one of 128 runs"
+    ):
+        optimizer.step()
+
+
+def test_codes_of_parts_that_are_not_adjacent():
+    run_ranks(2, check_runs)
 
 
 def check_own_cut(rank, world_size):
@@ -214,9 +262,9 @@ def test_number_of_all_reduces():
     run_ranks(4, check_all_reduces)
 
 
-def model_of(rank=None, mesh=None, width=8):
+def model_of(rank=None, mesh=None, width=8, dtype=torch.float32):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 3))
+    model = nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
     if mesh is not None:
         if mesh.ndim == 2:
             parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -226,7 +274,7 @@ def model_of(rank=None, mesh=None, width=8):
 
 
 def backward(model, seed):
-    x = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed)).to(next(model.parameters()).dtype)
     model.zero_grad()
     model(x).square().mean().backward()
 
@@ -258,13 +306,14 @@ def test_models_of_fully_shard(mesh_shape, kind, options):
 def check_saved(rank, world_size, kind, options, folder):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     width = 1000 if options else 8  # codes are for large parts
-    model = model_of(rank, mesh, width)
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
+    model = model_of(rank, mesh, width, dtype)
     optimizer = kind(model.parameters(), lr=0.1, **options)
     for seed in range(2):
         backward(model, seed)
         optimizer.step()
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    other = model_of(rank, mesh, width)
+    other = model_of(rank, mesh, width, dtype)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     resumed = kind(other.parameters(), lr=0.5, **options)
     loaded = {"optimizer": get_optimizer_state_dict(other, resumed)}
@@ -276,14 +325,24 @@ def check_saved(rank, world_size, kind, options, folder):
             its.step()
     for p, its in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p.to_local(), its.to_local()), "as if the run had never stopped"
-    if options:
-        assert resumed.state[next(other.parameters())]["exp_avg"].dtype == torch.uint8
+    entry = resumed.state[next(other.parameters())]
+    if "state_codec" in options:
+        assert entry["exp_avg"].dtype == torch.uint8
+    if options.get("master_weights") == "8bit":
+        assert entry["master_param"].dtype == torch.uint8
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(optim.LARS, {}), (optim.LAMB, {}), (optim.SGLD, {}), (optim.AdamW, {"state_codec": "int8"})],
-    ids=["LARS", "LAMB", "SGLD", "AdamW in 8 bits"],
+    [
+        (optim.LARS, {}),
+        (optim.LAMB, {}),
+        (optim.SGLD, {}),
+        (optim.AdamW, {"state_codec": "int8"}),
+        (optim.AdamW, NOISY[1][1]),
+        (optim.LAMB, {"state_codec": "int8", "master_weights": "8bit"}),
+    ],
+    ids=["LARS", "LAMB", "SGLD", "AdamW in 8 bits", "AdamW rounded", "LAMB in 8 bits"],
 )
 def test_state_through_a_distributed_checkpoint(kind, options, tmp_path):
     run_ranks(2, check_saved, kind, options, str(tmp_path))

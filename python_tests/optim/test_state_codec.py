@@ -11,7 +11,7 @@ from torch import nn
 from dltrain_ext import optim
 from dltrain_ext.optim.rule import RULES
 
-CODED = [optim.AdamW, optim.Adam, optim.SGD, optim.Lion]
+CODED = [optim.AdamW, optim.Adam, optim.SGD, optim.Lion, optim.LAMB]
 LARGE, SMALL = (96, 100), (7, 5)
 
 

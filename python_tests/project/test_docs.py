@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.__main__ import parse
 from dltrain_ext import amp, comm, ddp, optim
+from dltrain_ext.optim.rule import RULES
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -118,9 +119,11 @@ def test_states_have_the_documented_size() -> None:
     rows = [(call, *cells) for calls, *cells in rows for call in re.split(", (?=`)", calls)]
     assert {re.sub(r"[`(].*", "", call.strip("`")) for call, *_ in rows} == set(optim.__all__)
     for call, *said in rows:
-        for dtype, masters, expected in zip(
-            ("float32", "bfloat16", "float16"), ("auto", "auto", False), said, strict=True
-        ):
+        dtypes, choices = ("float32", "bfloat16", "bfloat16", "float16"), ("auto", "auto", "8bit", False)
+        for dtype, masters, expected in zip(dtypes, choices, said, strict=True):
+            if not expected:
+                assert not RULES[call.strip("`").lower().split("(")[0]].compact
+                continue
             weight = torch.nn.Parameter(torch.zeros(1000, 1000, dtype=getattr(torch, dtype)))
             weight.grad = torch.zeros_like(weight)
             name, _, options = call.strip("`").rstrip(")").partition("(")

@@ -37,6 +37,22 @@ void check_codes(const at::Tensor& codes, const char* name, int64_t index, const
   TORCH_INTERNAL_ASSERT(false);
 }
 
+void check_extension(const at::Tensor& more, const char* name, int64_t index, const at::Tensor& param, bool usable) {
+  if (usable && detail::extends(more, param)) return;
+  check_place(more, name, index, param);
+  TORCH_CHECK_TYPE(usable && param.scalar_type() == at::kBFloat16, name, "[", index, "]: expected float32 for params[", index, "] of ",
+                   param.scalar_type(), ", got ", more.scalar_type());
+  TORCH_CHECK_VALUE(more.sizes() == param.sizes(), name, "[", index, "]: expected shape ", param.sizes(), " of params[", index, "], got ",
+                    more.sizes());
+  check_backed(more, c10::str(name, "[", index, "]"));
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+void check_stochastic(const at::Tensor& param, const char* name, int64_t index) {
+  TORCH_CHECK_TYPE(detail::may_be_stochastic(param), name, "[", index, "]: expected float32 or bfloat16 for stochastic rounding, got ",
+                   param.scalar_type());
+}
+
 void check_counter(const at::Tensor& counter, const std::string& list, int64_t index, const at::Tensor& param) {
   const std::string name = c10::str(list, "[", index, "]");
   check_plain(counter, name);

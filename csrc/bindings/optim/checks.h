@@ -56,6 +56,17 @@ inline bool are_codes(const at::Tensor& state, const at::Tensor& param) {
          state.is_contiguous() && state.storage_offset() % static_cast<int64_t>(sizeof(float)) == 0;
 }
 
+// Whether its bytes can be eight more bits of each element of param.
+inline bool extends(const at::Tensor& tensor, const at::Tensor& param) {
+  return is_usable(tensor, param) && is_coded(tensor) && same_shape(tensor, param) &&
+         param.unsafeGetTensorImpl()->dtype() == caffe2::TypeMeta::Make<at::BFloat16>();
+}
+
+// Whether it can be rounded stochastically, or need not be.
+inline bool may_be_stochastic(const at::Tensor& param) {
+  return param.unsafeGetTensorImpl()->dtype() != caffe2::TypeMeta::Make<at::Half>();
+}
+
 inline bool counts(const at::Tensor& step, const at::Tensor& param) {
   return step.layout() == at::kStrided && !step.is_nested() && !is_lazy(step) && step.scalar_type() == at::kFloat &&
          step.device() == param.device() && step.numel() == 1;
@@ -71,6 +82,9 @@ inline void check_tensor(const at::Tensor& tensor, const char* name, int64_t ind
 }
 // Throws unless the codes can be those of a state of param.
 void check_codes(const at::Tensor& codes, const char* name, int64_t index, const at::Tensor& param);
+// The same for bytes that extend param, in an optimizer that can use them.
+void check_extension(const at::Tensor& more, const char* name, int64_t index, const at::Tensor& param, bool usable);
+void check_stochastic(const at::Tensor& param, const char* name, int64_t index);
 // The same for a number of the parameter, such as its step count.
 void check_counter(const at::Tensor& counter, const std::string& name, int64_t index, const at::Tensor& param);
 // Throws unless it is one number. It may have any type and device, because another optimizer may have saved it.

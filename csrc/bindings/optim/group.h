@@ -21,9 +21,10 @@ class FusedGroup {
   // Reads the parameters that have a gradient. Returns the parameters whose gradient is sparse (COO), which are not read, and those whose
   // state is incomplete: the caller completes it, and calls gather again. optional: the keys of the optional states that the group has. The
   // rule's flag is set for the parameters in `flagged`, and for those of at least flagged_from dimensions. runs: of each parameter, or none
-  // if all parameters are whole (Reading).
+  // if all parameters are whole (Reading). numbers: those of the parameters, if they are rounded stochastically, else none.
   virtual py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
-                          const py::list& flagged, int64_t flagged_from, const std::vector<std::optional<at::Tensor>>& runs) = 0;
+                          const py::list& flagged, int64_t flagged_from, const std::vector<std::optional<at::Tensor>>& runs,
+                          const std::vector<uint32_t>& numbers) = 0;
   virtual void collect(Gradients& into) const = 0;
   // Computes the norms that step() would otherwise compute itself. sums: float64 zeros, [parameters, norms], on the device of all
   // parameters. step() reads them, so that the caller may add to them before: for a parameter that is a part of a tensor, the sums of the

@@ -20,11 +20,13 @@ std::vector<at::Tensor> sum_squares_of(const std::vector<const FusedGroup*>& gro
 
 void bind_groups(py::module_& module) {
   py::class_<StepArguments>(module, "StepArguments")
-      .def(py::init<double, bool, std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>>(), py::kw_only(),
-           py::arg("lr"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"));
+      .def(py::init<double, bool, std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>, int64_t,
+                    std::optional<at::Tensor>>(),
+           py::kw_only(), py::arg("lr"), py::arg("maximize"), py::arg("tensor_lr"), py::arg("grad_scale"), py::arg("found_inf"),
+           py::arg("seed"), py::arg("rounding_step"));
   py::class_<FusedGroup>(module, "FusedGroup")
       .def("gather", &FusedGroup::gather, py::arg("state"), py::arg("params"), py::kw_only(), py::arg("masters"), py::arg("optional"),
-           py::arg("flagged"), py::arg("flagged_from"), py::arg("runs"))
+           py::arg("flagged"), py::arg("flagged_from"), py::arg("runs"), py::arg("numbers"))
       .def("take_norms", &FusedGroup::take_norms, py::arg("arguments"), py::arg("hyper"), py::arg("sums"))
       .def("release", &FusedGroup::release)
       .def("step", &FusedGroup::step, py::arg("arguments"), py::arg("hyper"));

@@ -64,19 +64,21 @@ class RuleGroup : public GroupOf<RuleUpdates<Rule>> {
   RuleGroup() : Base(keys_of<Rule>()) {}
 
   py::list gather(const py::dict& state, const py::list& params, bool masters, const std::vector<std::string>& optional,
-                  const py::list& flagged, int64_t flagged_from, const std::vector<std::optional<at::Tensor>>& runs) override {
+                  const py::list& flagged, int64_t flagged_from, const std::vector<std::optional<at::Tensor>>& runs,
+                  const std::vector<uint32_t>& numbers) override {
     std::unordered_set<const c10::TensorImpl*> marked;
     for (const py::handle param : flagged) marked.insert(THPVariable_Unpack(param.ptr()).unsafeGetTensorImpl());
     const unsigned states = states_of<Rule>(optional);
     const auto take = [&](auto& updates, int64_t index, const Reading<keys_count<Rule>>& reading, Layouts layouts) {
       const bool flag = reading.param->dim() >= flagged_from || (!marked.empty() && marked.count(reading.param->unsafeGetTensorImpl()) > 0);
-      if constexpr (math::is_indexed<Rule>()) {
-        Reading<keys_count<Rule>> part = reading;
-        if (!runs.empty() && runs[index]) part.runs = &*runs[index];
-        return updates.add(states, flag, part, index, layouts);
-      } else {
-        return updates.add(states, flag, reading, index, layouts);
+      if (runs.empty() && numbers.empty()) return updates.add(states, flag, reading, index, layouts);
+      Reading<keys_count<Rule>> numbered = reading;
+      if (!runs.empty() && runs[index]) numbered.runs = &*runs[index];
+      if (!numbers.empty()) {
+        numbered.stochastic = true;
+        numbered.number = numbers[index];
       }
+      return updates.add(states, flag, numbered, index, layouts);
     };
     constexpr unsigned counters = (1u << RuleUpdates<Rule>::counters) - 1;
     return Base::read_all(state, params, counters | states << RuleUpdates<Rule>::counters, masters, take);
@@ -109,13 +111,15 @@ py::list optimizers() {
     }
     for (const math::Counter& counter : math::counters_of<Rule>()) counters.append(py::make_tuple(interned(counter.key), counter.initial));
     const char* const flag = math::flag_of<Rule>().name;
-    all.append(py::make_tuple(Rule::name, hyper, states, counters, flag ? py::object(py::str(flag)) : py::none(), math::norms_of<Rule>()));
+    all.append(py::make_tuple(Rule::name, hyper, states, counters, flag ? py::object(py::str(flag)) : py::none(), math::norms_of<Rule>(),
+                              math::is_compact<Rule>()));
   });
   return all;
 }
 
 // name_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] STATEs ..., Tensor(c!)[] COUNTERs ..., Tensor(d!)[] masters, *, float lr,
 //       HYPER=default ..., bool FLAG=default, bool maximize=False, Tensor? tensor_lr=None, ...) -> ()
+// If `seed` is given, bf16 parameters without a master are rounded stochastically; the number of each is its index.
 template <class Rule>
 std::string schema() {
   char alias = 'a';
@@ -132,7 +136,9 @@ std::string schema() {
     out += c10::str(std::is_same_v<decltype(value), const bool> ? "bool " : "float ", hyper.name, "=", text(value), ", ");
   });
   if (constexpr math::Flag flag = math::flag_of<Rule>(); flag.name) out += c10::str("bool ", flag.name, "=", text(flag.by_default), ", ");
-  return out + "bool maximize=False, Tensor? tensor_lr=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()";
+  out += "bool maximize=False, Tensor? tensor_lr=None, Tensor? grad_scale=None, Tensor? found_inf=None";
+  if (math::is_compact<Rule>()) out += ", int? seed=None, Tensor? rounding_step=None";
+  return out + ") -> ()";
 }
 
 // Reads the arguments from the stack, in the order of the schema.
@@ -143,6 +149,7 @@ class Arguments {
   void take(bool& value) { value = values_[next_++].toBool(); }
   void take(double& value) { value = values_[next_++].toDouble(); }
   std::optional<at::Tensor> tensor() { return values_[next_++].toOptional<at::Tensor>(); }
+  std::optional<int64_t> integer() { return values_[next_++].toOptional<int64_t>(); }
 
  private:
   std::vector<c10::IValue> values_;
@@ -166,6 +173,12 @@ void op(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   if (math::flag_of<Rule>().name) arguments.take(flag);
   arguments.take(maximize);
   const auto tensor_lr = arguments.tensor(), grad_scale = arguments.tensor(), found_inf = arguments.tensor();
+  std::optional<int64_t> seed;
+  std::optional<at::Tensor> rounding_step;
+  if constexpr (math::is_compact<Rule>()) {
+    seed = arguments.integer();
+    rounding_step = arguments.tensor();
+  }
 
   unsigned states = 0;
   for (size_t k = 0; k < names.size(); ++k) {
@@ -182,13 +195,15 @@ void op(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   RuleUpdates<Rule> updates;
   for (size_t i = 0; i < params.size(); ++i) {
     Reading<keys_count<Rule>> reading{&params[i], &grads[i], {}, masters.empty() ? nullptr : &masters[i], true};
+    reading.stochastic = seed.has_value();
+    reading.number = static_cast<uint32_t>(i);
     for (size_t k = 0; k < names.size(); ++k) {
       const size_t value = (k + RuleUpdates<Rule>::counters) % names.size();  // in a Reading the counters come first
       reading.values[value] = lists[k].empty() ? nullptr : &lists[k][i];
     }
     updates.add(states, flag, reading, static_cast<int64_t>(i), Layouts::any);
   }
-  StepArguments step(lr, maximize, tensor_lr, grad_scale, found_inf);
+  StepArguments step(lr, maximize, tensor_lr, grad_scale, found_inf, seed.value_or(0), rounding_step);
   updates.run(rule, step);
 }
 

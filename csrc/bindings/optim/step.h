@@ -15,7 +15,7 @@ namespace dltrain::bindings {
 class StepArguments {
  public:
   StepArguments(double lr, bool maximize, std::optional<at::Tensor> tensor_lr, std::optional<at::Tensor> grad_scale,
-                std::optional<at::Tensor> found_inf);
+                std::optional<at::Tensor> found_inf, int64_t seed = 0, std::optional<at::Tensor> rounding_step = {});
   Step on(const at::Device& device);
 
  private:
@@ -24,7 +24,8 @@ class StepArguments {
 
   double lr_;
   bool maximize_;
-  std::optional<at::Tensor> tensor_lr_, grad_scale_, found_inf_;
+  std::optional<at::Tensor> tensor_lr_, grad_scale_, found_inf_, rounding_step_;
+  uint64_t seed_;
   std::vector<at::Tensor> converted_;
 };
 

@@ -31,12 +31,17 @@ struct Reading {
   const at::Tensor* param;
   const at::Tensor* grad;
   std::array<const at::Tensor*, keys> values;  // the rule's counters, then its states; null if not used
-  const at::Tensor* master;                    // the fp32 tensor that is updated instead of the parameter; may be null
-  bool complete;                               // whether all tensors exist
+  // The fp32 tensor that is updated instead of the parameter; or eight more bits of each element of the parameter, as bytes; may be null.
+  const at::Tensor* master;
+  bool complete;  // whether all tensors exist
   // Of a parameter that is a part of a larger tensor, if its elements' indices matter: int64, [runs, 2], for each run of its elements that
   // are adjacent in the larger tensor, in order: the index there of the first one, and how many they are. Null: it is whole.
   const at::Tensor* runs = nullptr;
+  bool stochastic = false;  // whether a parameter without a master is rounded stochastically
+  uint32_t number = 0;      // of the parameter, for its random numbers
 
+  bool is_extended() const { return master && is_coded(*master); }
+  bool has_master() const { return master && !is_coded(*master); }
   // Whether a tensor is of a Python class that overrides its sizes or device.
   bool asks_python() const {
     const auto asks = [](const at::Tensor* tensor) { return tensor && tensor->unsafeGetTensorImpl()->is_python_dispatch(); };
@@ -82,7 +87,8 @@ class Updates {
     Tensors tensors = {reading.param, reading.grad};
     for (int k = 2; k < K; ++k) tensors[k] = reading.values[counters + Operation::state_of[k]];
     const at::Tensor& param = *reading.param;
-    const at::Tensor* const master = reading.master;
+    const at::Tensor* const master = reading.has_master() ? reading.master : nullptr;
+    const at::Tensor* const more = reading.is_extended() ? reading.master : nullptr;
     if (layouts == Layouts::in_place) {
       if (!fit(tensors, reading) || !one_layout(tensors, reading)) return false;
     } else {
@@ -95,6 +101,8 @@ class Updates {
         }
       }
       if (master) check_tensor(*master, "masters", index, param, /*may_be_half=*/false);
+      if (more) check_extension(*more, "masters", index, param, math::is_compact<Rule>());
+      if (reading.stochastic) check_stochastic(param, "params", index);
       for (int i = 0; i < counters; ++i) check_counter(*reading.values[i], lists_of<Rule>()[Rule::states.size() + i], index, param);
     }
 
@@ -103,7 +111,7 @@ class Updates {
       for (int k = 0; k < K; ++k) {
         if (k != 1) check_written(*tensors[k], c10::str(name(k), "[", index, "]"));
       }
-      if (master) check_written(*master, c10::str("masters[", index, "]"));
+      if (reading.master) check_written(*reading.master, c10::str("masters[", index, "]"));
     }
     const auto written = [&](const at::Tensor& tensor) { return (in_place ? tensor : copy(tensor)).mutable_data_ptr(); };
     Signature<K> signature;
@@ -121,6 +129,8 @@ class Updates {
         data[k] = written(tensor);
       }
     }
+    if (more) signature.formats[0].narrowing = Narrowing::extended;
+    if (reading.stochastic && signature.formats[0].dtype == Dtype::bf16 && !more) signature.formats[0].narrowing = Narrowing::stochastic;
     signature.copies = master;
     if (master) signature.copy = dtype_of(param);
     DeviceList& part = of(param.device(), signature, flag);
@@ -133,11 +143,15 @@ class Updates {
       }
       part.counts.extend(counts, 1);
     }
-    void* const copied = master ? written(param) : nullptr;
+    if constexpr (math::is_compact<Rule>()) numbers.number = reading.number;
+    void* const beside = master ? written(param) : more ? written(*more) : nullptr;
     if (reading.runs) {
-      add_runs(part.list, data, *reading.runs, numbers, copied);
+      TORCH_CHECK_VALUE(reading.runs->size(0) == 1 || !any_codes(tensors), "params[", index,
+                        "]: expected a part whose elements are adjacent ",
+                        "in the whole tensor, since its states are stored as codes, got one of ", reading.runs->size(0), " runs");
+      add_runs(part.list, data, *reading.runs, numbers, beside);
     } else {
-      part.list.add(data, param.numel(), numbers, copied);
+      part.list.add(data, param.numel(), numbers, beside);
     }
     if constexpr (norms > 0) part.indices.push_back(index);
     params_.push_back(param.unsafeGetTensorImpl());
@@ -217,14 +231,14 @@ class Updates {
 
   // Adds a row for each run.
   static void add_runs(ListOf<Operation>& list, const std::array<void*, K>& data, const at::Tensor& runs,
-                       typename Operation::Numbers numbers, void* copied) {
+                       typename Operation::Numbers numbers, void* beside) {
     const Signature<K>& signature = list.signature();
     const auto* run = runs.const_data_ptr<int64_t>();
     for (int64_t index = 0, at = 0; index < runs.size(0); ++index, run += 2) {
       std::array<void*, K> from;
       for (int k = 0; k < K; ++k) from[k] = TypedPointer{data[k], signature.formats[k].dtype}.from(at).data;
-      if constexpr (math::is_indexed<Rule>()) numbers.first = run[0];
-      list.add(from, run[1], numbers, TypedPointer{copied, signature.copy}.from(at).data);
+      if constexpr (requires { numbers.first; }) numbers.first = run[0];
+      list.add(from, run[1], numbers, TypedPointer{beside, signature.copy}.from(at).data);
       at += run[1];
     }
   }
@@ -233,7 +247,13 @@ class Updates {
 
   static bool may_be_half(int k) { return k < 2; }
 
-  static bool has_codes(const Tensors& tensors, int k) { return Operation::may_be_coded(k) && is_coded(*tensors[k]); }
+  static bool has_codes(const Tensors& tensors, int k) { return k >= 2 && Operation::may_be_compact(k) && is_coded(*tensors[k]); }
+
+  static bool any_codes(const Tensors& tensors) {
+    bool any = false;
+    for (int k = 2; k < K; ++k) any |= has_codes(tensors, k);
+    return any;
+  }
 
   // Whether getting the pointer to the memory has no side effect. It has one if the memory is shared until the first write (copy-on-write).
   static bool has_memory(const at::Tensor& tensor) {
@@ -258,22 +278,22 @@ class Updates {
       const at::Tensor& counter = *reading.values[i];
       if (!detail::counts(counter, param) || !is_backed(counter) || !has_memory(counter)) return false;
     }
+    if (reading.stochastic && !detail::may_be_stochastic(param)) return false;
+    if (reading.is_extended()) return math::is_compact<Rule>() && detail::extends(*reading.master, param) && has_memory(*reading.master);
     return !reading.master || (detail::fits(*reading.master, param, false) && has_memory(*reading.master));
   }
 
   // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly. Codes, runs,
-  // and rules that use the index of an element, need memory in the order of the indices.
+  // and rules and random numbers that depend on the index of an element, need memory in the order of the indices.
   static bool one_layout(const Tensors& tensors, const Reading<keys_count<Rule>>& reading) {
     const at::Tensor* const master = reading.master;
-    bool coded = false;
-    for (int k = 2; k < K; ++k) coded |= has_codes(tensors, k);
+    const bool in_order = any_codes(tensors) || math::is_indexed<Rule>() || reading.runs || reading.stochastic;
     const auto all = [&](auto&& holds) {
       return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); }) && (!master || holds(*master));
     };
     const at::Tensor& param = *tensors[0];
     return all([](const at::Tensor& t) { return t.is_contiguous(); }) ||
-           (!coded && !math::is_indexed<Rule>() && !reading.runs && param.is_non_overlapping_and_dense() &&
-            all([&](const at::Tensor& t) { return t.strides() == param.strides(); }));
+           (!in_order && param.is_non_overlapping_and_dense() && all([&](const at::Tensor& t) { return t.strides() == param.strides(); }));
   }
 
   const at::Tensor& copy(const at::Tensor& tensor) {

@@ -1,14 +1,16 @@
 #pragma once
 
 // Converts arrays of half-precision elements to fp32 and back, by the processor's instructions for fp16 where it has them. The results are
-// those of widen and narrow, so they are the same for every instruction set. The processor would keep payloads of NaNs, so narrow converts
-// NaNs.
+// those of widen, narrow and math/narrowing.h, so they are the same for every instruction set. The processor would keep payloads of NaNs,
+// so narrow converts NaNs.
 
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "kernels/cpu/random.h"
+#include "math/narrowing.h"
 
-#if defined(__F16C__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -23,6 +25,51 @@ template <class T>
 DLT_HD void narrow_run(T* to, const float* from, int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) to[i] = narrow<T>(from[i]);
+}
+
+DLT_HD void widen_run(float* to, const BFloat16* from, const uint8_t* rest, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) to[i] = math::widen({from[i], rest[i]});
+}
+
+DLT_HD void narrow_run(BFloat16* to, uint8_t* rest, const float* from, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    const math::Extended x = math::extended(from[i]);
+    to[i].bits = x.element.bits;
+    rest[i] = x.rest;
+  }
+}
+
+// Rounds stochastically. count: at most `most`. first: the index of the first element in its whole tensor.
+template <int64_t most>
+DLT_HD void narrow_run(BFloat16* to, const float* from, int64_t count, const math::RandomStream& random, int64_t first) {
+  constexpr int64_t shared = 8;  // elements that share four words
+  alignas(64) uint32_t words[most / 2 + shared];
+  const int64_t before = first % shared;
+  random_words<math::rounds_of_parameters>(words, random, first / shared, (before + count + shared - 1) / shared);
+  const auto one = [&](int64_t i) DLT_HD_LAMBDA {
+    const int64_t at = before + i;
+    to[i] = math::stochastic_bfloat16(from[i], math::half_for(at, words[at / shared * 4 + at % 4]));
+  };
+  int64_t done = 0;
+#if defined(__AVX2__)
+  const __m256i half = _mm256_set1_epi32(0xffff);
+  if (before == 0) done = count - count % (2 * shared);
+  for (int64_t i = 0; i < done; i += 2 * shared) {
+    const __m256i word = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + i / 2));
+    const __m256i lower = _mm256_and_si256(word, half), upper = _mm256_srli_epi32(word, 16);
+    const __m256 x = _mm256_loadu_ps(from + i), y = _mm256_loadu_ps(from + i + shared);
+    const __m256i sum0 = _mm256_add_epi32(_mm256_castps_si256(x), _mm256_permute2x128_si256(lower, upper, 0x20));
+    const __m256i sum1 = _mm256_add_epi32(_mm256_castps_si256(y), _mm256_permute2x128_si256(lower, upper, 0x31));
+    const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(sum0, 16), _mm256_srli_epi32(sum1, 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to + i), _mm256_permute4x64_epi64(packed, 0xd8));
+    if (_mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) | _mm256_movemask_ps(_mm256_cmp_ps(y, y, _CMP_UNORD_Q))) {
+      for (int64_t nan = i; nan < i + 2 * shared; ++nan) one(nan);
+    }
+  }
+#endif
+  for (int64_t i = done; i < count; ++i) one(i);
 }
 
 #if defined(__F16C__)

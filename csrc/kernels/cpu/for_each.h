@@ -28,7 +28,7 @@ void for_each(const ExecutionContext& context, const ListOf<Operation>& list, co
       // Adjacent rows mostly have the same element, and computing AdamW's takes as long as the update of a small tensor.
       if (!known || !Operation::same(row.numbers, *known)) element = operation.at(row.numbers);
       known = &row.numbers;
-      loop.run(element, list.signature(), row, first, last);
+      loop.run(element, list.signature(), row, first, last, random_of(operation, row.numbers));
     });
   });
 }

@@ -7,6 +7,7 @@
 
 #include "core/tensor_list.h"
 #include "kernels/operations.h"
+#include "math/philox.h"
 
 namespace dltrain::cpu {
 
@@ -15,7 +16,7 @@ namespace dltrain::cpu {
 template <class Operation>
 struct ElementLoop {
   void (*run)(const typename Operation::Element& element, const Signature<Operation::streams>& signature,
-              const typename ListOf<Operation>::Row& row, int64_t begin, int64_t end);
+              const typename ListOf<Operation>::Row& row, int64_t begin, int64_t end, const math::RandomStream& random);
 };
 template <class Operation>
 struct BlockLoop {

@@ -24,11 +24,14 @@ constexpr int64_t piece = row_unit;
 // Elements [at, at + count) of a row's stream.
 struct Stretch {
   void* data;
+  void* beside;  // of the row
   Format format;
   int64_t numel;  // of the row
   int64_t at, count;
 
   DLT_HD TypedPointer elements() const { return TypedPointer{data, format.dtype}.from(at); }
+  DLT_HD BFloat16* bfloat16() const { return static_cast<BFloat16*>(data) + at; }
+  DLT_HD uint8_t* rest() const { return static_cast<uint8_t*>(beside) + at; }
 };
 
 // Calls visit(tile) for each tile of codec C in the stretch, whose first element is a multiple of the tile's size.
@@ -49,6 +52,7 @@ DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
 
 // These functions are not inlined, because they are the same for every operation.
 [[gnu::noinline]] void decode_to(float* buffer, const Stretch& from) {
+  if (!from.format.is_coded()) return widen_run(buffer, from.bfloat16(), from.rest(), from.count);
   with_codec(from.format, [&]<class C>(std::type_identity<C>) DLT_HD_LAMBDA {
     using Layout = MessageLayout<C>;
     static_assert(Layout::codes == 1);
@@ -64,7 +68,10 @@ DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
     }
   });
 }
-[[gnu::noinline]] void encode_from(const float* values, const Stretch& to) {
+// index: of the first element in its whole tensor.
+[[gnu::noinline]] void encode_from(const float* values, const Stretch& to, const math::RandomStream& random, int64_t index) {
+  if (to.format.narrowing == Narrowing::stochastic) return narrow_run<piece>(to.bfloat16(), values, to.count, random, index);
+  if (to.format.narrowing == Narrowing::extended) return narrow_run(to.bfloat16(), to.rest(), values, to.count);
   with_codec(to.format, [&]<class C>(std::type_identity<C>) DLT_HD_LAMBDA {
     each_tile<C>(to, [&](auto& tile) DLT_HD_LAMBDA {
       tile.view(values);
@@ -75,7 +82,7 @@ DLT_HD void each_tile(const Stretch& stretch, const Visit& visit) {
 
 // The elements as fp32: the stream itself if it is fp32, otherwise the buffer.
 DLT_HD float* widened(const Stretch& from, float* buffer) {
-  if (from.format.is_coded()) {
+  if (from.format.is_coded() || from.format.narrowing == Narrowing::extended) {
     decode_to(buffer, from);
     return buffer;
   }
@@ -92,7 +99,7 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
   using Element = typename Operation::Element;
 
   static void run(const Element& given, const Signature<Operation::streams>& signature, const typename ListOf<Operation>::Row& row,
-                  int64_t begin, int64_t end) {
+                  int64_t begin, int64_t end, const math::RandomStream& random) {
     // A copy, which no store into a stream can change.
     const Element element = given;
     if (signature.is_plain()) {
@@ -102,11 +109,12 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
     alignas(cache_line) float buffer[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {
       const int64_t count = end - at < piece ? end - at : piece;
-      const Stretch stretches[] = {{row.data[K], signature.formats[K], row.numel, at, count}...};
+      const Stretch stretches[] = {{row.data[K], row.beside, signature.formats[K], row.numel, at, count}...};
       float* const data[] = {widened(stretches[K], buffer[K])...};
-      over(element, first_index(row.numbers) + at, data, 0, count);
-      (narrow_if<Operation::writes(K)>(data[K], stretches[K]), ...);
-      if (signature.copies) narrow_to(data[0], count, TypedPointer{row.copy, signature.copy}.from(at));
+      const int64_t index = first_index(row.numbers) + at;
+      over(element, index, data, 0, count);
+      (narrow_if<Operation::writes(K)>(data[K], stretches[K], random, index), ...);
+      if (signature.copies) narrow_to(data[0], count, TypedPointer{row.beside, signature.copy}.from(at));
     }
   }
 
@@ -124,10 +132,10 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
   }
 
   template <bool written>
-  DLT_HD static void narrow_if(const float* values, const Stretch& to) {
+  DLT_HD static void narrow_if(const float* values, const Stretch& to, const math::RandomStream& random, int64_t index) {
     if constexpr (written) {
-      if (to.format.is_coded()) {
-        encode_from(values, to);
+      if (to.format.is_compact()) {
+        encode_from(values, to, random, index);
       } else if (to.format.dtype != Dtype::fp32) {
         narrow_to(values, to.count, to.elements());
       }
@@ -178,7 +186,7 @@ struct ReduceRun<Reduction, std::index_sequence<K...>> {
     const int64_t step = Reduction::sums == 1 && signature.is_plain() ? end - begin : piece;  // a multiple of `lanes`, or all elements
     for (int64_t at = begin; at < end; at += step) {
       const int64_t count = end - at < step ? end - at : step;
-      const float* const data[] = {widened({row.data[K], signature.formats[K], row.numel, at, count}, buffer[K])...};
+      const float* const data[] = {widened({row.data[K], row.beside, signature.formats[K], row.numel, at, count}, buffer[K])...};
       add_all(element, data, count, running, std::make_integer_sequence<int, Reduction::sums>{});
     }
     for (int s = 0; s < Reduction::sums; ++s) sums[s] = merged(running[s]);

@@ -8,6 +8,7 @@
 
 #include "core/dtype.h"
 #include "core/host_device.h"
+#include "kernels/cpu/random.h"
 #include "kernels/cpu/stream.h"
 #include "kernels/message.h"
 #include "kernels/tile.h"
@@ -133,11 +134,7 @@ class Tile {
   }
 
   DLT_HD void randomize(const math::RandomStream& stream, int64_t first) {
-#pragma GCC ivdep
-    for (int quad = 0; quad < size / 4; ++quad) {
-      const math::Words words = stream.at((first + first_) / 4 + quad);
-      for (int k = 0; k < 4; ++k) random_[4 * quad + k] = words.word[k];
-    }
+    random_words<10>(random_, stream, (first + first_) / 4, size / 4);
   }
 
   DLT_HD uint32_t largest_magnitude() const {

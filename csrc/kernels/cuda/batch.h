@@ -29,7 +29,7 @@ inline constexpr int64_t parameter_bytes = 32764;
 template <class List>
 struct BatchRow : List::RowNumbers {  // a base, because an empty base takes no space
   void* data[List::streams];
-  void* copy;
+  void* beside;
   int64_t numel;
   int64_t first_chunk;
 };
@@ -78,7 +78,7 @@ void in_batches(const List& list, const Operation& operation, Launch&& launch) {
     for (int i = 0; i < batch.size; ++i) {
       const auto& row = list.row(first + i);
       std::copy(row.data.begin(), row.data.end(), batch.rows[i].data);
-      batch.rows[i].copy = row.copy;
+      batch.rows[i].beside = row.beside;
       static_cast<typename List::RowNumbers&>(batch.rows[i]) = row.numbers;
       batch.rows[i].numel = row.numel;
       batch.rows[i].first_chunk = batch.chunks;

@@ -32,16 +32,29 @@ union Raw {
   __device__ Pack<BFloat16>& of(const BFloat16*) { return bf16; }
 };
 
+template <class T, bool all>
+__device__ Pack<T> get(const T* from, const Quad<all>& quad) {
+  if (quad.is_whole() && is_aligned(from)) return *reinterpret_cast<const Pack<T>*>(from);
+  Pack<T> pack;
+  for (int c = 0; c < width; ++c) pack.values[c] = quad.has(c) ? from[c] : T{};
+  return pack;
+}
+
+template <class T, bool all>
+__device__ void put(T* to, const Quad<all>& quad, const Pack<T>& pack) {
+  if (quad.is_whole() && is_aligned(to)) {
+    *reinterpret_cast<Pack<T>*>(to) = pack;
+  } else {
+    for (int c = 0; c < width; ++c) {
+      if (quad.has(c)) to[c] = pack.values[c];
+    }
+  }
+}
+
 template <bool all>
 __device__ Raw load(const TypedPointer& from, const Quad<all>& quad) {
   Raw raw;
-  with_type(from.from(quad.i), [&]<class T>(const T* values) {
-    if (quad.is_whole() && is_aligned(values)) {
-      raw.of(values) = *reinterpret_cast<const Pack<T>*>(values);
-    } else {
-      for (int c = 0; c < width; ++c) raw.of(values).values[c] = quad.has(c) ? values[c] : T{};
-    }
-  });
+  with_type(from.from(quad.i), [&]<class T>(const T* values) { raw.of(values) = get(values, quad); });
   return raw;
 }
 
@@ -56,13 +69,7 @@ __device__ void store(const TypedPointer& to, const Quad<all>& quad, const float
   with_type(to.from(quad.i), [&]<class T>(T* out) {
     Pack<T> pack;
     for (int c = 0; c < width; ++c) pack.values[c] = narrow<T>(values[c]);
-    if (quad.is_whole() && is_aligned(out)) {
-      *reinterpret_cast<Pack<T>*>(out) = pack;
-    } else {
-      for (int c = 0; c < width; ++c) {
-        if (quad.has(c)) out[c] = pack.values[c];
-      }
-    }
+    put(out, quad, pack);
   });
 }
 
@@ -71,9 +78,10 @@ __device__ void store(const TypedPointer& to, float value) {
 }
 
 // A stream of a row. If it is in a codec's format, the quads of a warp are one block.
-template <bool coded>
+template <bool compact>
 struct Stream {
   void* data;
+  void* beside;
   Format format;
   int64_t numel;  // of the row
 
@@ -81,16 +89,20 @@ struct Stream {
 
   template <class Quad>
   __device__ Raw load(const Quad& quad) const {
-    if constexpr (coded) {
+    if constexpr (compact) {
       if (format.is_coded()) return decoded(quad.i);
+      if (format.narrowing == Narrowing::extended) return extended(quad);
     }
     return cuda::load(elements(0), quad);
   }
 
+  // index: of the quad's first element in the whole tensor.
   template <class Quad>
-  __device__ void store(const Quad& quad, const float (&values)[width]) const {
-    if constexpr (coded) {
+  __device__ void store(const Quad& quad, const float (&values)[width], const math::RandomStream& random, int64_t index) const {
+    if constexpr (compact) {
       if (format.is_coded()) return encode(quad.i, values);
+      if (format.narrowing == Narrowing::stochastic) return round(quad, values, random, index);
+      if (format.narrowing == Narrowing::extended) return extend(quad, values);
     }
     cuda::store(elements(0), quad, values);
   }
@@ -120,57 +132,100 @@ struct Stream {
     held.take(values);
     with_codec(format, [&]<class C>(std::type_identity<C>) { dltrain::encode<C>(held, static_cast<uint8_t*>(data), numel); });
   }
+
+  template <class Quad>
+  __device__ void round(const Quad& quad, const float (&values)[width], const math::RandomStream& random, int64_t index) const {
+    const int before = static_cast<int>(index % width);  // not 0 if the row begins within four elements that share words
+    const math::Words first = math::words_for(random, index), last = before ? math::words_for(random, index + width - 1) : first;
+    Pack<BFloat16> pack;
+    for (int c = 0; c < width; ++c) {
+      uint32_t word = 0;
+      for (int w = 0; w < width; ++w) {  // without an index that is not constant, so that the words stay in registers
+        if (w == (before + c) % width) word = before + c < width ? first.word[w] : last.word[w];
+      }
+      pack.values[c] = math::stochastic_bfloat16(values[c], math::half_for(index + c, word));
+    }
+    put(static_cast<BFloat16*>(data) + quad.i, quad, pack);
+  }
+
+  template <class Quad>
+  __device__ Raw extended(const Quad& quad) const {
+    const auto elements = get(static_cast<const BFloat16*>(data) + quad.i, quad);
+    const auto rests = get(static_cast<const uint8_t*>(beside) + quad.i, quad);
+    Raw raw;
+    for (int c = 0; c < width; ++c) raw.fp32.values[c] = math::widen({elements.values[c], rests.values[c]});
+    return raw;
+  }
+
+  template <class Quad>
+  __device__ void extend(const Quad& quad, const float (&values)[width]) const {
+    Pack<BFloat16> elements;
+    Pack<uint8_t> rests;
+    for (int c = 0; c < width; ++c) {
+      const math::Extended x = math::extended(values[c]);
+      elements.values[c] = x.element;
+      rests.values[c] = x.rest;
+    }
+    put(static_cast<BFloat16*>(data) + quad.i, quad, elements);
+    put(static_cast<uint8_t*>(beside) + quad.i, quad, rests);
+  }
 };
 
-// A constant outside of device code, because may_be_coded is a host function.
-template <class Operation, bool coded, std::size_t k>
-constexpr bool is_coded = coded && may_be_coded<Operation>(k);
+// The type as which a stream's elements are loaded.
+__device__ Dtype loaded(const Format& format) { return format.narrowing == Narrowing::extended ? Dtype::fp32 : format.dtype; }
 
-template <class Operation, bool coded, std::size_t k, class B>
+// A constant outside of device code, because may_be_compact is a host function.
+template <class Operation, bool compact, std::size_t k>
+constexpr bool is_compact = compact && may_be_compact<Operation>(k);
+
+template <class Operation, bool compact, std::size_t k, class B>
 __device__ auto stream_of(const B& batch, const BatchRow<ListOf<Operation>>& row) {
-  return Stream<is_coded<Operation, coded, k>>{row.data[k], batch.signature.formats[k], row.numel};
+  return Stream<is_compact<Operation, compact, k>>{row.data[k], row.beside, batch.signature.formats[k], row.numel};
 }
 
-template <bool written, class Stream, class Position, class Values>
-__device__ void store_if(const Stream& to, const Position& position, const Values& values) {
-  if constexpr (written) to.store(position, values);
+template <bool written, class Stream, class... Given>
+__device__ void store_if(const Stream& to, const Given&... given) {
+  if constexpr (written) to.store(given...);
 }
 
 // All threads of a block process the elements [first, last) of a row.
-template <class Operation, bool coded, class B, std::size_t... K>
+template <class Operation, bool compact, class B, std::size_t... K>
 __device__ void run(const typename Operation::Element& element, const B& batch, const BatchRow<ListOf<Operation>>& row, int64_t first,
                     int64_t last, std::index_sequence<K...>) {
-  // If there are codecs, the lanes of a warp stay together to the end of the row. Otherwise the last elements are processed one by one.
-  const int64_t ahead = coded ? width * (threadIdx.x % warp) : 0;
-  const int64_t end = coded ? last : first + (last - first) / width * width;
+  // If there may be codecs, the lanes of a warp stay together to the end of the row. Otherwise the last elements are processed one by one.
+  const int64_t ahead = compact ? width * (threadIdx.x % warp) : 0;
+  const int64_t end = compact ? last : first + (last - first) / width * width;
+  math::RandomStream random;
+  if constexpr (compact) random = random_of(batch.operation, row);
   for (int64_t i = first + width * threadIdx.x; i - ahead < end; i += width * threads) {
-    const Quad<!coded> quad{i, static_cast<int>(last - i)};
-    Raw raw[] = {stream_of<Operation, coded, K>(batch, row).load(quad)...};
+    const Quad<!compact> quad{i, static_cast<int>(last - i)};
+    Raw raw[] = {stream_of<Operation, compact, K>(batch, row).load(quad)...};
     float values[sizeof...(K)][width];
-    (widen_to(values[K], raw[K], batch.signature.formats[K].dtype), ...);
+    (widen_to(values[K], raw[K], loaded(batch.signature.formats[K])), ...);
+    const int64_t index = first_index(row) + i;
 #pragma unroll
-    for (int c = 0; c < width; ++c) apply(element, first_index(row) + i + c, values[K][c]...);
-    (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), quad, values[K]), ...);
-    if (batch.signature.copies) store({row.copy, batch.signature.copy}, quad, values[0]);
+    for (int c = 0; c < width; ++c) apply(element, index + c, values[K][c]...);
+    (store_if<Operation::writes(K)>(stream_of<Operation, compact, K>(batch, row), quad, values[K], random, index), ...);
+    if (batch.signature.copies) store({row.beside, batch.signature.copy}, quad, values[0]);
   }
-  if constexpr (!coded) {
+  if constexpr (!compact) {
     if (const int64_t i = end + threadIdx.x; i < last) {
-      float values[] = {first_of(stream_of<Operation, coded, K>(batch, row).elements(i))...};
+      float values[] = {first_of(stream_of<Operation, compact, K>(batch, row).elements(i))...};
       apply(element, first_index(row) + i, values[K]...);
-      (store_if<Operation::writes(K)>(stream_of<Operation, coded, K>(batch, row), i, values[K]), ...);
-      if (batch.signature.copies) store(TypedPointer{row.copy, batch.signature.copy}.from(i), values[0]);
+      (store_if<Operation::writes(K)>(stream_of<Operation, compact, K>(batch, row), i, values[K]), ...);
+      if (batch.signature.copies) store(TypedPointer{row.beside, batch.signature.copy}.from(i), values[0]);
     }
   }
 }
 
 // Blocks per multiprocessor: fewer where a thread needs more registers.
-template <class Operation, bool coded>
-constexpr int blocks_at_once = coded                    ? resident / 2
+template <class Operation, bool compact>
+constexpr int blocks_at_once = compact                  ? resident / 2
                                : Operation::streams > 4 ? resident - 1
                                                         : resident;
 
-template <class Operation, int capacity, bool coded>
-__global__ void __launch_bounds__(threads, blocks_at_once<Operation, coded>)
+template <class Operation, int capacity, bool compact>
+__global__ void __launch_bounds__(threads, blocks_at_once<Operation, compact>)
     for_each_kernel(const __grid_constant__ Batch<Operation, ListOf<Operation>, capacity> batch) {
   if (batch.operation.skip()) return;
   __shared__ typename Operation::Element prepared;
@@ -189,22 +244,22 @@ __global__ void __launch_bounds__(threads, blocks_at_once<Operation, coded>)
     const auto element = prepared;
     const int64_t first = (chunk - row.first_chunk) * chunk_size;
     const int64_t last = first + chunk_size < row.numel ? first + chunk_size : row.numel;
-    run<Operation, coded>(element, batch, row, first, last, std::make_index_sequence<Operation::streams>{});
+    run<Operation, compact>(element, batch, row, first, last, std::make_index_sequence<Operation::streams>{});
   }
 }
 
-template <int capacity, bool coded, class Operation>
+template <int capacity, bool compact, class Operation>
 void enqueue_up_to(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   in_batches<capacity>(list, operation, [&](const auto& batch, int64_t) {
-    launch(context, for_each_kernel<Operation, capacity, coded>, batch.chunks, batch, "starting for_each");
+    launch(context, for_each_kernel<Operation, capacity, compact>, batch.chunks, batch, "starting for_each");
   });
 }
 
 template <class Operation>
 void enqueue(const ExecutionContext& context, const ListOf<Operation>& list, const Operation& operation) {
   constexpr int many = most<Operation, ListOf<Operation>>;
-  if constexpr (takes_codes<Operation>) {
-    if (list.signature().is_coded()) return enqueue_up_to<many, true>(context, list, operation);
+  if constexpr (takes_compact<Operation>) {
+    if (list.signature().is_compact()) return enqueue_up_to<many, true>(context, list, operation);
   }
   if (list.size() <= few) return enqueue_up_to<few, false>(context, list, operation);
   enqueue_up_to<many, false>(context, list, operation);

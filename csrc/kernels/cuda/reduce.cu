@@ -1,4 +1,5 @@
 #include "core/memory.h"
+#include "kernels/coding.h"
 #include "kernels/cuda/batch.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/operations.h"
@@ -33,6 +34,27 @@ __device__ double merge_threads(double mine) {
   return values[threadIdx.x];  // each thread reads what it wrote itself: the writes of others may not be visible yet
 }
 
+// A constant outside of device code, because may_be_compact is a host function.
+template <class Reduction, std::size_t k>
+constexpr bool is_compact = may_be_compact<Reduction>(k);
+
+template <class Reduction, std::size_t k>
+__device__ float value_of(const BatchOf<Reduction>& batch, const BatchRow<ListOf<Reduction>>& row, int64_t i) {
+  const Format& format = batch.signature.formats[k];
+  if constexpr (is_compact<Reduction, k>) {
+    if (format.is_coded()) {
+      float value = 0.0f;
+      with_codec(format,
+                 [&]<class C>(std::type_identity<C>) { value = decoded_at<C>(static_cast<const uint8_t*>(row.data[k]), row.numel, i); });
+      return value;
+    }
+    if (format.narrowing == Narrowing::extended) {
+      return math::widen({static_cast<const BFloat16*>(row.data[k])[i], static_cast<const uint8_t*>(row.beside)[i]});
+    }
+  }
+  return first_of(TypedPointer{row.data[k], format.dtype}.from(i));
+}
+
 template <class Reduction, std::size_t... K, int... S>
 __device__ void add_chunk(const BatchOf<Reduction>& batch, int64_t chunk, std::index_sequence<K...>, std::integer_sequence<int, S...>) {
   const auto& row = batch.rows[batch.row_of(chunk)];
@@ -42,7 +64,7 @@ __device__ void add_chunk(const BatchOf<Reduction>& batch, int64_t chunk, std::i
   double sums[Reduction::sums];
   for (double& sum : sums) sum = math::SumSquares::none();
   for (int64_t i = first + threadIdx.x; i < last; i += threads) {
-    const float values[] = {first_of(TypedPointer{row.data[K], batch.signature.formats[K].dtype}.from(i))...};
+    const float values[] = {value_of<Reduction, K>(batch, row, i)...};
     ((sums[S] = math::SumSquares::add(sums[S], element(SumNumber<S>{}, values[K]...))), ...);
   }
   for (int s = 0; s < Reduction::sums; ++s) {

@@ -35,6 +35,7 @@ struct Adam {
   }
 
   static constexpr std::array states = AdamW::states;
+  static constexpr bool compact = true;
   static constexpr std::array counters = AdamW::counters;
   DLT_HD void advance(float& step) const { step += 1.0f; }
 

@@ -54,6 +54,7 @@ struct AdamW {
   static constexpr std::array states = {State{.key = "exp_avg", .coded = true},
                                         State{.key = "exp_avg_sq", .nonnegative = true, .coded = true},
                                         State{.key = "max_exp_avg_sq", .optional = true, .nonnegative = true}};
+  static constexpr bool compact = true;
   static constexpr std::array counters = {Counter{"step"}};
   DLT_HD void advance(float& step) const { step += 1.0f; }
 

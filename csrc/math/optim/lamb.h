@@ -40,7 +40,9 @@ struct LAMB {
                       Hyper{"weight_decay", &LAMB::weight_decay}};
   }
 
-  static constexpr std::array states = {State{.key = "exp_avg"}, State{.key = "exp_avg_sq", .nonnegative = true}};
+  static constexpr std::array states = {State{.key = "exp_avg", .coded = true},
+                                        State{.key = "exp_avg_sq", .nonnegative = true, .coded = true}};
+  static constexpr bool compact = true;
   static constexpr std::array counters = {Counter{"step"}};
   DLT_HD void advance(float& step) const { step += 1.0f; }
 

@@ -30,6 +30,7 @@ struct Lion {
   }
 
   static constexpr std::array states = {State{.key = "exp_avg", .coded = true}};
+  static constexpr bool compact = true;
 
   template <unsigned states>
   using Element = LionElement;

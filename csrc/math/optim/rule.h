@@ -14,6 +14,7 @@
 //   template <unsigned states> using Element     what one step does to an element: (parameter&, gradient, state&...), where the bits of
 //                                                states are the states that are present
 //   needs(k)                                     optional: whether these hyper-parameters use the optional state k; default: if it is given
+//   static constexpr bool compact                optional: whether a bf16 parameter may be rounded stochastically or extended by eight bits
 //   at(PerTensor, lr, grad_factor)               the Element with its numbers; gradients are multiplied by grad_factor
 
 #include <array>
@@ -113,6 +114,11 @@ template <class Rule>
 constexpr bool is_indexed() {
   using Element = typename Rule::template Element<choices_of<Rule>()[0]>;
   return requires { Element::is_indexed; };
+}
+
+template <class Rule>
+constexpr bool is_compact() {
+  return requires { requires Rule::compact; };
 }
 
 }  // namespace dltrain::math

@@ -47,6 +47,7 @@ struct SGD {
   }
 
   static constexpr std::array states = {State{.key = "momentum_buffer", .optional = true, .coded = true}};
+  static constexpr bool compact = true;
   bool needs(unsigned) const { return momentum != 0.0; }
   static constexpr Flag flag = {"first"};  // the buffer is not initialized yet
 

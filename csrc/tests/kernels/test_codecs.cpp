@@ -185,13 +185,17 @@ TEST_P(CodecOn, AddsUpThousandsOfTiles) {
 
 TEST(Philox, GivesTheKnownAnswers) {
   // From the test vectors of Random123, the library of the paper (Salmon et al. 2011).
-  const auto expect = [](math::Words counter, uint32_t key0, uint32_t key1, const std::vector<uint32_t>& answer) {
-    const math::Words words = math::philox(counter, key0, key1);
+  const auto expect = [](math::Words counter, uint32_t key0, uint32_t key1, const std::vector<uint32_t>& answer,
+                         const std::vector<uint32_t>& after_seven_rounds) {
+    const math::Words words = math::philox<10>(counter, {key0, key1}), seven = math::philox<7>(counter, {key0, key1});
     EXPECT_EQ(std::vector<uint32_t>(words.word, words.word + 4), answer);
+    EXPECT_EQ(std::vector<uint32_t>(seven.word, seven.word + 4), after_seven_rounds);
   };
-  expect({{0, 0, 0, 0}}, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
-  expect({{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}}, 0xffffffff, 0xffffffff, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
-  expect({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
+  expect({{0, 0, 0, 0}}, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}, {0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48});
+  expect({{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}}, 0xffffffff, 0xffffffff, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd},
+         {0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662});
+  expect({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1},
+         {0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a});
 }
 
 TEST(Dtypes, HalvesRoundTrip) {

@@ -1,84 +1,10 @@
 #include "kernels/for_each.h"
 
-#include <cmath>
-#include <deque>
-#include <limits>
-#include <thread>
-
-#include "kernels/codecs.h"
-#include "kernels/message.h"
 #include "kernels/operations.h"
-#include "tests/contexts.h"
+#include "tests/kernels/rows.h"
 
 namespace dltrain {
 namespace {
-
-void two_threads(int64_t n, int64_t, const Range& body) {
-  std::thread other([&] { body(0, n / 3); });
-  body(n / 3, n);
-  other.join();
-}
-
-float read(const TypedPointer& from, int64_t i) {
-  float value = 0.0f;
-  with_type(from, [&](const auto* values) { value = widen(values[i]); });
-  return value;
-}
-
-void write(const TypedPointer& to, int64_t i, float value) {
-  with_type(to, [&]<class T>(T* values) { values[i] = narrow<T>(value); });
-}
-
-// A list of tensors with K streams each, whose values do not depend on the context and the alignment, and copies if the signature has them.
-template <int K, class Numbers = None>
-struct Rows {
-  Rows(const ExecutionContext& context, const std::vector<int64_t>& sizes, bool aligned = true, const Signature<K>& form = {})
-      : counts(context, std::vector<float>(sizes.size(), 3.0f)), list(form) {
-    for (size_t row = 0; row < sizes.size(); ++row) {
-      std::array<void*, K> data;
-      for (int k = 0; k < K; ++k) data[k] = add(context, form.formats[k].dtype, sizes[row], k, row, aligned);
-      Numbers numbers;
-      if constexpr (requires { numbers.counters().values[0]; }) {
-        for (auto& counter : numbers.counters().values) counter = counts.data() + row;
-      }
-      list.add(data, sizes[row], numbers, form.copies ? add(context, form.copy, sizes[row], K, row, aligned) : nullptr);
-    }
-  }
-  // Returns the values of each stream of each row, and of its copy.
-  std::vector<std::vector<float>> values() const {
-    std::vector<std::vector<float>> out;
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      auto bytes = arrays[i].values();
-      auto& numbers = out.emplace_back();
-      for (int64_t k = 0; k < sizes[i]; ++k) numbers.push_back(read({bytes.data(), dtypes[i]}, k));
-    }
-    return out;
-  }
-
-  Array<float> counts;
-  std::deque<Array<uint8_t>> arrays;
-  std::vector<Dtype> dtypes;
-  std::vector<int64_t> sizes;
-  TensorList<K, Numbers> list;
-
- private:
-  void* add(const ExecutionContext& context, Dtype dtype, int64_t size, int64_t k, size_t row, bool aligned) {
-    const TypedPointer word{nullptr, dtype};
-    std::vector<uint8_t> bytes(word.bytes(size));
-    const float divisor = k < 3 ? 100 : 1000;  // a mean of gradients has a square below the mean of their squares
-    for (int64_t i = 0; i < size; ++i) {
-      write({bytes.data(), dtype}, i, static_cast<float>((i * 7 + k * 5 + static_cast<int64_t>(row)) % 97 + 1) / divisor);
-    }
-    dtypes.push_back(dtype);
-    sizes.push_back(size);
-    return arrays.emplace_back(context, bytes, aligned ? 0 : word.bytes((static_cast<int64_t>(row) + k) % 4)).data();
-  }
-};
-
-template <class Operation>
-using RowsOf = Rows<Operation::streams, typename Operation::Numbers>;
-
-constexpr Dtype fp32 = Dtype::fp32, fp16 = Dtype::fp16, bf16 = Dtype::bf16;
 
 // Returns all combinations of types of parameter and gradient, and of a copy of a master.
 template <int K>
@@ -131,7 +57,8 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
     using Operation = std::decay_t<decltype(operation)>;
     RowsOf<Operation> rows({}, {1, 7, 1001, 20003}, false, form);
     for (const auto& row : rows.list) {
-      std::get<cpu::ElementLoop<Operation>>(set.loops->elements).run(operation.at(row.numbers), rows.list.signature(), row, 0, row.numel);
+      std::get<cpu::ElementLoop<Operation>>(set.loops->elements)
+          .run(operation.at(row.numbers), rows.list.signature(), row, 0, row.numel, {});
     }
     return rows.values();
   };
@@ -146,139 +73,6 @@ TEST(ForEach, TheSameBitsForEveryInstructionSet) {
   visit_updates(same);
 }
 
-constexpr Format softsign8 = format_of<math::Softsign8>(), root8 = format_of<math::Root8>();
-constexpr auto code_bytes = MessageLayout<math::Root8>::bytes;
-
-// One of `to` and `from` is a message.
-void copy(const ExecutionContext& context, void* to, Format format, const void* from, Format from_format, int64_t numel) {
-  ListOf<Copy> list(Signature<2>{{format, from_format}});
-  list.add({to, const_cast<void*>(from)}, numel);
-  for_each(context, list, Copy{});
-}
-
-std::vector<uint8_t> encoded(std::vector<float> values, const Format& format) {
-  std::vector<uint8_t> message(code_bytes(std::ssize(values)));
-  copy({}, message.data(), format, values.data(), fp32, std::ssize(values));
-  return message;
-}
-
-std::vector<float> decoded(const std::vector<uint8_t>& message, const Format& format, size_t numel) {
-  std::vector<float> values(numel);
-  copy({}, values.data(), fp32, message.data(), format, std::ssize(values));
-  return values;
-}
-
-std::vector<float> recoded(const std::vector<float>& values, const Format& format) {
-  return decoded(encoded(values, format), format, values.size());
-}
-
-// The moments of AdamW as messages have the bits of decoding, a step in fp32, and encoding the result.
-template <class Run>
-void check_coded_states(const ExecutionContext& context, Run&& run) {
-  const std::vector<int64_t> sizes = {1, 0, 7, 8192, 127, 128, 20003, 3};
-  const auto format_of_stream = [](int k) { return k == 2 ? softsign8 : root8; };
-  const RowsOf<AdamW> rows(context, sizes), on_the_host({}, sizes);
-  std::deque<Array<uint8_t>> messages;
-  ListOf<AdamW> list(Signature<4>{{fp32, fp32, softsign8, root8}});
-  for (const auto& row : rows.list) {
-    auto data = row.data;
-    for (int k : {2, 3}) {
-      messages.emplace_back(context, std::vector<uint8_t>(code_bytes(row.numel)));
-      copy(context, messages.back().data(), format_of_stream(k), data[k], fp32, row.numel);
-      data[k] = messages.back().data();
-    }
-    list.add(data, row.numel, row.numbers);
-  }
-  run(list);
-
-  const auto values_of = [&](const auto& row, int k) {
-    const auto* const first = static_cast<const float*>(row.data[k]);
-    return std::vector<float>(first, first + row.numel);
-  };
-  for (const auto& row : on_the_host.list) {
-    for (int k : {2, 3}) {
-      const auto values = recoded(values_of(row, k), format_of_stream(k));
-      std::copy(values.begin(), values.end(), static_cast<float*>(row.data[k]));
-    }
-  }
-  for_each({}, on_the_host.list, adamw);
-  for (int64_t i = 0; i < list.size(); ++i) {
-    const auto& row = on_the_host.list.row(i);
-    for (int k : {2, 3}) {
-      EXPECT_EQ(messages[2 * i + k - 2].values(), encoded(values_of(row, k), format_of_stream(k))) << "row " << i << " stream " << k;
-    }
-    const auto expected = on_the_host.values()[4 * i], got = rows.values()[4 * i];
-    for (size_t j = 0; j < expected.size(); ++j) ASSERT_NEAR(got[j], expected[j], 1e-6f) << "row " << i << " j=" << j;
-  }
-}
-
-TEST(ForEach, KeepsStatesInACodecsFormatOnEveryInstructionSet) {
-  for (const auto& set : cpu::instruction_sets()) {
-    check_coded_states({}, [&](const ListOf<AdamW>& list) {
-      for (const auto& row : list) {
-        std::get<cpu::ElementLoop<AdamW>>(set.loops->elements).run(adamw.at(row.numbers), list.signature(), row, 0, row.numel);
-      }
-    });
-  }
-}
-
-TEST(ForEach, CutsCodedRowsBetweenThreads) {
-  check_coded_states({}, [](const ListOf<AdamW>& list) { for_each({two_threads}, list, adamw); });
-}
-
-TEST(Softsign8, ErrsByAtMostTwoStepsAtTheEndsAndHalfAStepNearZero) {
-  std::vector<float> values;
-  for (int i = -1000; i <= 1000; ++i) values.push_back(static_cast<float>(i) * 0.003f);
-  const auto got = recoded(values, softsign8);
-  for (size_t first = 0; first < values.size(); first += 128) {
-    float largest = 0.0f;
-    const size_t last = std::min(first + 128, values.size());
-    for (size_t i = first; i < last; ++i) largest = std::max(largest, std::abs(values[i]));
-    for (size_t i = first; i < last; ++i) {
-      const float y = std::abs(values[i]) / largest;
-      EXPECT_NEAR(got[i], values[i], largest * (1 + y) * (1 + y) / 4 / 127 * 1.01f) << i;
-    }
-  }
-}
-
-TEST(Root8, NeverDecodesAPositiveNumberAsZero) {
-  std::vector<float> values(256);
-  for (int i = 0; i < 256; ++i) values[i] = std::ldexp(1.0f, -i / 2);
-  values[7] = 0.0f;
-  values[255] = 0.0f;
-  const auto got = recoded(values, root8);
-  for (size_t i = 0; i < values.size(); ++i) {
-    const float largest = i < 128 ? 1.0f : values[128];
-    EXPECT_EQ(got[i] == 0.0f, values[i] == 0.0f) << i;
-    EXPECT_NEAR(got[i], values[i], largest / 255 * 1.01f) << i;
-  }
-}
-
-TEST(StateCodecs, GiveTheSameCodesAfterDecoding) {
-  const RowsOf<Momentum> rows({}, {5000});
-  const auto values = rows.values()[1];
-  for (const Format& format : {softsign8, root8}) {
-    const auto message = encoded(values, format);
-    EXPECT_EQ(encoded(decoded(message, format, values.size()), format), message);
-  }
-}
-
-TEST(StateCodecs, KeepZerosAndMakeABlockNaNThatHasOne) {
-  for (const Format& format : {softsign8, root8}) {
-    EXPECT_EQ(encoded(std::vector<float>(300), format), std::vector<uint8_t>(code_bytes(300)));
-    std::vector<float> values(256, 1.0f);
-    values[200] = std::numeric_limits<float>::infinity();
-    const auto got = recoded(values, format);
-    EXPECT_EQ(got[127], 1.0f);
-    EXPECT_TRUE(std::isnan(got[128]) && std::isnan(got[200]));
-  }
-}
-
-TEST(ForEach, RefusesACodecWhereTheOperationTakesElements) {
-  EXPECT_THROW(for_each({}, ListOf<AdamW>(Signature<4>{{fp32, softsign8}}), adamw), std::invalid_argument);
-  EXPECT_THROW(for_each({}, ListOf<SGD>(Signature<2>{{root8}}), sgd), std::invalid_argument);
-}
-
 TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
   std::vector<uint16_t> all(65536 + 5), none(all.size());
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
@@ -288,7 +82,7 @@ TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
       std::vector<uint16_t> values = all;
       ListOf<SGD> list(Signature<2>{{dtype, dtype}});
       list.add({values.data(), none.data()}, std::ssize(values));
-      std::get<cpu::ElementLoop<SGD>>(set.loops->elements).run(still.at({}), list.signature(), list.row(0), 0, std::ssize(values));
+      std::get<cpu::ElementLoop<SGD>>(set.loops->elements).run(still.at({}), list.signature(), list.row(0), 0, std::ssize(values), {});
       for (size_t i = 0; i < all.size(); ++i) {
         const auto expected = dtype == fp16 ? narrow<Half>(widen(Half{all[i]})).bits : narrow<BFloat16>(widen(BFloat16{all[i]})).bits;
         ASSERT_EQ(values[i], expected) << set.name << " " << i;
@@ -299,10 +93,6 @@ TEST(ForEach, KeepsEveryHalfOnEveryInstructionSet) {
 
 class ForEachOn : public OnEveryContext {};
 DLT_ON_EVERY_CONTEXT(ForEachOn);
-
-TEST_P(ForEachOn, KeepsStatesInACodecsFormat) {
-  check_coded_states(context(), [&](const ListOf<AdamW>& list) { for_each(context(), list, adamw); });
-}
 
 // Each element is updated exactly once, with all types, sizes and alignments; the gradient does not change.
 TEST_P(ForEachOn, EqualsTheArithmeticOfOneElement) {

@@ -1,0 +1,83 @@
+"""How what a step does to a parameter of half precision is kept: in a float32 master, in eight bits that extend a
+bfloat16, or in the parameter itself, by rounding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext._arguments import as_number, check_number
+from dltrain_ext.optim.options import SEEDS
+from dltrain_ext.optim.rule import Rule
+from dltrain_ext.optim.shards import like, local
+
+MASTER = "master_param"
+STEP = "rounding_step"
+"""The key of a group: how many steps have been rounded stochastically, int64, on the device of the parameters."""
+
+
+def exist(group: Mapping[str, Any]) -> bool:
+    """Returns whether the parameters of half precision of the group have masters."""
+    return bool(group.get("master_weights", "auto"))
+
+
+def are_short(group: Mapping[str, Any]) -> bool:
+    return group.get("master_weights") == "8bit"
+
+
+def is_stochastic(group: Mapping[str, Any]) -> bool:
+    return group.get("rounding") == "stochastic"
+
+
+def check_group(rule: Rule, group: Mapping[str, Any], optimizer: str) -> None:
+    masters, rounding = group.get("master_weights", "auto"), group.get("rounding", "nearest")
+    choices = ("auto", True, False, "8bit") if rule.compact else ("auto", True, False)
+    if not isinstance(masters, int | str) or masters not in choices:
+        allowed = "'auto', True, False or '8bit'" if rule.compact else "'auto', True or False"
+        raise ValueError(f"master_weights: expected {allowed}, got {masters!r}")
+    if not isinstance(rounding, str) or rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding: expected 'nearest' or 'stochastic', got {rounding!r}")
+    if rounding == "stochastic" and not rule.compact:
+        raise ValueError(f"rounding: expected 'nearest' for {optimizer}, got 'stochastic'")
+    if rounding == "stochastic" and masters:
+        raise ValueError(
+            f"rounding: expected 'nearest' unless master_weights=False, got 'stochastic' and master_weights={masters!r}"
+        )
+    check_number(group.get("seed", 0), "seed", SEEDS)
+    needs_bfloat16 = f"rounding={rounding!r}" if rounding == "stochastic" else "master_weights='8bit'"
+    if (rounding == "stochastic" or masters == "8bit") and any(p.dtype == torch.float16 for p in group["params"]):
+        raise ValueError(f"params: expected float32 or bfloat16 for {needs_bfloat16}, got float16")
+    if STEP in group and not 0 <= as_number(group[STEP], STEP) < 2**62:
+        raise ValueError(f"{STEP}: expected a number >= 0, got {group[STEP]!r}")
+
+
+def prepare(group: dict[str, Any]) -> None:
+    """Makes the count of the steps of a group that rounds stochastically, where its parameters are."""
+    if is_stochastic(group) and group["params"]:
+        device = local(group["params"][0]).device
+        group[STEP] = torch.as_tensor(group.get(STEP, 0), dtype=torch.int64, device=device)
+
+
+def count(group: Mapping[str, Any]) -> None:
+    """Counts a step, on the device: a captured graph counts each replay."""
+    if is_stochastic(group) and group["params"]:
+        group[STEP].add_(1)
+
+
+def decoded(master: Tensor, p: Tensor) -> Tensor:
+    """Returns a master in float32, from the eight bits that extend the parameter."""
+    return like(p, _ops.decode_master(local(master), local(p)))
+
+
+def recode(group: Mapping[str, Any], entry: dict[str, Any], p: Tensor) -> None:
+    """Stores the master of a parameter in the form that its group has."""
+    master = entry.get(MASTER)
+    if not isinstance(master, Tensor) or p.dtype == torch.float32:
+        return
+    is_short = master.dtype == torch.uint8
+    if are_short(group) and not is_short:
+        entry[MASTER] = like(p, _ops.encode_master(local(master), local(p)))
+    elif is_short and not are_short(group):
+        entry[MASTER] = decoded(master, p)
