@@ -18,6 +18,7 @@ from benchmarks.cases import (
     ddp,
     kfac,
     local_sgd,
+    masters,
     optim,
     sharded,
     simulate,
@@ -27,6 +28,7 @@ from benchmarks.cases import (
 
 CASES: dict[str, ModuleType | collectives.Case] = {
     "optim": optim,
+    "masters": masters,
     "amp": amp,
     "allreduce": allreduce,
     **collectives.CASES,
