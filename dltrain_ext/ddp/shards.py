@@ -43,7 +43,7 @@ class Shards:
         communicator: Communicator,
     ):
         if any(_is_coded(value) for p in parameters.values() for value in optimizer.state.get(p, {}).values()):
-            raise ValueError("shard: expected an optimizer whose state is float32 until it is registered, got codes")
+            raise ValueError("shard: expected an optimizer whose state is float32 until it is registered, got bytes")
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self._communicator, self._parameters = communicator, dict(parameters)
         alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}

@@ -25,10 +25,11 @@ class AdamW(FusedStep, torch.optim.AdamW):
     (``"master_param"``), which is created from the parameter in its first step. A step updates the master and copies it
     to the parameter. If you write to such a parameter later, delete the master from its state; the next step creates a
     new one. ``"8bit"``, for bfloat16 only, keeps eight more bits of each element instead (uint8, under the same key),
-    which extend the parameter to 24 bits; ``state_dict()`` has them as a float32 master. With ``False`` the parameter
-    itself is updated, and rounded in every step: to nearest, where bfloat16 loses updates below a 256th of the element;
-    or with ``rounding="stochastic"``, for bfloat16 only, to one of its two neighbours, so that the expectation is exact
-    (Zamirai et al. 2021). The random numbers are functions of ``seed``, 0 to 2^53 - 1, the number of steps of the group
+    which extend the parameter to 24 bits; ``state_dict()`` has them as a float32 master, and a parameter that you write
+    to is taken over. With ``False`` the parameter itself is updated, and rounded in every step: to nearest, where
+    bfloat16 loses updates below a 512th to a 256th of the element; or with ``rounding="stochastic"``, for bfloat16
+    only, to one of its two neighbours, so that the expectation is that of float32 (Zamirai et al. 2021). The random
+    numbers are functions of ``seed``, 0 to 2^53 - 1, of how often the group has taken or skipped a step
     (``"rounding_step"``), the number of the parameter in the optimizer, and the index of the element, so they are the
     same on all replicas, however a parameter is sharded.
 

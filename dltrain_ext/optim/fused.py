@@ -56,6 +56,7 @@ class FusedStep(torch.optim.Optimizer):
     max_grad_norm: float | None = None
     """The 2-norm to which every step clips the gradients of all groups; None: they are not clipped."""
     _shards: Shards | None = None  # only during a step of DTensors
+    _numbered: dict[int, int] = {}  # during a step, the number of each parameter, by its id, once it was asked for
     _sparse: Sequence[Sequence[Tensor]] = ()  # during a step, the parameters of each group whose gradient is sparse
     _update_sparse: Callable[[Sequence[Tensor], list[Tensor], dict[str, Any]], None] | None = None
     """Updates parameters of a group with these sparse gradients; None: the optimizer does not take any."""
@@ -86,7 +87,8 @@ class FusedStep(torch.optim.Optimizer):
         # Options that are missing in a group that another optimizer saved keep their values.
         for group, old in zip(self.param_groups, before, strict=False):
             for name, value in old.items():
-                group.setdefault(name, value)
+                if name != masters.STEP:  # which belongs to the state
+                    group.setdefault(name, value)
         if loading := self.__dict__.get("_loading"):
             self._load_as_saved(loading)
 
@@ -97,6 +99,7 @@ class FusedStep(torch.optim.Optimizer):
         Args:
             compressed: moments that are stored as codes (``state_codec``) and masters of 8 bits stay uint8. Then this
                 class continues from them with the same bits, and from a DTensor's moments only if it is sharded alike.
+                Such masters are only meaningful beside the parameters that they extend.
         """
         if not isinstance(compressed, bool):
             raise TypeError(f"compressed: expected True or False, got {compressed!r}")
@@ -112,7 +115,7 @@ class FusedStep(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as in torch.optim, but moments and masters stay float32 for parameters of any dtype, or are
         stored as ``state_codec`` and ``master_weights`` say, whatever form they were saved in. Masters of 8 bits extend
-        the parameters, which are to be loaded, too.
+        the parameters, which are to be loaded before.
 
         Raises:
             ValueError: it is not the state of such an optimizer, or has values that no step can produce. Then nothing
@@ -204,8 +207,10 @@ class FusedStep(torch.optim.Optimizer):
 
     def _numbers(self, params: Sequence[Tensor]) -> list[int]:
         """Returns which of the optimizer's parameters these are."""
-        numbers = {p: number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        return [numbers[p if self._shards is None else self._shards.whole(p)] for p in params]
+        if not self._numbered:
+            every = (p for group in self.param_groups for p in group["params"])
+            self._numbered = {id(p): number for number, p in enumerate(every)}
+        return [self._numbered[id(p if self._shards is None else self._shards.whole(p))] for p in params]
 
     def _gather(self, fused: _ops.FusedGroup, group: dict[str, Any], starting: Sequence[Tensor] = ()) -> list[Tensor]:
         """Makes ``fused`` read the group; returns the parameters whose state is incomplete or whose gradient is sparse,
@@ -270,12 +275,18 @@ class FusedStep(torch.optim.Optimizer):
                 raise TypeError(f"closure: expected a callable or None, got {type(closure).__name__}")
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            masters.prepare(group)
-        if any(any_sharded(group["params"]) for group in self.param_groups):
-            self._step_of_parts()
-        else:
-            self._step(self.param_groups)
+        fresh = [group for group in self.param_groups if masters.prepare(group)]
+        try:
+            if any(any_sharded(group["params"]) for group in self.param_groups):
+                self._step_of_parts()
+            else:
+                self._step(self.param_groups)
+        except Exception:
+            for group in fresh:
+                del group[masters.STEP]
+            raise
+        finally:
+            self._numbered = {}
         for group in self.param_groups:
             masters.count(group)
         return loss
@@ -382,5 +393,5 @@ class FusedStep(torch.optim.Optimizer):
             grad_scale=grad_scale,
             found_inf=found_inf,
             seed=int(group.get("seed", 0)),
-            rounding_step=group.get(masters.STEP),
+            rounding_step=group[masters.STEP] if masters.is_stochastic(group) else None,
         )

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import as_number, check_number
+from dltrain_ext._arguments import as_number, check_dense, check_number
 from dltrain_ext.optim.options import SEEDS
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import like, local
 
 MASTER = "master_param"
 STEP = "rounding_step"
-"""The key of a group: how many steps have been rounded stochastically, int64, on the device of the parameters."""
+"""The key of a group that rounds stochastically: how often it has taken or skipped a step; int64, where its parameters
+are."""
 
 
 def exist(group: Mapping[str, Any]) -> bool:
@@ -49,21 +50,33 @@ def check_group(rule: Rule, group: Mapping[str, Any], optimizer: str) -> None:
     needs_bfloat16 = f"rounding={rounding!r}" if rounding == "stochastic" else "master_weights='8bit'"
     if (rounding == "stochastic" or masters == "8bit") and any(p.dtype == torch.float16 for p in group["params"]):
         raise ValueError(f"params: expected float32 or bfloat16 for {needs_bfloat16}, got float16")
+    if isinstance(group.get(STEP), Tensor):
+        check_dense(group[STEP], STEP)
     if STEP in group and not 0 <= as_number(group[STEP], STEP) < 2**62:
         raise ValueError(f"{STEP}: expected a number >= 0, got {group[STEP]!r}")
 
 
-def prepare(group: dict[str, Any]) -> None:
-    """Makes the count of the steps of a group that rounds stochastically, where its parameters are."""
-    if is_stochastic(group) and group["params"]:
-        device = local(group["params"][0]).device
-        group[STEP] = torch.as_tensor(group.get(STEP, 0), dtype=torch.int64, device=device)
+def prepare(group: dict[str, Any]) -> bool:
+    """Has the count of the steps of a group that rounds stochastically where its parameters are; returns whether there
+    was none."""
+    first = next((local(p) for p in group["params"] if isinstance(p, Tensor) and not p.is_meta), None)
+    if first is None or not is_stochastic(group):
+        return False
+    is_new = STEP not in group
+    with torch.inference_mode(False):  # it outlives this step
+        group[STEP] = torch.as_tensor(group.get(STEP, 0), dtype=torch.int64, device=first.device)
+    return is_new
 
 
 def count(group: Mapping[str, Any]) -> None:
     """Counts a step, on the device: a captured graph counts each replay."""
-    if is_stochastic(group) and group["params"]:
+    if is_stochastic(group) and STEP in group:
         group[STEP].add_(1)
+
+
+def fits(master: Tensor, p: Tensor) -> bool:
+    """Returns whether eight bits can extend the parameter."""
+    return p.dtype == torch.bfloat16 and master.shape == p.shape
 
 
 def decoded(master: Tensor, p: Tensor) -> Tensor:
@@ -74,9 +87,13 @@ def decoded(master: Tensor, p: Tensor) -> Tensor:
 def recode(group: Mapping[str, Any], entry: dict[str, Any], p: Tensor) -> None:
     """Stores the master of a parameter in the form that its group has."""
     master = entry.get(MASTER)
-    if not isinstance(master, Tensor) or p.dtype == torch.float32:
+    if not isinstance(master, Tensor):
         return
     is_short = master.dtype == torch.uint8
+    if is_short and not fits(master, p):
+        raise ValueError(f"state[{MASTER!r}]: expected float32 for a parameter of {p.dtype}, got bits of bfloat16")
+    if p.dtype == torch.float32:
+        return
     if are_short(group) and not is_short:
         entry[MASTER] = like(p, _ops.encode_master(local(master), local(p)))
     elif is_short and not are_short(group):

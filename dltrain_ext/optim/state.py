@@ -30,8 +30,10 @@ def decoded(rule: Rule, entry: dict[str, Any], p: Tensor) -> dict[str, Any]:
     for name in filter(lambda name: codes.are_codes(entry[name]), entry):
         if name in states:
             out[name] = codes.decoded(entry[name], states[name], p)
-        elif name == MASTER:
+        elif name == MASTER and masters.fits(entry[name], p):
             out[name] = masters.decoded(entry[name], p)
+        elif name == MASTER:  # the parameter has been converted since, and what extended it is lost
+            del out[name]
     return out
 
 

@@ -216,6 +216,72 @@ def test_the_op_has_the_bits_of_the_class(device):
     assert_untouched([p.detach() for p in params], values)
 
 
+def test_a_converted_parameter_loses_what_extended_it(device):
+    params, optimizer = trained(optim.AdamW, device, **EXTENDED)
+    before = [p.detach().float() for p in params]
+    for p in params:
+        p.data, p.grad = p.data.float(), None
+    assert "master_param" not in optimizer.state_dict()["state"][0]
+    train(params, optimizer, (9,))
+    assert not torch.equal(params[0].detach(), before[0])
+
+
+def test_bits_of_bfloat16_are_refused_for_other_parameters():
+    _, optimizer = trained(optim.AdamW, **EXTENDED)
+    state = optimizer.state_dict(compressed=True)
+    twin = optim.AdamW(make_params(SHAPES))
+    with pytest.raises(ValueError, match=r"state\['master_param'\]: expected float32 for a parameter of torch.float32"):
+        twin.load_state_dict(state)
+    assert not twin.state
+
+
+def test_loading_an_earlier_state_repeats_the_steps(device):
+    params = halves(device=device)
+    optimizer = make(optim.AdamW, params, **STOCHASTIC)
+    start = copy.deepcopy([p.detach() for p in params]), copy.deepcopy(optimizer.state_dict())
+    ends = []
+    for _ in range(2):
+        with torch.no_grad():
+            for p, value in zip(params, start[0], strict=True):
+                p.copy_(value)
+        optimizer.load_state_dict(start[1])
+        train(params, optimizer, range(3))
+        ends.append([p.detach().clone() for p in params])
+    assert_untouched(*ends)
+
+
+def test_a_step_that_fails_counts_nothing():
+    params = halves()
+    optimizer = make(optim.AdamW, params, **STOCHASTIC)
+    give_grads(params, 0)
+    params[1].grad = torch.zeros(7, 5).bfloat16().to_sparse()
+    with pytest.raises(TypeError, match=r"grads\[1\]: expected a plain dense tensor"):
+        optimizer.step()
+    assert "rounding_step" not in optimizer.param_groups[0]
+    optimizer.param_groups[0]["params"] = [[1]]
+    with pytest.raises(TypeError, match=r"params\[0\]: expected a tensor, got list"):
+        optimizer.step()
+
+
+def test_a_first_step_in_inference_mode():
+    params = halves()
+    optimizer = make(optim.SGD, params, **STOCHASTIC)
+    with torch.inference_mode():
+        train(params, optimizer, (0,))
+    train(params, optimizer, (1,))
+    assert optimizer.param_groups[0]["rounding_step"].item() == 2
+
+
+def test_a_loaded_master_has_the_strides_of_its_parameter():
+    params = [nn.Parameter(halves([(8, 4, 3, 3)])[0].detach().to(memory_format=torch.channels_last))]
+    optimizer = make(optim.AdamW, params, **EXTENDED)
+    train(params, optimizer, range(2))
+    expected = masters_of(optimizer)[0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[params[0]]["master_param"].stride() == params[0].stride()
+    assert torch.equal(masters_of(optimizer)[0], expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

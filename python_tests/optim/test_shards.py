@@ -190,14 +190,15 @@ def check_runs(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     p = nn.Parameter(distribute_tensor(torch.zeros(128, 256, dtype=torch.bfloat16), mesh, [Shard(1)]))
     p.grad = torch.zeros_like(p)
-    optimizer = optim.AdamW([p], state_codec="int8", **NOISY[1][1])
-    with pytest.raises(
-        ValueError, match=r"params\[0\]: expected a part whose elements are adjacent .* got one of 128 runs"
-    ):
-        optimizer.step()
+    cases = {"codes": optim.AdamW([p], state_codec="int8", **NOISY[1][1]), "norms": optim.LAMB([p], **NOISY[1][1])}
+    for what, optimizer in cases.items():
+        expected = rf"params\[0\]: expected a part whose elements are adjacent .* with {what}, got one of 128 runs"
+        with pytest.raises(ValueError, match=expected):
+            optimizer.step()
+        assert not p.full_tensor().any()
 
 
-def test_codes_of_parts_that_are_not_adjacent():
+def test_codes_and_norms_of_parts_that_are_not_adjacent():
     run_ranks(2, check_runs)
 
 

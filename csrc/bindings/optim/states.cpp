@@ -1,6 +1,7 @@
 #include "bindings/optim/states.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <vector>
@@ -48,10 +49,10 @@ at::Tensor decode_state(const at::Tensor& codes, const std::vector<int64_t>& sha
 at::Tensor encode_master(const at::Tensor& given, const at::Tensor& param) {
   check_tensor(given, "master", 0, param, /*may_be_half=*/false);
   const at::Tensor master = given.contiguous(), elements = param.detach().clone(at::MemoryFormat::Contiguous);
-  const at::Tensor extension = at::zeros(param.sizes(), param.options().dtype(at::kByte));
+  const at::Tensor extension = at::zeros(param.sizes(), param.options().dtype(at::kByte));  // in the order of the indices
   check_extension(extension, "master", 0, param, /*usable=*/true);
   run(Extend{}, elements, extended_format, master, Dtype::fp32, master.numel(), extension);
-  return extension;
+  return at::empty_like(param, extension.options()).copy_(extension);
 }
 
 at::Tensor decode_master(const at::Tensor& given, const at::Tensor& param) {

@@ -37,11 +37,12 @@ struct Reading {
   // Of a parameter that is a part of a larger tensor, if its elements' indices matter: int64, [runs, 2], for each run of its elements that
   // are adjacent in the larger tensor, in order: the index there of the first one, and how many they are. Null: it is whole.
   const at::Tensor* runs = nullptr;
-  bool stochastic = false;  // whether a parameter without a master is rounded stochastically
+  bool stochastic = false;  // whether a half parameter without a master is rounded stochastically
   uint32_t number = 0;      // of the parameter, for its random numbers
 
   bool is_extended() const { return master && is_coded(*master); }
   bool has_master() const { return master && !is_coded(*master); }
+  bool is_rounded() const { return stochastic && !master && dtype_of(*param) != Dtype::fp32; }
   // Whether a tensor is of a Python class that overrides its sizes or device.
   bool asks_python() const {
     const auto asks = [](const at::Tensor* tensor) { return tensor && tensor->unsafeGetTensorImpl()->is_python_dispatch(); };
@@ -102,7 +103,7 @@ class Updates {
       }
       if (master) check_tensor(*master, "masters", index, param, /*may_be_half=*/false);
       if (more) check_extension(*more, "masters", index, param, math::is_compact<Rule>());
-      if (reading.stochastic) check_stochastic(param, "params", index);
+      if (reading.is_rounded()) check_stochastic(param, "params", index);
       for (int i = 0; i < counters; ++i) check_counter(*reading.values[i], lists_of<Rule>()[Rule::states.size() + i], index, param);
     }
 
@@ -130,7 +131,7 @@ class Updates {
       }
     }
     if (more) signature.formats[0].narrowing = Narrowing::extended;
-    if (reading.stochastic && signature.formats[0].dtype == Dtype::bf16 && !more) signature.formats[0].narrowing = Narrowing::stochastic;
+    if (reading.is_rounded()) signature.formats[0].narrowing = Narrowing::stochastic;
     signature.copies = master;
     if (master) signature.copy = dtype_of(param);
     DeviceList& part = of(param.device(), signature, flag);
@@ -145,10 +146,10 @@ class Updates {
     }
     if constexpr (math::is_compact<Rule>()) numbers.number = reading.number;
     void* const beside = master ? written(param) : more ? written(*more) : nullptr;
-    if (reading.runs) {
-      TORCH_CHECK_VALUE(reading.runs->size(0) == 1 || !any_codes(tensors), "params[", index,
-                        "]: expected a part whose elements are adjacent ",
-                        "in the whole tensor, since its states are stored as codes, got one of ", reading.runs->size(0), " runs");
+    if (reading.runs && (math::is_indexed<Rule>() || reading.is_rounded())) {
+      TORCH_CHECK_VALUE(reading.runs->size(0) == 1 || (norms == 0 && !any_codes(tensors)), "params[", index,
+                        "]: expected a part whose elements are adjacent in the whole tensor, for stochastic rounding with ",
+                        norms > 0 ? "norms" : "codes", ", got one of ", reading.runs->size(0), " runs");
       add_runs(part.list, data, *reading.runs, numbers, beside);
     } else {
       part.list.add(data, param.numel(), numbers, beside);
@@ -278,16 +279,16 @@ class Updates {
       const at::Tensor& counter = *reading.values[i];
       if (!detail::counts(counter, param) || !is_backed(counter) || !has_memory(counter)) return false;
     }
-    if (reading.stochastic && !detail::may_be_stochastic(param)) return false;
+    if (reading.is_rounded() && !detail::may_be_stochastic(param)) return false;
     if (reading.is_extended()) return math::is_compact<Rule>() && detail::extends(*reading.master, param) && has_memory(*reading.master);
     return !reading.master || (detail::fits(*reading.master, param, false) && has_memory(*reading.master));
   }
 
-  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly. Codes, runs,
-  // and rules and random numbers that depend on the index of an element, need memory in the order of the indices.
+  // Whether all tensors have the same element at the same offset, without gaps: then the update can process memory linearly. Codes, and
+  // rules and random numbers that depend on the index of an element, need memory in the order of the indices.
   static bool one_layout(const Tensors& tensors, const Reading<keys_count<Rule>>& reading) {
     const at::Tensor* const master = reading.master;
-    const bool in_order = any_codes(tensors) || math::is_indexed<Rule>() || reading.runs || reading.stochastic;
+    const bool in_order = any_codes(tensors) || math::is_indexed<Rule>() || reading.is_rounded();
     const auto all = [&](auto&& holds) {
       return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* t) { return holds(*t); }) && (!master || holds(*master));
     };

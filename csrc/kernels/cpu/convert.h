@@ -52,12 +52,13 @@ DLT_HD void narrow_run(BFloat16* to, const float* from, int64_t count, const mat
     const int64_t at = before + i;
     to[i] = math::stochastic_bfloat16(from[i], math::half_for(at, words[at / shared * 4 + at % 4]));
   };
-  int64_t done = 0;
+  int64_t done = before == 0 ? 0 : shared - before < count ? shared - before : count;
+  for (int64_t i = 0; i < done; ++i) one(i);
 #if defined(__AVX2__)
   const __m256i half = _mm256_set1_epi32(0xffff);
-  if (before == 0) done = count - count % (2 * shared);
-  for (int64_t i = 0; i < done; i += 2 * shared) {
-    const __m256i word = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + i / 2));
+  for (int64_t pairs = (count - done) / (2 * shared); pairs > 0; --pairs, done += 2 * shared) {
+    const int64_t i = done;
+    const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(words + (before + i) / 2));
     const __m256i lower = _mm256_and_si256(word, half), upper = _mm256_srli_epi32(word, 16);
     const __m256 x = _mm256_loadu_ps(from + i), y = _mm256_loadu_ps(from + i + shared);
     const __m256i sum0 = _mm256_add_epi32(_mm256_castps_si256(x), _mm256_permute2x128_si256(lower, upper, 0x20));

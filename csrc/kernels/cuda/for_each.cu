@@ -33,11 +33,12 @@ union Raw {
 };
 
 template <class T, bool all>
-__device__ Pack<T> get(const T* from, const Quad<all>& quad) {
-  if (quad.is_whole() && is_aligned(from)) return *reinterpret_cast<const Pack<T>*>(from);
-  Pack<T> pack;
-  for (int c = 0; c < width; ++c) pack.values[c] = quad.has(c) ? from[c] : T{};
-  return pack;
+__device__ void get(Pack<T>& pack, const T* from, const Quad<all>& quad) {
+  if (quad.is_whole() && is_aligned(from)) {
+    pack = *reinterpret_cast<const Pack<T>*>(from);
+  } else {
+    for (int c = 0; c < width; ++c) pack.values[c] = quad.has(c) ? from[c] : T{};
+  }
 }
 
 template <class T, bool all>
@@ -54,7 +55,7 @@ __device__ void put(T* to, const Quad<all>& quad, const Pack<T>& pack) {
 template <bool all>
 __device__ Raw load(const TypedPointer& from, const Quad<all>& quad) {
   Raw raw;
-  with_type(from.from(quad.i), [&]<class T>(const T* values) { raw.of(values) = get(values, quad); });
+  with_type(from.from(quad.i), [&]<class T>(const T* values) { get(raw.of(values), values, quad); });
   return raw;
 }
 
@@ -150,8 +151,10 @@ struct Stream {
 
   template <class Quad>
   __device__ Raw extended(const Quad& quad) const {
-    const auto elements = get(static_cast<const BFloat16*>(data) + quad.i, quad);
-    const auto rests = get(static_cast<const uint8_t*>(beside) + quad.i, quad);
+    Pack<BFloat16> elements;
+    Pack<uint8_t> rests;
+    get(elements, static_cast<const BFloat16*>(data) + quad.i, quad);
+    get(rests, static_cast<const uint8_t*>(beside) + quad.i, quad);
     Raw raw;
     for (int c = 0; c < width; ++c) raw.fp32.values[c] = math::widen({elements.values[c], rests.values[c]});
     return raw;
@@ -172,7 +175,10 @@ struct Stream {
 };
 
 // The type as which a stream's elements are loaded.
-__device__ Dtype loaded(const Format& format) { return format.narrowing == Narrowing::extended ? Dtype::fp32 : format.dtype; }
+template <bool compact>
+__device__ Dtype loaded(const Format& format) {
+  return compact && format.narrowing == Narrowing::extended ? Dtype::fp32 : format.dtype;
+}
 
 // A constant outside of device code, because may_be_compact is a host function.
 template <class Operation, bool compact, std::size_t k>
@@ -201,7 +207,7 @@ __device__ void run(const typename Operation::Element& element, const B& batch, 
     const Quad<!compact> quad{i, static_cast<int>(last - i)};
     Raw raw[] = {stream_of<Operation, compact, K>(batch, row).load(quad)...};
     float values[sizeof...(K)][width];
-    (widen_to(values[K], raw[K], loaded(batch.signature.formats[K])), ...);
+    (widen_to(values[K], raw[K], loaded<compact>(batch.signature.formats[K])), ...);
     const int64_t index = first_index(row) + i;
 #pragma unroll
     for (int c = 0; c < width; ++c) apply(element, index + c, values[K][c]...);
