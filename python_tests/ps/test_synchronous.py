@@ -161,6 +161,7 @@ def is_refused(rank, world_size):
         ({"optimizer": optim.LAMB}, ValueError, "max_grad_norm: expected None"),
         ({"optimizer": optim.LARS}, TypeError, "lr: expected a number for LARS, got none"),
         ({"state_codec": "int8"}, ValueError, "state_codec: expected None, because servers keep float32"),
+        ({"rounding": "stochastic"}, ValueError, "rounding: expected 'nearest', because servers keep float32"),
         ({"optimizer": torch.optim.AdamW, "quorum": 0}, ValueError, "quorum: expected 'all'"),
         ({"scaler": 1}, TypeError, "scaler: expected a GradScaler or None"),
         ({"delay_compensation": 0.1}, ValueError, "delay_compensation: expected 0 with quorum 'all'"),
