@@ -38,9 +38,7 @@ def test_every_side_is_verified_and_timed(tmp_path: Path) -> None:
     figures = {side: row["figures"] for side, row in by_side.items()}
     assert figures[ALONE]["computing %"] == 100 and figures[ALONE]["not waiting %"] is None
     assert all(0 < figures[side]["not waiting %"] < 100 and figures[side]["main ms"] > 0 for side in (int4, raw))
-    assert figures[f"{DDP}, fp32"]["DDP bytes"] == 1 < figures[f"{DDP}, int4"]["DDP bytes"]
     assert figures[f"{DDP}, fp32"]["bytes/step"] > 4 * 19360  # with two ranks each sends its gradients once
-    assert figures[raw]["DDP bytes"] < figures[int4]["DDP bytes"]
     assert figures[raw]["burst MB"] >= figures[raw]["peak MB"] > 0
     assert figures[raw]["error"] < 1e-5 < figures[int4]["error"] < 0.2
     compared = [row["side"] for row in rows if row["against"] == streaming]
@@ -75,10 +73,14 @@ def test_a_lost_rank_is_named_and_the_others_go_on(tmp_path: Path) -> None:
 @pytest.mark.xdist_group("machine")
 def test_ranks_run_on_emulated_hosts(tmp_path: Path) -> None:
     commands.skip_without_hosts()
-    rows = rows_of(tmp_path, "--rate", "100mbit", "--only", "bytes")
-    assert [row["workload"] for row in rows] == ["train, 100mbit"] * 3
+    rows = rows_of(tmp_path, "--rate", "100mbit", "--only", "bytes,burst")
     assert all(row["correct"] and len(row["samples"]) == 1 for row in rows)
-    assert 4 * 19360 < rows[1]["figures"]["bytes/step"] < 5 * 19360
+    assert [row["workload"] for row in rows] == ["train, 100mbit"] * 5
+    figures = {row["side"]: row["figures"] for row in rows}
+    plain, coded = figures[f"{DDP}, fp32"], figures[f"{DDP}, int4"]
+    assert 4 * 19360 < plain["bytes/step"] < 5 * 19360
+    assert plain["DDP bytes"] == 1 < coded["DDP bytes"]
+    assert figures[f"{OURS}, raw"]["DDP bytes"] < figures[f"{OURS}, int4"]["DDP bytes"]
 
 
 def results_of(rank: int, ranks: int, *sides: Side) -> list[tuple[int, int, str]]:

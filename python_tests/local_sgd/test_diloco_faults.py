@@ -294,6 +294,7 @@ def end(rank, world_size):
     model, inner, outer = make(delay=3)
     train(model, inner, rank, range(1, 6))
     assert outer._flight is not None
+    dist.barrier()  # the site that closes first fails the average of one that is still to take the step
     outer.close()
     train(model, inner, rank, range(6, 30))
     assert outer.steps == 5
