@@ -395,11 +395,15 @@ class Communicator:
         algorithm, which is ``"native"`` if compression is slower than the backend's own all-reduce of that dtype, and a
         codec. Without a tuning the first call for tensors of about that size times codecs and plans for about a second;
         it is collective."""
-        check_names(algorithm, "raw")
-        check_number(nbytes, "nbytes", 2**65)
-        if not isinstance(dtype, torch.dtype) or dtype not in IN_PLANS:
-            raise ValueError(f"dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+        _check_sent(nbytes, algorithm, dtype)
         return self._selector.codec_for(nbytes, algorithm, dtype, self._measured, warns=self._rank == 0)
+
+    def times_for(self, nbytes: int, algorithm: str = "auto", dtype: torch.dtype = torch.float32) -> dict[str, float]:
+        """Returns the seconds of an all-reduce by the codecs that ``codec="auto"`` can be, and by ``"native"``, the
+        backend's own all-reduce; nothing if it can only be raw. The arguments are those of :meth:`codec_for`. Without a
+        tuning the first call for tensors of about that size times codecs for about half a second; it is collective."""
+        _check_sent(nbytes, algorithm, dtype)
+        return self._selector.times_for(nbytes, algorithm, dtype, self._measured)
 
     def stats(self) -> dict[str, int]:
         """Returns the number of ``calls`` completed (on CUDA: enqueued), and the bytes that this rank has sent:
@@ -433,6 +437,13 @@ class Communicator:
     def close(self) -> None:
         """Fails the calls that are running and all later ones, immediately. The end of the process does the same."""
         self._close()
+
+
+def _check_sent(nbytes: int, algorithm: str, dtype: torch.dtype) -> None:
+    check_names(algorithm, "raw")
+    check_number(nbytes, "nbytes", 2**65)
+    if not isinstance(dtype, torch.dtype) or dtype not in IN_PLANS:
+        raise ValueError(f"dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
 
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> list[int]:

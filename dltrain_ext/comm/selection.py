@@ -12,7 +12,7 @@ from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.connections import tell_once
 from dltrain_ext.comm.plans import ALGORITHMS, algorithms_for
 from dltrain_ext.comm.timing import Group
-from dltrain_ext.comm.trial_selection import select_by_trials
+from dltrain_ext.comm.trial_selection import select_by_trials, times_by_trials
 from dltrain_ext.comm.tuning import Tuning
 
 _SECONDS = 1.0  # the time that measuring for a codec may take
@@ -30,6 +30,7 @@ class Selector:
         # In torch's deterministic mode the noise of measurements must not change the bits.
         self.may_measure = world_size > 1 and not torch.are_deterministic_algorithms_enabled()
         self._selected: dict[object, tuple[str, str]] = {}
+        self._times: dict[object, dict[str, float]] = {}
 
     @property
     def digest(self) -> str:
@@ -65,6 +66,21 @@ class Selector:
         if codec == "native":
             return ("native" if algorithm == "auto" else algorithm), "raw"
         return plan, codec
+
+    def times_for(self, nbytes: int, algorithm: str, dtype: torch.dtype, measured: Measured) -> dict[str, float]:
+        """Returns the seconds of an all-reduce by the codecs that ``"auto"`` can be, which is raw alone if there are
+        none."""
+        if algorithm == "auto" and self._overrides.algorithm is not None:
+            algorithm = self._overrides.algorithm
+        if is_raw_alone(algorithm) or self._world_size == 1:
+            return {}
+        if self.tuning is not None:
+            return self.tuning.times_for(nbytes, dtype)
+        alike = nbytes.bit_length(), dtype, algorithm
+        if alike not in self._times:
+            with measured() as group:
+                self._times[alike] = times_by_trials(group, nbytes, dtype, algorithm, _SECONDS)
+        return self._times[alike]
 
     def _select_by_trials(self, nbytes: int, dtype: torch.dtype, algorithm: str, measured: Measured) -> tuple[str, str]:
         """Selects by trials, once for sizes of the same number of bits."""

@@ -29,19 +29,26 @@ def select_by_trials(group: Group, nbytes: int, dtype: torch.dtype, algorithm: s
     """
     runner = TrialRunner(group, seconds)
     plan = _FEW_BYTES if algorithm == "auto" else algorithm
-    codec = _select_codec(runner, nbytes, dtype, plan)
+    codec = most_accurate(_times_of_codecs(runner, nbytes, dtype, plan))
     if codec == "native" or algorithm != "auto":
         return codec, "native" if codec == "native" else plan
     return codec, _select_plan(runner, nbytes, dtype, codec, group.world_size)
 
 
-def _select_codec(runner: TrialRunner, nbytes: int, dtype: torch.dtype, plan: str) -> str:
+def times_by_trials(group: Group, nbytes: int, dtype: torch.dtype, algorithm: str, seconds: float) -> dict[str, float]:
+    """Returns the seconds of an all-reduce by codec, with what :func:`select_by_trials` would time in its first part.
+    This is a collective call."""
+    runner = TrialRunner(group, seconds)
+    return _times_of_codecs(runner, nbytes, dtype, _FEW_BYTES if algorithm == "auto" else algorithm)
+
+
+def _times_of_codecs(runner: TrialRunner, nbytes: int, dtype: torch.dtype, plan: str) -> dict[str, float]:
     (latency,) = runner.run([Trial("raw", _SMALL, plan, 1)], 0.05)
     trials = [*(Trial(name, nbytes, plan, 0) for name in _CODECS), Trial("native", nbytes, "native", 0)]
     size = _affordable(runner, len(trials), nbytes, "raw")
     times = runner.run([trial._replace(nbytes=size) for trial in trials], _PART, dtype)
     grown = [_at(nbytes, size, seconds, latency) for seconds in times]
-    return most_accurate(dict(zip((trial.codec for trial in trials), grown, strict=True)))
+    return dict(zip((trial.codec for trial in trials), grown, strict=True))
 
 
 def _select_plan(runner: TrialRunner, nbytes: int, dtype: torch.dtype, codec: str, world_size: int) -> str:

@@ -64,15 +64,23 @@ class Tuning:
         """Returns the most accurate codec that takes at most 10 % longer than the fastest, or ``"native"`` if that is
         the backend's own all-reduce. It never returns sign, whose error is as large as the signal.
 
+        nbytes, dtype: as for :meth:`times_for`.
+        """
+        seconds = self.times_for(nbytes, dtype)
+        if not seconds:
+            raise ValueError("codec: expected one by its name where the tuning holds sign alone, got 'auto'")
+        return most_accurate(seconds)
+
+    def times_for(self, nbytes: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+        """Returns the seconds of an all-reduce by the codecs that ``"auto"`` can be.
+
         nbytes: size of the tensor in fp32. dtype: that in which the backend's own all-reduce sends it, which is assumed
         to take as long as for the same number of bytes of fp32.
         """
         seconds = {codec: self.choose(codec, nbytes).seconds for codec in self.table if codec != "sign"}
-        if not seconds:
-            raise ValueError("codec: expected one by its name where the tuning holds sign alone, got 'auto'")
         if "native" in seconds:
             seconds["native"] = self.choose("native", nbytes * dtype.itemsize // 4).seconds
-        return most_accurate(seconds)
+        return seconds
 
     def __str__(self) -> str:
         network = self.network

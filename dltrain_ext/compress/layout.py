@@ -30,11 +30,11 @@ class Region(Generic[Part]):
 
 
 def regions_of(
-    parameters: Parameters, firsts: Mapping[Tensor, int], codec: str, min_compress_numel: int
+    parameters: Parameters, firsts: Mapping[Tensor, int], codecs: Sequence[str], min_compress_numel: int
 ) -> list[Region[Tensor]]:
     """Returns a region for each of the tensors, whose first elements in the buffer are ``firsts``.
 
-    Small tensors are sent raw.
+    Small tensors are sent raw, whatever their codec.
     """
     return [
         Region(
@@ -44,7 +44,7 @@ def regions_of(
             "raw" if is_small(tensor.shape, min_compress_numel) else codec,
             parameters.number(tensor),
         )
-        for tensor, first in firsts.items()
+        for (tensor, first), codec in zip(firsts.items(), codecs, strict=True)
     ]
 
 

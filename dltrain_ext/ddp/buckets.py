@@ -1,6 +1,7 @@
 """DDP's buckets, as the hook has seen them last: their layout and what was found out about them."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dltrain_ext.amp import GradStats
 from dltrain_ext.compress.feedback import Feedback
-from dltrain_ext.compress.layout import Layout, divided, regions_of
+from dltrain_ext.compress.layout import Layout, Region, divided, regions_of
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.compress.scaling import StepOutcome
 from dltrain_ext.ddp.parameters import check_parameters
@@ -21,7 +22,7 @@ class Bucket:
 
     index: int
     parameters: list[Tensor]
-    codec: str
+    codecs: tuple[str, ...]  # of the parameters, unless they are small
     layout: Layout[Tensor]
 
     @property
@@ -29,14 +30,22 @@ class Bucket:
         """Whether the seconds of its calls are known. On a device calls only enqueue."""
         return self.parameters[0].device.type == "cpu"
 
-    def is_like(self, bucket: dist.GradBucket, codec: str) -> bool:
-        parameters = bucket.parameters()
+    @property
+    def codec(self) -> str:
+        """The name of its codec, or those of several."""
+        return ", ".join(sorted({*self.codecs}))
+
+    def is_like(self, bucket: dist.GradBucket, codecs: tuple[str, ...]) -> bool:
         return (
-            self.codec == codec
-            and len(parameters) == len(self.parameters)
-            and all(a is b for a, b in zip(parameters, self.parameters, strict=True))
+            self.codecs == codecs
+            and are_same(bucket.parameters(), self.parameters)
             and self.layout.numel == bucket.buffer().numel()
         )
+
+
+def are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Returns whether these are the same objects."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 class Buckets:
@@ -96,22 +105,27 @@ class Buckets:
     def settle(self) -> None:
         """Decides between passes whether the feedback of the latest pass is kept. The host does not wait for it."""
         if self.feedback is not None and self._last is not None and self._last.done():
-            self.feedback.settle(unreached=(p for bucket in self.skipped() for p in bucket.parameters))
+            sent_plain = (bucket for bucket in self.reduced if not bucket.layout.has_feedback)
+            unreached = itertools.chain(self.skipped(), sent_plain)
+            self.feedback.settle(unreached=(p for bucket in unreached for p in bucket.parameters))
 
     def settle_after_backward(self) -> None:
         if torch._C._current_graph_task_id() == -1:
             self.settle()
 
-    def find(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Bucket:
+    def find(self, bucket: dist.GradBucket, codecs: tuple[str, ...], by_parameter: bool) -> Bucket:
         """Returns the bucket as it was, or laid out anew if it has changed; forgets those behind a pass's last bucket.
 
         by_parameter: the result of a gradient must not depend on what else is in its bucket.
         """
         index = bucket.index()
         found = self._laid.get(index)
-        if found is None or not found.is_like(bucket, codec):
-            layout = self._lay(bucket, codec, by_parameter)
-            found = self._laid[index] = Bucket(index, bucket.parameters(), codec, layout)
+        if found is None or not found.is_like(bucket, codecs):
+            regions = self._regions(bucket, codecs)
+            layout = Layout(
+                bucket.buffer(), regions, self.feedback, by_parameter=by_parameter, with_squares=self._with_squares
+            )
+            found = self._laid[index] = Bucket(index, bucket.parameters(), codecs, layout)
             self._orders.clear()
         if bucket.is_last():
             self._laid = {i: laid for i, laid in self._laid.items() if i <= index}
@@ -122,18 +136,23 @@ class Buckets:
         """Returns the buckets of earlier passes that the latest pass has not reduced."""
         return [bucket for bucket in self._laid.values() if bucket not in self.reduced]
 
-    def _lay(self, bucket: dist.GradBucket, codec: str, by_parameter: bool) -> Layout[Tensor]:
+    def lay_copy(self, bucket: dist.GradBucket, copy: Tensor, codec: str, by_parameter: bool) -> Layout[Tensor]:
+        """Returns the layout of a copy of the bucket's buffer, without feedback."""
+        codecs = (codec,) * len(bucket.parameters())
+        return Layout(copy, self._regions(bucket, codecs), None, by_parameter=by_parameter)
+
+    def _regions(self, bucket: dist.GradBucket, codecs: tuple[str, ...]) -> list[Region[Tensor]]:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.layout != torch.strided:
             raise TypeError(f"bucket: expected dense gradients, got {buffer.layout}; make the embedding's sparse=False")
         check_parameters((f"one of shape {tuple(p.shape)}", p) for p in parameters)
         firsts = [int(gradient.storage_offset() - buffer.storage_offset()) for gradient in bucket.gradients()]
         regions = regions_of(
-            self.parameters, dict(zip(parameters, firsts, strict=True)), codec, self._min_compress_numel
+            self.parameters, dict(zip(parameters, firsts, strict=True)), codecs, self._min_compress_numel
         )
         if self._owners:
             regions = [part for region in regions for part in divided(region, len(region.part), self._owners)]
-        return Layout(buffer, regions, self.feedback, by_parameter=by_parameter, with_squares=self._with_squares)
+        return regions
 
     def _absent(self) -> list[str]:
         """Returns the names of parameters that have a gradient but are in no bucket."""

@@ -15,17 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dltrain_ext._arguments import check_number
 from dltrain_ext.amp import GradStats
-from dltrain_ext.comm import Communicator, Tuning
+from dltrain_ext.comm import Communicator, Tuning, Work
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.arguments import check_options
 from dltrain_ext.compress.feedback import Feedback
+from dltrain_ext.compress.layout import Layout
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
 from dltrain_ext.compress.watch import Watch
 from dltrain_ext.ddp.buckets import Buckets
+from dltrain_ext.ddp.budget import Budget, Probe, check_budget
 from dltrain_ext.ddp.reports import Reports
-from dltrain_ext.ddp.selection import Reduction, choose, usual_codec
+from dltrain_ext.ddp.selection import Reduction, choose, choose_plan, usual_codec
 from dltrain_ext.ddp.statistics import Passes
 
 
@@ -46,7 +48,8 @@ class AllReduceState(Reports):
             slower than that in the gradients' own dtype. Without a ``tuning``, codecs and plans are timed for about a
             second, with buckets of 25 MiB, or of the whole model if it is smaller. This is selected once, when the
             state is made: ``choice`` has the result, the logger ``dltrain_ext`` writes it on rank 0, and a run that
-            continues from a checkpoint of as many ranks uses that of the checkpoint.
+            continues from a checkpoint of as many ranks uses that of the checkpoint. With ``max_error`` a codec is
+            selected for each bucket.
         algorithm: as for :func:`dltrain_ext.comm.all_reduce`, but one for buckets of any size. ``"auto"`` is that of
             the tuning. Without one it is ``"ring"`` for up to 8 ranks on the CPU, else ``"direct"``, so that runs have
             the same bits; with the codec ``"auto"`` it is the fastest plan, or ``"direct"``, which encodes least often,
@@ -66,6 +69,13 @@ class AllReduceState(Reports):
         warmup_steps: the number of backward passes at the beginning that are not compressed.
         rounding, seed: as for :func:`dltrain_ext.codecs.encode`. Stochastic rounding draws different random numbers for
             each element of each step.
+        max_error: with the codec ``"auto"``, the largest relative error of a bucket's average that a codec may cause,
+            above 0 and below 1. Each bucket is sent in the fastest codec of at most that error, and plain where none of
+            them is at least 10 % faster. The error is the 2-norm of what the average differs from the exact one, over
+            the norm of the latter, without feedback. In the 4th, 8th, 16th, ... 256th, and then each 256th pass that
+            may be compressed, all buckets are sent plain, and a copy of each in a codec; the next passes try the next
+            codec of those that lose too much. Gradients may change in between, so a codec must have lost at most 0.8
+            times ``max_error``.
         timeout, transport, ranks_per_host, tuning: as for :class:`dltrain_ext.comm.Communicator`; the timeout is that
             of each bucket. In two levels the ranks of a host divide each bucket, so the result of a gradient does
             depend on its bucket there, and a part of the residuals of the first step, before DDP rebuilds its buckets,
@@ -98,10 +108,12 @@ class AllReduceState(Reports):
         ranks_per_host: int | None = None,
         tuning: Tuning | str | os.PathLike[str] | None = None,
         watch: bool = False,
+        max_error: float | None = None,
     ):
         parameters = Parameters(named_parameters)
         if codec is None:
             codec = usual_codec(process_group, (parameters.names or {}).values())
+        self._max_error = check_budget(max_error, codec)
         self._stochastic, self._feedback_dtype = check_options(
             algorithm,
             "raw" if isinstance(codec, str) and codec == "auto" else codec,
@@ -133,9 +145,16 @@ class AllReduceState(Reports):
         self.communicator = self._communicator_of(group)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self.choice = self._choose()
+        self._budget = None
+        if self._max_error is not None:
+            algorithm, is_first = self._asked.algorithm, self._rank == 0
+            self._budget = Budget(self._max_error, self.communicator, algorithm, tells=is_first)
 
     def _choose(self) -> Reduction:
-        return choose(self.communicator, self._group, self._asked, (self._parameters.names or {}).values())
+        parameters = (self._parameters.names or {}).values()
+        if self._max_error is not None:
+            return choose_plan(self.communicator, self._asked, parameters)
+        return choose(self.communicator, self._group, self._asked, parameters)
 
     def _attach(self, model: DistributedDataParallel) -> None:
         """Keeps the model, which shows what DDP does not pass to a hook: skipped buckets, and a group that was
@@ -157,7 +176,8 @@ class AllReduceState(Reports):
 
     @property
     def codec(self) -> str:
-        """The name of the codec in which gradients are sent, also if ``"auto"`` was asked for."""
+        """The name of the codec in which gradients are sent, also if ``"auto"`` was asked for; ``"auto"`` with
+        ``max_error``."""
         return self.choice.codec
 
     @property
@@ -192,39 +212,67 @@ class AllReduceState(Reports):
             self._follow()
             self._begin_pass()
             self.steps += 1
-        codec = "raw" if self._world_size == 1 or self.steps <= self.warmup_steps else self.codec
-        layout = self._buckets.find(bucket, codec, self._is_by_parameter(codec)).layout
+            if self._budget is not None:
+                self._budget.begin(self.steps - self.warmup_steps)
+        codecs = self._codecs_for(bucket)
+        reduction = self.choice.of_bucket(codecs)
+        codecs = tuple("raw" if codec == "native" else codec for codec in codecs)
+        layout = self._buckets.find(bucket, codecs, self._is_by_parameter(reduction)).layout
         if self._watch is not None:
             self._look(self._watch, layout, bucket)
         # A rank that has joined is called outside of backward. Its scaler is not updated, so it cannot convert the
         # errors of this call to units that will be right later.
         feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
         buffer = bucket.buffer()
-        work = self.communicator.submit_bucket(
-            buffer,
-            layout.handle,
-            collective=self._collective,
-            average=True,
-            feeds=feeds,
-            algorithm=self.algorithm,
-            segments=self.choice.segments or 0,
-            codec=codec,
-            loss_scale=loss_scale_of(self.scaler, buffer.device) if feeds else None,
-            stochastic=self._stochastic,
-            seed=self.seed,
-            step=self.steps % 2**32,
-        )
+        probe = None if self._budget is None else self._probe(self._budget, bucket)
+        work = self._submit(buffer, layout, reduction, feeds)
+        if probe is not None:
+            probe.compare(buffer, work)
         self._buckets.submitted(work.get_future(), feeds)
         if bucket.is_last() and buffer.device.type == "cpu" and torch._C._current_graph_task_id() != -1:
             # This waits before DDP itself waits, which Ctrl-C cannot interrupt.
             Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
         return work.get_future()
 
+    def _codecs_for(self, bucket: dist.GradBucket) -> tuple[str, ...]:
+        """Returns the codec of each parameter of a bucket; ``"native"`` for the backend's own all-reduce."""
+        parameters = bucket.parameters()
+        if self._world_size == 1 or self.steps <= self.warmup_steps:
+            return ("raw",) * len(parameters)
+        if self._budget is None:
+            return (self.codec,) * len(parameters)
+        return self._budget.codecs_for(bucket.index(), parameters, bucket.buffer().numel())
+
+    def _probe(self, budget: Budget, bucket: dist.GradBucket) -> Probe | None:
+        """Averages a copy of a bucket in the codec that is to be tried for it, if there is one."""
+        codec = budget.tries(bucket.index())
+        if codec is None:
+            return None
+        copy, reduction = bucket.buffer().clone(), self.choice.of_bucket([codec])
+        layout = self._buckets.lay_copy(bucket, copy, codec, self._is_by_parameter(reduction))
+        return budget.probe(bucket.index(), copy, self._submit(copy, layout, reduction, feeds=False))
+
+    def _submit(self, buffer: Tensor, layout: Layout[Tensor], reduction: Reduction, feeds: bool) -> Work:
+        return self.communicator.submit_bucket(
+            buffer,
+            layout.handle,
+            collective=self._collective,
+            average=True,
+            feeds=feeds,
+            algorithm=reduction.algorithm,
+            segments=reduction.segments or 0,
+            codec=reduction.codec,
+            loss_scale=loss_scale_of(self.scaler, buffer.device) if feeds else None,
+            stochastic=self._stochastic,
+            seed=self.seed,
+            step=self.steps % 2**32,
+        )
+
     def _begin_pass(self) -> None:
         """Is called in the backward pass before its first bucket is reduced."""
 
-    def _is_by_parameter(self, codec: str) -> bool:
-        return self.choice.is_by_parameter(codec, self._world_size)
+    def _is_by_parameter(self, reduction: Reduction) -> bool:
+        return reduction.is_by_parameter(self._world_size)
 
     def _check_scaler(self) -> None:
         if self.scaler is None:
@@ -255,9 +303,9 @@ class AllReduceState(Reports):
                 rank takes.
 
         Returns:
-            A dict of ``version``, ``steps``, ``world_size``, ``choice`` (codec and plan), and ``feedback``, the
-            residuals by rank (``"rank 0 of 4"``) and by parameter, in its shape and in units of the unscaled, averaged
-            gradient.
+            A dict of ``version``, ``steps``, ``world_size``, ``choice`` (codec and plan), ``feedback``, the residuals
+            by rank (``"rank 0 of 4"``) and by parameter, in its shape and in units of the unscaled, averaged gradient;
+            and with ``max_error`` ``budget``, with the codec of each parameter.
 
         Raises:
             ValueError: the names of the parameters are not known.
@@ -266,14 +314,16 @@ class AllReduceState(Reports):
         self._buckets.settle_after_backward()
         residuals = partial(checkpoint.residuals_of, self._feedback, named)
         saved = checkpoint.save(residuals, self.steps, self._rank, self._world_size, saved_by)
-        return {**saved, "choice": self.choice.to_dict()}
+        budget = {} if self._budget is None else {"budget": self._budget.to_dict(named)}
+        return {**saved, "choice": self.choice.to_dict(), **budget}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continues from a checkpoint: that of this rank if the world size is the same, else a list of several ranks'
         states.
 
         Where ``"auto"`` was asked for, ``choice`` becomes that of the checkpoint, so that the bits are those of a run
-        that never stopped. With another world size it does not change, and each rank adds up the residuals that it
+        that never stopped. So do the codecs of the same ``max_error``, and a search that was under way is left until
+        the next one. With another world size it does not change, and each rank adds up the residuals that it
         takes over, so that their sum over all ranks is preserved: of N saved states rank r of M takes those of r, r +
         M, ... Without ``error_feedback`` the saved residuals are discarded.
 
@@ -284,7 +334,10 @@ class AllReduceState(Reports):
         states: Any = state_dict if isinstance(state_dict, list | tuple) else [state_dict]
         named = self._parameters.named()
         steps, residuals = checkpoint.merge(states, self._rank, self._world_size, named, of="an AllReduceState")
-        self.choice = self.choice.or_saved(states, self._asked, self._world_size)
+        choice = self.choice.or_saved(states, self._asked, self._world_size)
+        if self._budget is not None:
+            self._budget.load(states, named, self._world_size)
+        self.choice = choice
         self.steps = steps
         self._forget()
         if self._feedback is not None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from dltrain_ext.amp import GradStats
 from dltrain_ext.compress.watch import Finding
+from dltrain_ext.ddp.budget import check_budget
 from dltrain_ext.ddp.hook import AllReduceState
 from dltrain_ext.ddp.parameters import trained_parameters
 
@@ -24,14 +25,15 @@ class LocalState(AllReduceState):
     An optimizer that was to be sharded updates the whole model, which is therefore ``shards``.
     """
 
-    def __init__(self, model: nn.Module, codec: str | None = None, **options: Any):
+    def __init__(self, model: nn.Module, codec: str | None = None, max_error: float | None = None, **options: Any):
+        check_budget(max_error, codec)
         self.shards = model
         self._trained = trained_parameters(model)
         codec = "raw" if codec == "auto" else "int8" if codec is None else codec
         super().__init__(codec=codec, named_parameters=self._trained.items(), **options)
 
     def _use(self, group: dist.ProcessGroup | None) -> None:
-        self._rank, self._world_size, self.choice = 0, 1, self._asked
+        self._rank, self._world_size, self.choice, self._budget = 0, 1, self._asked, None
 
     @property
     def grad_stats(self) -> GradStats:

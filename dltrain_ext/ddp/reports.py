@@ -12,6 +12,7 @@ from dltrain_ext.compress.layout import Layout
 from dltrain_ext.compress.scaling import loss_scale_of
 from dltrain_ext.compress.watch import Finding, Watch
 from dltrain_ext.ddp.buckets import Buckets
+from dltrain_ext.ddp.budget import Budget
 from dltrain_ext.ddp.selection import Reduction
 from dltrain_ext.ddp.statistics import Passes, gradient_norm, ratio_of, residual_norm, stats_of
 
@@ -30,6 +31,7 @@ class Reports:
     _feedback: Feedback[Tensor] | None
     _passes: Passes
     _watch: Watch | None
+    _budget: Budget | None
 
     def stats(self) -> dict[str, Any]:
         """Returns what has been sent and how long it took. Waits for the device.
@@ -40,11 +42,11 @@ class Reports:
             ``choice``; ``ratio``, the size of fp32 messages over that of the latest pass's messages; ``hidden``, the
             fraction of the communication time that overlaps with backward, where the rest is from the time when the
             last bucket is ready until it has been reduced; and ``per_bucket``, a list with an entry for each bucket
-            since it was laid out. An entry has ``numel``, ``wire_bytes`` and ``ratio``; ``codec_error``, the 2-norm of
-            this rank's residual over that of the averaged gradient; and seconds per pass: ``queued`` behind other
-            buckets; ``busy``, which includes ``encoding`` (and decoding), ``sending`` and ``waiting`` for peers; and
-            ``late``, from when the bucket was ready until it was reduced. Unknown values are None: errors without
-            feedback, and times on CUDA, where calls only enqueue (``torch.profiler`` shows them).
+            since it was laid out. An entry has ``numel``, ``codec``, ``wire_bytes`` and ``ratio``; ``codec_error``,
+            the 2-norm of this rank's residual over that of the averaged gradient; and seconds per pass: ``queued``
+            behind other buckets; ``busy``, which includes ``encoding`` (and decoding), ``sending`` and ``waiting`` for
+            peers; and ``late``, from when the bucket was ready until it was reduced. Unknown values are None: errors
+            without feedback, and times on CUDA, where calls only enqueue (``torch.profiler`` shows them).
         """
         counted = self.communicator.stats()
         self._buckets.settle_after_backward()
@@ -70,7 +72,9 @@ class Reports:
             2-norm of this rank's residuals in units of the unscaled, averaged gradient; ``ddp/codec_error``, the same
             over the norm of the averaged gradients; and of the passes since the previous call ``ddp/hidden``, as in
             :meth:`stats`, and seconds per pass: ``ddp/waiting``, during which this rank has waited for peers, and
-            ``ddp/exposed``, from when the last bucket is ready until it has been reduced.
+            ``ddp/exposed``, from when the last bucket is ready until it has been reduced. With ``max_error`` also
+            ``ddp/budget_error``, the largest error of a bucket when it was measured in its codec, and for each codec,
+            as ``ddp/share_int8``, the part of the elements whose codec it is; ``native`` is the backend's all-reduce.
             :func:`dltrain_ext.monitor.over_ranks` says of these who is late.
         """
         self._buckets.settle_after_backward()
@@ -83,6 +87,9 @@ class Reports:
         }
         if (ratio := ratio_of(buckets)) is not None:
             found["ddp/ratio"] = ratio
+        if self._budget is not None:
+            found["ddp/budget_error"] = self._budget.error
+            found |= {f"ddp/share_{codec}": share for codec, share in self._budget.shares().items()}
         if errors and (lost := residual_norm(buckets, self._feedback)) is not None:
             found["ddp/residual_norm"] = lost
             if (total := gradient_norm(buckets)) > 0:

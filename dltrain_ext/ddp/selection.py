@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from dltrain_ext.comm import Communicator
 from dltrain_ext.comm.arguments import IN_PLANS, check_names
 from dltrain_ext.comm.groups import device_of, group_of
 
+PLAIN = ("native", "raw")  # the backend's own all-reduce, and ours
 _BUCKET = 25 << 20  # bytes, DDP's default
 _IN_RANK_ORDER = ("direct", "oneshot")  # their order of additions does not depend on an element's chunk
 _log = logging.getLogger("dltrain_ext")
@@ -21,7 +22,9 @@ _log = logging.getLogger("dltrain_ext")
 
 @dataclass(frozen=True)
 class Reduction:
-    """A codec, an algorithm and a number of segments, as for ``comm.all_reduce``; None: as many as suit the bucket."""
+    """A codec, an algorithm and a number of segments, as for ``comm.all_reduce``; None: as many as suit the bucket.
+
+    The codec is ``"auto"`` if each bucket has its own."""
 
     codec: str
     algorithm: str
@@ -37,7 +40,7 @@ class Reduction:
             if not isinstance(plain, Mapping):
                 raise TypeError("no mapping")
             choice = cls(**plain)
-            check_names(choice.algorithm, choice.codec)
+            check_names(choice.algorithm, "raw" if choice.codec == "auto" else choice.codec)
             if choice.segments is not None:
                 check_number(choice.segments, "segments", 2**16)
             return choice
@@ -48,11 +51,19 @@ class Reduction:
         segments = "" if self.segments is None else f" in {self.segments} segments"
         return f"{self.codec} by {self.algorithm}{segments}"
 
-    def is_by_parameter(self, codec: str, world_size: int) -> bool:
-        """Returns whether each gradient in that codec must be divided into chunks on its own, so that its bits do not
-        depend on its bucket."""
+    def of_bucket(self, codecs: Iterable[str]) -> "Reduction":
+        """Returns how a bucket is sent whose parameters have these codecs: by the backend if all are ``"native"``, else
+        by the plan. Its codec is one that loses something, if there is one."""
+        found = {*codecs}
+        if found == {"native"}:
+            return Reduction("raw", "native")
+        return replace(self, codec=min(found - {*PLAIN}, default="raw"))
+
+    def is_by_parameter(self, world_size: int) -> bool:
+        """Returns whether each gradient must be divided into chunks on its own, so that its bits do not depend on its
+        bucket."""
         in_any_order = world_size <= 2 or self.algorithm in _IN_RANK_ORDER
-        return not (codec == "raw" and in_any_order)
+        return not (self.codec == "raw" and in_any_order)
 
     def or_saved(self, states: Sequence[Mapping[str, Any]], asked: "Reduction", world_size: int) -> "Reduction":
         """Returns the choice in the checkpoints of a run of as many ranks, if it fits what is asked for now; else this
@@ -66,6 +77,8 @@ class Reduction:
         if not choices or states[0]["world_size"] != world_size:
             return self
         (saved,) = choices
+        if (saved.codec == "auto") != (self.codec == "auto"):
+            return self  # one of them had a budget
         fits = asked.codec in ("auto", saved.codec) and asked.algorithm in ("auto", saved.algorithm)
         return saved if fits else self
 
@@ -100,6 +113,21 @@ def choose(
     if asked.codec == "auto" and dist.get_rank(group) == 0:
         _log.warning("codec 'auto': gradients travel as %s, for buckets of %d elements of %s", choice, numel, dtype)
     return choice
+
+
+def choose_plan(communicator: Communicator, asked: Reduction, parameters: Iterable[Tensor]) -> Reduction:
+    """Returns the plan for buckets of these parameters whose codecs are selected one by one.
+
+    It is ``"direct"``, which encodes least often, if none is asked for or tuned. This is a collective call.
+    """
+    algorithm, segments = asked.algorithm, None
+    numel, dtype = _typical(parameters)
+    if algorithm == "auto":
+        algorithm, segments = communicator.plan_for("int8", 4 * numel)
+    if algorithm == "auto":
+        algorithm = "direct"
+    communicator.connect(numel, dtype, codec="raw", algorithm=algorithm, segments=segments)
+    return Reduction("auto", algorithm, segments)
 
 
 def _typical(parameters: Iterable[Tensor]) -> tuple[int, torch.dtype]:

@@ -82,7 +82,7 @@ class ShardedOptimizerState(AllReduceState):
             return options
         return {**options, "outcome": lambda: StepOutcome.of_scaler(scaler)}
 
-    def _is_by_parameter(self, codec: str) -> bool:
+    def _is_by_parameter(self, reduction: Reduction) -> bool:
         return True
 
     def _begin_pass(self) -> None:

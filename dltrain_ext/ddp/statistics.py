@@ -34,6 +34,7 @@ def _stats_of(bucket: Bucket, feedback: Feedback[Tensor] | None, scale: float) -
     lost, total = residual_norm([bucket], feedback), gradient_norm([bucket])
     return {
         "numel": bucket.layout.numel,
+        "codec": bucket.codec,
         "wire_bytes": int(stats["wire_bytes"]),
         "ratio": ratio_of([bucket]),
         "codec_error": lost / total * scale if lost is not None and total > 0 else None,

@@ -124,6 +124,9 @@ def test_a_region_is_divided_among_owners():
     assert feedback.of("part").shape == (35,)
 
 
+INT8 = ["int8"] * 3
+
+
 def model_parameters():
     """Return a large parameter, one of one dimension, and a small one, as regions of one buffer in another order."""
     a, b, c = torch.zeros(30, 7), torch.zeros(50), torch.zeros(2, 3)
@@ -133,29 +136,29 @@ def model_parameters():
 
 def test_regions_depend_only_on_the_tensors():
     named, firsts = model_parameters()
-    regions = regions_of(Parameters(named), firsts, "int8", 7)
+    regions = regions_of(Parameters(named), firsts, INT8, 7)
     assert [(r.first, r.numel, r.codec, r.number, r.is_lossy) for r in regions] == [
         (10, 6, "raw", 264, False),
         (16, 210, "int8", 0, True),
         (300, 50, "raw", 212, False),
     ]
     assert [r.part for r in regions] == [*firsts]
-    elsewhere = regions_of(Parameters(named), {tensor: 5 for tensor in firsts}, "int8", 7)
+    elsewhere = regions_of(Parameters(named), {tensor: 5 for tensor in firsts}, INT8, 7)
     assert [(r.part, r.codec, r.number) for r in elsewhere] == [(r.part, r.codec, r.number) for r in regions]
-    assert [r.codec for r in regions_of(Parameters(named), firsts, "int4", 6)] == ["int4", "int4", "raw"]
+    assert [r.codec for r in regions_of(Parameters(named), firsts, ["int4"] * 3, 6)] == ["int4", "int4", "raw"]
     with pytest.raises(ValueError, match=r"named_parameters: expected all .*, one of shape \(2, 3\) is missing"):
-        regions_of(Parameters(named[:2]), firsts, "int8", 7)
+        regions_of(Parameters(named[:2]), firsts, INT8, 7)
 
 
 def test_parameters_without_names_are_numbered_in_their_order():
     _, firsts = model_parameters()
-    assert [region.number for region in regions_of(Parameters(None), firsts, "int8", 7)] == [0, 8, 220]
+    assert [region.number for region in regions_of(Parameters(None), firsts, INT8, 7)] == [0, 8, 220]
 
 
 def test_a_layout_has_the_bounds_of_its_regions():
     named, firsts = model_parameters()
     buffer = torch.zeros(350)
-    regions = regions_of(Parameters(named), firsts, "int8", 7)
+    regions = regions_of(Parameters(named), firsts, INT8, 7)
     layout = Layout(buffer, regions, None, with_squares=True)
     assert layout.numel == 350 and not layout.has_feedback and layout.handle.stats()["calls"] == 0
     assert layout.message_bytes == codecs.nbytes("int8", 210) + 4 * 56
@@ -169,7 +172,7 @@ def test_residuals_follow_their_tensors_to_other_layouts(double_buffered):
     parameters, feedback = Parameters(named), Feedback(torch.float32, double_buffered)
     feedback.initial = {tensor: torch.full((tensor.numel(),), 1.0 + i) for i, tensor in enumerate(firsts)}
     for where in (firsts, {tensor: first + 3 for tensor, first in firsts.items()}):
-        assert Layout(torch.zeros(400), regions_of(parameters, where, "int8", 7), feedback).has_feedback
+        assert Layout(torch.zeros(400), regions_of(parameters, where, INT8, 7), feedback).has_feedback
         assert [feedback.of(tensor).unique().tolist() for tensor in firsts] == [[1.0], [2.0], [3.0]]
         assert not feedback.initial
     assert feedback.of(torch.zeros(1)) is None

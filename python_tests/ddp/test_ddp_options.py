@@ -441,7 +441,7 @@ def check_stats(rank, world_size):
 
     first = after(0)  # one bucket, until DDP knows the order
     (only,) = first["per_bucket"]
-    assert only.keys() == {"numel", "wire_bytes", "ratio", "codec_error"} | TIMES
+    assert only.keys() == {"numel", "codec", "wire_bytes", "ratio", "codec_error"} | TIMES
     assert only["wire_bytes"] == first["wire_bytes"]
     assert (first["buckets"], first["steps"], first["inside_bytes"]) == (1, 1, 0)
     lost = math.fsum(float(r.double().square().sum()) for r in residuals(state).values())

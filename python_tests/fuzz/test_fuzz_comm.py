@@ -239,12 +239,13 @@ def test_tunings(tmp_path_factory, data):
         assert comm.Tuning.load(path) == tuning
 
 
-@fuzz("comm.Tuning.choose", "comm.Tuning.codec_for", "comm.Tuning.to_json")
+@fuzz("comm.Tuning.choose", "comm.Tuning.codec_for", "comm.Tuning.times_for", "comm.Tuning.to_json")
 @given(st.integers(0, 2**62))
 def test_choices(nbytes):
     tuning = comm.Tuning.from_json(json.dumps(TUNING))
     assert tuning.choose("raw", nbytes).algorithm == "ring"
     assert tuning.codec_for(nbytes) in ("raw", "native")
+    assert all(time > 0 for time in tuning.times_for(nbytes).values())
 
 
 OPTIONS = {
@@ -311,7 +312,8 @@ def test_a_seed_has_to_be_an_int(communicator):
 
 @fuzz(
     *("comm.Communicator", "comm.Communicator.tune", "comm.Communicator.tuning", "comm.Communicator.plan_for"),
-    *("comm.Communicator.codec_for", "comm.Communicator.usual_plan", "comm.Communicator.close"),
+    *("comm.Communicator.codec_for", "comm.Communicator.times_for", "comm.Communicator.usual_plan"),
+    "comm.Communicator.close",
 )
 @given(st.data())
 def test_communicators(data):
@@ -334,7 +336,8 @@ def test_communicators(data):
     if communicator.tuning is not None:
         dtypes = st.sampled_from([torch.float32, torch.bfloat16])
         fits = {"nbytes": sizes, "algorithm": algorithms, "dtype": dtypes}
-        attempt(communicator.codec_for, data.draw(spoiled(fits)))
+        for find in (communicator.codec_for, communicator.times_for):
+            attempt(find, data.draw(spoiled(fits)))
     communicator.close()
     communicator.close()
     with pytest.raises(RuntimeError, match="the communicator was closed"):
@@ -399,9 +402,11 @@ def test_sharded_optimizers(data):
 @given(st.data())
 def test_hook_checkpoints(data):
     named = {"weight": torch.ones(2, 3, requires_grad=True), "bias": torch.ones(4, requires_grad=True)}
-    state = ddp.AllReduceState(named_parameters=named.items())
+    budget = {"max_error": 0.1, "codecs": {"weight": "int8", "bias": "auto"}}
+    options = data.draw(st.sampled_from([{}, {"codec": "auto", "max_error": 0.1}]))
+    state = ddp.AllReduceState(named_parameters=named.items(), **options)
     residuals = {name: torch.ones(p.shape) for name, p in named.items()}
-    good = {"version": 1, "steps": 3, "world_size": 1, "feedback": {"rank 0 of 1": residuals}}
+    good = {"version": 1, "steps": 3, "world_size": 1, "feedback": {"rank 0 of 1": residuals}, "budget": budget}
     state.load_state_dict(good)
     before = repr(state.state_dict())
     saved = data.draw(st.one_of(corrupted(good), corrupted([good]), corrupted([{**good, "world_size": 2}, good])))
