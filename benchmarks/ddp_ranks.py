@@ -24,6 +24,7 @@ BACKWARD, STEP = "forward and backward", "with unscaling, clipping and AdamW"
 PLAIN, FP16, BF16 = "plain DDP", "torch fp16_compress_hook", "torch bf16_compress_hook"
 POWER_SGD = "torch PowerSGD, rank 4, one bucket"  # with several, ranks would start its all-reduces in other orders
 UNCOMPRESSED = 2  # steps before PowerSGD compresses; it accepts no smaller number
+SEARCHED = 7  # the first step in which all codecs of a budget have been found
 TORCH_HOOKS = {
     FP16: default_hooks.fp16_compress_hook,
     BF16: default_hooks.bf16_compress_hook,
@@ -39,6 +40,7 @@ class Side(NamedTuple):
     way: str
     algorithm: str = "auto"
     finish: str = ""
+    max_error: float | None = None
 
     @property
     def ours(self) -> bool:
@@ -47,7 +49,15 @@ class Side(NamedTuple):
     @property
     def name(self) -> str:
         parts = [self.way, "" if self.algorithm == "auto" else self.algorithm, self.finish]
-        return " ".join(part for part in parts if part)
+        budget = "" if self.max_error is None else f", error <= {self.max_error:g}"
+        return " ".join(part for part in parts if part) + budget
+
+    @property
+    def first(self) -> int:
+        """Return the first step that compresses."""
+        if self.max_error is not None:
+            return SEARCHED
+        return UNCOMPRESSED + 1 if self.way == POWER_SGD else 1
 
 
 class Job(NamedTuple):
@@ -99,7 +109,9 @@ class Runner:
             self.scaler = scalers(job.device, init_scale=2.0**10)
             self.optimizer = optimizers(self.model.parameters(), lr=1e-6)
         if side.ours:
-            self.state = ddp.register(self.model, side.way, side.algorithm, scaler=self.scaler)
+            self.state = ddp.register(
+                self.model, side.way, side.algorithm, scaler=self.scaler, max_error=side.max_error
+            )
         elif hook := TORCH_HOOKS.get(side.way):
             self.model.register_comm_hook(power_sgd(group) if side.way == POWER_SGD else group, hook)
 
@@ -112,11 +124,17 @@ class Runner:
     def chosen(self) -> str:
         if self.side.way != "auto" or self.state is None:
             return ""
+        if self.side.max_error is not None:
+            shares = self.state.metrics(errors=False).items()
+            found = {name.removeprefix("ddp/share_"): share for name, share in shares if "share_" in name}
+            return ", ".join(f"{100 * share:.0f} % {codec}" for codec, share in found.items())
         return "native" if self.state.algorithm == "native" else self.state.codec
 
     def count_wrong(self, gradients: Tensor, exact: Tensor, magnitude: float, ranks: int) -> int:
         if self.side.way == POWER_SGD:  # a projection: all that is known is that its error is below the average
             return 0 if relative_error(gradients, exact) < 1 else gradients.numel()
+        if self.side.max_error is not None:  # what was lost in the step before is added, and again as much is lost
+            return 0 if relative_error(gradients, exact) < 2 * self.side.max_error else gradients.numel()
         return count_wrong(gradients, exact, tolerance(self.lost, ranks) * magnitude)
 
     def backward(self, x: Tensor) -> None:
@@ -180,7 +198,7 @@ def measure(
     wrong, errors = {}, {}
     for name, runner in runners.items():
         advance(0.0)
-        for _ in range(UNCOMPRESSED + 1 if runner.side.way == POWER_SGD else 1):
+        for _ in range(runner.side.first):
             runner.backward(x)
         gradients = runner.gradients()
         off = runner.count_wrong(gradients, exact, magnitude, ranks)

@@ -48,6 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="backward (forward and backward), step (a whole step), or both (default: both)",
     )
     parser.add_argument("--layers", type=at_least(1), help="number of Linear(width, width) (default: 12, --quick: 2)")
+    parser.add_argument(
+        "--max-error",
+        type=fractions,
+        default=[],
+        help='also the codec "auto" with these error budgets, such as 0.2,0.02',
+    )
     add_sizes(parser)
     parser.add_argument("-w", "--warmup", type=at_least(2), help="steps before the timed ones (default: 3, --quick: 2)")
 
@@ -63,6 +69,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
     several = ["raw", "fp16", "int8"] if options.quick else ["raw", "fp16", "bf16", "int8", "int4", "sign"]
     names = options.codecs or several
     sides = make_sides(PEERS[options.device], names, options.algorithms)
+    sides[BACKWARD] += [Side("auto", max_error=budget) for budget in options.max_error]
     job = Job(
         {WORKLOADS[name]: sides[WORKLOADS[name]] for name in options.workloads},
         layers=options.layers or (2 if options.quick else 12),
@@ -80,6 +87,8 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         f"{POWER_SGD}: it projects the average to rank 4, so the check is that its error is smaller than the average, "
         f"after {UNCOMPRESSED} steps that it sends in full; it is compared with our codec that sends the least",
         "error: rms error over the rms of the exact average, in the first step; later steps have error feedback",
+        "auto, error <= E: with max_error=E; its first 7 steps, in which codecs are tried, are not timed, but the 8th, "
+        "16th, 32nd, ... are, which try them again; its wire bytes are the mean of all steps",
         "hidden %: the fraction of the communication time during which backward still runs, from state.stats()",
         "metrics %: the time of state.metrics(errors=False) relative to a step; with errors %: of state.metrics()",
         "wire bytes: bytes that one rank sends in one step",
@@ -108,9 +117,17 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         table.notes += link_probe.note(lines)
 
 
+def fractions(text: str) -> list[float]:
+    found = [float(part) for part in text.split(",")]
+    if not all(0 < number < 1 for number in found):
+        raise ValueError(text)
+    return found
+
+
 def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dict[str, list[Side]]:
     """Combine each codec with the algorithms that accept it: a lossy codec not with those that encode repeatedly."""
-    pairs = [(name, a) for name in names for a in algorithms if a in ("auto", *comm.algorithms_for(name))]
+    accepted = {name: ("auto", *comm.algorithms_for("int8" if name == "auto" else name)) for name in names}
+    pairs = [(name, a) for name in names for a in algorithms if a in accepted[name]]
     if not pairs:
         raise Failure(f"these algorithms only take the codec raw: {', '.join(algorithms)}")
     name, algorithm = pairs[-1] if len(pairs) < 3 else pairs[len(pairs) // 2]

@@ -48,6 +48,18 @@ def test_every_side_is_verified_and_timed(tmp_path: Path) -> None:
     assert all((row["figures"]["% of line"] or 0) > 0 for row in rows if row["ours"])
 
 
+def test_codecs_that_are_selected_are_named(tmp_path: Path) -> None:
+    budgets = ("--max-error", "0.5,0.000001")
+    done = run("--codecs", "auto", "--workloads", "backward", *budgets, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, auto, coarse, exact = rows_of(tmp_path / "out.json")
+    assert auto["side"].startswith("auto: ") and coarse["side"].startswith("auto, error <= 0.5: 100 % ")
+    assert exact["side"].split(": ")[1] in ("100 % raw", "100 % native") and exact["figures"]["error"] < 1e-6
+    assert all(row["correct"] and len(row["samples"]) == 3 for row in (auto, coarse, exact))
+    done = run("--max-error", "1.5")
+    assert done.returncode != 0 and "--max-error" in done.stderr
+
+
 def test_under_torchrun_one_rank_reports(tmp_path: Path) -> None:
     first, second = as_torchrun(2, commands.benchmarks, *OPTIONS, "--codecs", "int4", "--json", tmp_path / "out.json")
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
