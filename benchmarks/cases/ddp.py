@@ -37,9 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--algorithms",
-        type=choices([*comm.ALGORITHMS, "auto"]),
+        type=choices([*comm.ALGORITHMS, "native", "auto"]),
         default="auto",
-        help=f"names out of {', '.join(comm.ALGORITHMS)}, auto (default: %(default)s)",
+        help=f"names out of {', '.join(comm.ALGORITHMS)}, native, auto (default: %(default)s)",
     )
     parser.add_argument(
         "--workloads",
@@ -126,7 +126,8 @@ def fractions(text: str) -> list[float]:
 
 def make_sides(peers: list[str], names: list[str], algorithms: list[str]) -> dict[str, list[Side]]:
     """Combine each codec with the algorithms that accept it: a lossy codec not with those that encode repeatedly."""
-    accepted = {name: ("auto", *comm.algorithms_for("int8" if name == "auto" else name)) for name in names}
+    accepted = {name: ["auto", *comm.algorithms_for("int8" if name == "auto" else name)] for name in names}
+    accepted |= {"raw": [*comm.algorithms_for("raw"), "native", "auto"]}
     pairs = [(name, a) for name in names for a in algorithms if a in accepted[name]]
     if not pairs:
         raise Failure(f"these algorithms only take the codec raw: {', '.join(algorithms)}")
