@@ -44,12 +44,15 @@ def is_due(count: int) -> bool:
 
 
 def by_speed(seconds: Mapping[str, float]) -> tuple[str, list[str]]:
-    """Returns one of ``PLAIN``, ``"raw"`` if it is clearly faster, and the codecs that are clearly faster than that,
-    the fastest first. Of those that take at most 10 % longer than another, the more accurate one comes first."""
-    native, raw = (seconds.get(name, math.inf) for name in PLAIN)
-    plain = "native" if native <= LIKE_THE_FASTEST * raw and "native" in seconds else "raw"
-    least = {"native": native, "raw": raw}[plain]
-    left = {c: s for c, s in seconds.items() if c not in PLAIN and LIKE_THE_FASTEST * s < least}
+    """Returns the faster one of ``PLAIN``, and the codecs that are clearly faster than that, the fastest first.
+
+    Of those that take at most 10 % longer than another, the more accurate one comes first.
+    """
+    exact = {name: seconds[name] for name in PLAIN if name in seconds}
+    if not exact:
+        return "raw", []
+    plain = min(exact, key=exact.__getitem__)
+    left = {c: s for c, s in seconds.items() if c not in PLAIN and LIKE_THE_FASTEST * s < seconds[plain]}
     order = []
     while left:
         order.append(most_accurate(left))
