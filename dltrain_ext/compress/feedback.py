@@ -53,6 +53,12 @@ class Feedback(Generic[Part]):
             return views[0]
         return torch.where(self._swapped_on(views[0].device).bool(), views[1], views[0])
 
+    def discard(self, parts: Iterable[Part]) -> None:
+        """Forgets the residuals of these parts."""
+        for part in parts:
+            self._views.pop(part, None)
+            self.initial.pop(part, None)
+
     def norms(self, parts: Iterable[Part]) -> Tensor:
         """Returns the 2-norm of the residual of each of these parts, which are laid out on one device."""
         current, other = zip(*(self._views[part] for part in parts), strict=True)

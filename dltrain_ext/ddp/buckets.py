@@ -22,7 +22,7 @@ class Bucket:
 
     index: int
     parameters: list[Tensor]
-    codecs: tuple[str, ...]  # of the parameters, unless they are small
+    codecs: tuple[str, ...]  # of the parameters, unless they are small; "native" is sent by the backend
     layout: Layout[Tensor]
 
     @property
@@ -85,10 +85,16 @@ class Buckets:
 
     def begins(self, bucket: dist.GradBucket, skips: bool) -> bool:
         """Returns whether a pass begins with this bucket. Indices increase within a pass; if DDP skips some, the next
-        pass may begin with a higher one."""
-        if not self.reduced or bucket.index() <= self.reduced[-1].index:
+        pass may begin with a higher one. In the first pass of a static graph all indices are 0."""
+        if not self.reduced:
             return True
-        return skips and torch._C._current_graph_task_id() != self._task
+        task = torch._C._current_graph_task_id()
+        if bucket.index() > self.reduced[-1].index:
+            return skips and task != self._task
+        if task == -1 or task != self._task:
+            return True
+        first = bucket.parameters()[0]
+        return any(p is first for reduced in self.reduced for p in reduced.parameters)
 
     def begin(self) -> None:
         """Begins a pass."""
@@ -118,7 +124,7 @@ class Buckets:
 
         by_parameter: the result of a gradient must not depend on what else is in its bucket.
         """
-        index = bucket.index()
+        index = max(bucket.index(), self.reduced[-1].index + 1 if self.reduced else 0)
         found = self._laid.get(index)
         if found is None or not found.is_like(bucket, codecs):
             regions = self._regions(bucket, codecs)
@@ -141,11 +147,16 @@ class Buckets:
         codecs = (codec,) * len(bucket.parameters())
         return Layout(copy, self._regions(bucket, codecs), None, by_parameter=by_parameter)
 
+    def laid(self) -> list[Bucket]:
+        """Returns the buckets of the latest passes."""
+        return [*self._laid.values()]
+
     def _regions(self, bucket: dist.GradBucket, codecs: tuple[str, ...]) -> list[Region[Tensor]]:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.layout != torch.strided:
             raise TypeError(f"bucket: expected dense gradients, got {buffer.layout}; make the embedding's sparse=False")
         check_parameters((f"one of shape {tuple(p.shape)}", p) for p in parameters)
+        codecs = tuple("raw" if codec == "native" else codec for codec in codecs)
         firsts = [int(gradient.storage_offset() - buffer.storage_offset()) for gradient in bucket.gradients()]
         regions = regions_of(
             self.parameters, dict(zip(parameters, firsts, strict=True)), codecs, self._min_compress_numel

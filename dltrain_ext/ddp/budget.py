@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,13 @@ from dltrain_ext._arguments import as_number
 from dltrain_ext.comm import Communicator, Work
 from dltrain_ext.comm.arguments import check_names
 from dltrain_ext.comm.tuning import LIKE_THE_FASTEST, most_accurate
-from dltrain_ext.ddp.buckets import are_same
+from dltrain_ext.ddp.buckets import Bucket, are_same
 from dltrain_ext.ddp.selection import PLAIN
 
 _UNDECIDED = "auto"
 _FIRST, _RARELY = 4, 256  # passes; DDP has rebuilt its buckets by then
 _PART = 0.8  # of the budget: errors may grow until they are measured again
+_LARGE = 1e9  # an error; infinity would become NaN on its way
 _log = logging.getLogger("dltrain_ext")
 
 
@@ -36,11 +37,13 @@ def check_budget(max_error: object, codec: str | None) -> float | None:
 
 
 def is_due(count: int) -> bool:
-    """Returns whether errors are measured from that pass on, of those that may be compressed. At first gradients change
-    fast: 4, 8, 16, ..., 256, 512, 768, ..."""
-    if count < _RARELY:
-        return count >= _FIRST and count & (count - 1) == 0
-    return count % _RARELY == 0
+    """Returns whether errors are measured from that pass on, of those that may be compressed: 4, 11, 19, 35, 67, 131,
+    259, 515, 771, ... At first gradients change fast. A search ends with the passes after that, and a run is rarely
+    saved in the middle of it."""
+    since = count - _FIRST + 1
+    if since < _RARELY:
+        return since == 1 or (since >= 8 and since & (since - 1) == 0)
+    return since % _RARELY == 0
 
 
 def by_speed(seconds: Mapping[str, float]) -> tuple[str, list[str]]:
@@ -61,11 +64,12 @@ def by_speed(seconds: Mapping[str, float]) -> tuple[str, list[str]]:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> Tensor:
-    """Returns the 2-norm of the difference over that of ``exact``: 0 if there is none, NaN if some elements of
-    ``exact`` are not finite. Overwrites ``found`` if it is float32."""
-    lost = torch.linalg.vector_norm(found.float().sub_(exact))
-    whole = torch.linalg.vector_norm(exact, dtype=torch.float32)
-    return torch.where(lost == 0, lost, lost / whole)
+    """Returns the 2-norm of the difference over that of ``exact``, as float64. It is NaN where ``exact`` is not finite,
+    and infinite where it is zero, or ``found`` alone is not finite: these are no measurements of a small error."""
+    lost = torch.linalg.vector_norm(found - exact, dtype=torch.float64)
+    whole = torch.linalg.vector_norm(exact, dtype=torch.float64)
+    error = torch.nan_to_num(lost / whole, nan=math.inf, posinf=math.inf)
+    return torch.where(whole.isfinite(), error, math.nan)
 
 
 @dataclass(eq=False)
@@ -75,7 +79,6 @@ class Search:
     parameters: list[Tensor]
     plain: str
     left: list[str]  # codecs to try, the fastest first; empty when it is over
-    error: float = 0.0  # of the codec that was found
 
     def judge(self, error: float, max_error: float) -> str | None:
         """Takes the error of the first codec that is left. Returns what was found, if the search is over."""
@@ -83,98 +86,124 @@ class Search:
             return None  # the step has overflowed; the next one tells
         codec = self.left.pop(0)
         if error <= _PART * max_error:
-            self.left, self.error = [], error
+            self.left = []
             return codec
         return None if self.left else self.plain
 
 
 class Probe:
-    """A copy of a bucket that is averaged in the codec to be tried, and how it differs from the bucket."""
+    """A bucket that is averaged plain, and a copy of it that is averaged in the codec to be tried."""
 
-    def __init__(self, search: Search, copy: Tensor, work: Work):
+    def __init__(self, search: Search, copy: tuple[Tensor, Work], exact: tuple[Tensor, Work]):
         self.search = search
-        self._copy, self._work = copy, work
+        self._averages: list[tuple[Tensor, Work]] = [copy, exact]
         self._error: Tensor | None = None
-
-    def compare(self, exact: Tensor, work: Work) -> None:
-        """Is told where the exact average will be."""
-        self._exact, self._exact_work = exact, work
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() == -1:
+            self.finish()  # of a rank that has joined, which has no backward pass
+        else:
             queue: Any = Variable._execution_engine.queue_callback
-            queue(lambda: self.error)  # when backward ends; later on its gradients may be changed
+            queue(self.finish)  # when backward ends; later on its gradients may be changed
 
-    @property
-    def error(self) -> Tensor:
+    def finish(self) -> Tensor:
+        """Returns the error, and needs the averages no more."""
         if self._error is None:
-            self._work.wait()
-            self._exact_work.wait()
-            self._error = relative_error(self._copy, self._exact)
-            del self._copy, self._exact
+            for _, work in self._averages:
+                work.wait()
+            self._error = relative_error(*(tensor for tensor, _ in self._averages))
+            self._averages = []
         return self._error
 
 
 class Budget:
-    """The codecs of the parameters, all in one plan. A bucket's codec is that of its parameters.
+    """The codecs of the parameters, all in one plan. They are searched for a bucket as a whole, and kept by parameter,
+    since DDP changes its buckets.
 
     Args:
         max_error: of a bucket, as ``relative_error`` of its average.
         algorithm: as for :meth:`Communicator.times_for`.
+        is_small: whether a parameter is sent raw in any case.
         tells: whether the logger is told what was found.
     """
 
-    def __init__(self, max_error: float, communicator: Communicator, algorithm: str, *, tells: bool):
-        self.max_error, self._tells = max_error, tells
+    def __init__(
+        self,
+        max_error: float,
+        communicator: Communicator,
+        algorithm: str,
+        is_small: Callable[[Tensor], bool],
+        *,
+        tells: bool,
+    ):
+        self.max_error, self.calls = max_error, 0  # of the communicator, that were not for gradients
         self._communicator, self._algorithm = communicator, algorithm
-        self._codecs: dict[Tensor, str] = {}  # those that were found
+        self._is_small, self._tells = is_small, tells
+        self._codecs: dict[Tensor, str] = {}
+        self._errors: dict[Tensor, float] = {}  # when they were measured, of the codecs that lose something
+        self._told: dict[Tensor, str] = {}
         self._searches: dict[int, Search] = {}  # by the index of the bucket
         self._probes: list[Probe] = []
-        self._count, self._is_due = 0, False
+        self._begins = self._may_begin = False  # whether searches begin in this pass, for all buckets or for new ones
 
-    def begin(self, count: int) -> None:
-        """Begins a pass, of which ``count`` may have been compressed. A collective call if the pass before has
-        measured."""
+    def begin(self, count: int, buckets: Iterable[Bucket]) -> list[Tensor]:
+        """Begins a pass, of which ``count`` may have been compressed. It is collective if a search begins, or is under
+        way, and then waits for the device.
+
+        buckets: those of the passes before. Returns the parameters that are sent plain from now on.
+        """
+        before = {p for p, codec in self._codecs.items() if codec not in PLAIN}
         if self._probes:
             self._judge()
-        self._count, self._is_due = count, is_due(count)
-        if self._is_due:
+        self._begins, self._may_begin = is_due(count), count >= _FIRST
+        if self._begins:
             self._searches.clear()
+            for bucket in buckets:  # while nothing else is under way
+                self._times(bucket.layout.numel, bucket.parameters)
+        if self._codecs != self._told and not any(search.left for search in self._searches.values()):
+            self._tell()
+        return [p for p in before if self._codecs[p] in PLAIN]
 
     def _judge(self) -> None:
-        device = self._probes[0].error.device
-        errors = torch.stack([probe.error.to(device) for probe in self._probes])
+        device = self._probes[0].finish().device
+        errors = torch.stack([probe.finish().to(device) for probe in self._probes]).float().clamp(max=_LARGE)
         # All ranks have averaged the same bits, but processors may round the norms in different ways.
         self._communicator.all_reduce(errors, "avg", algorithm="direct")
-        before = dict(self._codecs)
+        self.calls += 1
         for probe, error in zip(self._probes, errors.tolist(), strict=True):
             if found := probe.search.judge(error, self.max_error):
-                self._codecs.update(dict.fromkeys(probe.search.parameters, found))
+                self._decide(probe.search, found, error)
         self._probes = []
-        if self._tells and self._codecs != before and not any(search.left for search in self._searches.values()):
-            self._tell()
+
+    def _decide(self, search: Search, codec: str, error: float = 0.0) -> None:
+        for parameter in search.parameters:
+            coded = codec not in PLAIN and not self._is_small(parameter)
+            self._codecs[parameter] = codec if coded or codec in PLAIN else "raw"
+            self._errors[parameter] = error if coded else 0.0
 
     def _tell(self) -> None:
-        shares = ", ".join(f"{100 * share:.3g} % as {codec}" for codec, share in self.shares().items())
-        _log.warning("max_error %g: gradients travel: %s; error %.3g", self.max_error, shares, self.error)
+        self._told = dict(self._codecs)
+        if self._tells:
+            shares = ", ".join(f"{100 * share:.3g} % as {codec}" for codec, share in self.shares().items())
+            _log.warning("max_error %g: gradients travel: %s; error %.3g", self.max_error, shares, self.error)
+
+    def _times(self, numel: int, parameters: Sequence[Tensor]) -> dict[str, float]:
+        return self._communicator.times_for(4 * numel, self._algorithm, parameters[0].dtype)
 
     def codecs_for(self, index: int, parameters: Sequence[Tensor], numel: int) -> tuple[str, ...]:
-        """Returns the codec of each parameter of a bucket in this pass; one of ``PLAIN`` during a search."""
-        search = self._search_for(index, parameters, numel)
+        """Returns the codec of each parameter of a bucket in this pass; a plain one during a search and before."""
+        search = self._searches.get(index)
+        if search is not None and not are_same(search.parameters, parameters):
+            search = self._searches.pop(index) and None
+        if search is None and (self._begins or (self._may_begin and any(p not in self._codecs for p in parameters))):
+            search = self._searches[index] = self._begin_search(parameters, numel)
         if search is not None and search.left:
             return (search.plain,) * len(parameters)
         return tuple(self._codecs.get(p, "raw") for p in parameters)
 
-    def _search_for(self, index: int, parameters: Sequence[Tensor], numel: int) -> Search | None:
-        """Returns the search for a bucket: none until one is due, unless some of its parameters have no codec."""
-        search = self._searches.get(index)
-        if search is not None and are_same(search.parameters, parameters):
-            return search
-        self._searches.pop(index, None)
-        if not self._is_due and (self._count < _FIRST or all(p in self._codecs for p in parameters)):
-            return None
-        seconds = self._communicator.times_for(4 * numel, self._algorithm, parameters[0].dtype)
-        search = self._searches[index] = Search(list(parameters), *by_speed(seconds))
+    def _begin_search(self, parameters: Sequence[Tensor], numel: int) -> Search:
+        plain, codecs = by_speed(self._times(numel, parameters))
+        search = Search(list(parameters), plain, [] if all(map(self._is_small, parameters)) else codecs)
         if not search.left:
-            self._codecs.update(dict.fromkeys(parameters, search.plain))
+            self._decide(search, plain)
         return search
 
     def tries(self, index: int) -> str | None:
@@ -182,14 +211,15 @@ class Budget:
         search = self._searches.get(index)
         return search.left[0] if search is not None and search.left else None
 
-    def probe(self, index: int, copy: Tensor, work: Work) -> Probe:
-        self._probes.append(Probe(self._searches[index], copy, work))
-        return self._probes[-1]
+    def compare(self, index: int, copy: tuple[Tensor, Work], exact: tuple[Tensor, Work]) -> None:
+        """Takes the copy and the bucket, with the work after which they are averages."""
+        self.calls += 1
+        self._probes.append(Probe(self._searches[index], copy, exact))
 
     @property
     def error(self) -> float:
-        """The largest error, when it was measured, of the codecs that were found last."""
-        return max((search.error for search in self._searches.values()), default=0.0)
+        """The largest error of the codecs in use, when it was measured."""
+        return max(self._errors.values(), default=0.0)
 
     def shares(self) -> dict[str, float]:
         """Returns the part of the elements that travel in each codec."""
@@ -199,6 +229,10 @@ class Budget:
         total = sum(numels.values())
         return {codec: numel / total for codec, numel in sorted(numels.items())}
 
+    def metrics(self) -> dict[str, float]:
+        shares = {f"ddp/share_{codec}": share for codec, share in self.shares().items()}
+        return {"ddp/budget_error": self.error, **shares} if self._errors else shares
+
     def to_dict(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
         codecs = {name: self._codecs.get(parameter, _UNDECIDED) for name, parameter in named.items()}
         return {"max_error": self.max_error, "codecs": codecs}
@@ -206,12 +240,12 @@ class Budget:
     def load(self, states: Sequence[Mapping[str, Any]], named: Mapping[str, Tensor], world_size: int) -> None:
         """Takes the codecs of checkpoints, if they are of as many ranks and of the same budget; else selects anew.
 
-        Raises ValueError if they are something else. Nothing has changed then.
+        Raises ValueError if they are something else, or differ. Nothing has changed then.
         """
         saved = [_checked(state["budget"], named) for state in states if "budget" in state]
-        self._searches.clear()
-        self._probes.clear()
-        self._codecs = {}
+        if any(each != saved[0] for each in saved):
+            raise ValueError("state_dict: expected states of one budget, got several")
+        self._searches, self._probes, self._codecs, self._errors, self._told = {}, [], {}, {}, {}
         if saved and saved[0]["max_error"] == self.max_error and states[0]["world_size"] == world_size:
             codecs = saved[0]["codecs"]
             self._codecs = {named[name]: codec for name, codec in codecs.items() if codec != _UNDECIDED}

@@ -20,12 +20,12 @@ from dltrain_ext.comm.groups import group_of
 from dltrain_ext.compress import checkpoint
 from dltrain_ext.compress.arguments import check_options
 from dltrain_ext.compress.feedback import Feedback
-from dltrain_ext.compress.layout import Layout
+from dltrain_ext.compress.layout import Layout, is_small
 from dltrain_ext.compress.parameters import Parameters
 from dltrain_ext.compress.scaling import is_scaling, loss_scale_of
 from dltrain_ext.compress.watch import Watch
 from dltrain_ext.ddp.buckets import Buckets
-from dltrain_ext.ddp.budget import Budget, Probe, check_budget
+from dltrain_ext.ddp.budget import Budget, check_budget
 from dltrain_ext.ddp.reports import Reports
 from dltrain_ext.ddp.selection import Reduction, choose, choose_plan, usual_codec
 from dltrain_ext.ddp.statistics import Passes
@@ -72,10 +72,11 @@ class AllReduceState(Reports):
         max_error: with the codec ``"auto"``, the largest relative error of a bucket's average that a codec may cause,
             above 0 and below 1. Each bucket is sent in the fastest codec of at most that error, and plain where none of
             them is at least 10 % faster. The error is the 2-norm of what the average differs from the exact one, over
-            the norm of the latter, without feedback. In the 4th, 8th, 16th, ... 256th, and then each 256th pass that
-            may be compressed, all buckets are sent plain, and a copy of each in a codec; the next passes try the next
+            the norm of the latter, without feedback. In some passes, the 4th, 11th, 19th, 35th, 67th, 131th, and then
+            every 256 passes, all buckets are sent plain, and a copy of each in a codec; the next passes try the next
             codec of those that lose too much. Gradients may change in between, so a codec must have lost at most 0.8
-            times ``max_error``.
+            times ``max_error``. These passes wait for the device, and cannot be captured. A bucket whose gradients are
+            zero then is sent plain. Residuals of buckets that become plain are discarded.
         timeout, transport, ranks_per_host, tuning: as for :class:`dltrain_ext.comm.Communicator`; the timeout is that
             of each bucket. In two levels the ranks of a host divide each bucket, so the result of a gradient does
             depend on its bucket there, and a part of the residuals of the first step, before DDP rebuilds its buckets,
@@ -133,9 +134,9 @@ class AllReduceState(Reports):
             Communicator, timeout=timeout, transport=transport, ranks_per_host=ranks_per_host, tuning=tuning
         )
         self._asked, self._parameters = Reduction(codec, algorithm), parameters
+        self.min_compress_numel, self.warmup_steps, self.seed = min_compress_numel, warmup_steps, seed
         self._use(process_group)
         self.scaler = scaler
-        self.min_compress_numel, self.warmup_steps, self.seed = min_compress_numel, warmup_steps, seed
         self.steps = 0  # backward passes so far
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._forget()
@@ -147,14 +148,18 @@ class AllReduceState(Reports):
         self.choice = self._choose()
         self._budget = None
         if self._max_error is not None:
-            algorithm, is_first = self._asked.algorithm, self._rank == 0
-            self._budget = Budget(self._max_error, self.communicator, algorithm, tells=is_first)
+            self._budget = Budget(
+                self._max_error, self.communicator, self._asked.algorithm, self._is_small, tells=self._rank == 0
+            )
 
     def _choose(self) -> Reduction:
         parameters = (self._parameters.names or {}).values()
         if self._max_error is not None:
             return choose_plan(self.communicator, self._asked, parameters)
         return choose(self.communicator, self._group, self._asked, parameters)
+
+    def _is_small(self, parameter: Tensor) -> bool:
+        return is_small(parameter.shape, self.min_compress_numel)
 
     def _attach(self, model: DistributedDataParallel) -> None:
         """Keeps the model, which shows what DDP does not pass to a hook: skipped buckets, and a group that was
@@ -213,10 +218,11 @@ class AllReduceState(Reports):
             self._begin_pass()
             self.steps += 1
             if self._budget is not None:
-                self._budget.begin(self.steps - self.warmup_steps)
+                plain = self._budget.begin(self.steps - self.warmup_steps, self._buckets.laid())
+                if self._feedback is not None:
+                    self._feedback.discard(plain)
         codecs = self._codecs_for(bucket)
         reduction = self.choice.of_bucket(codecs)
-        codecs = tuple("raw" if codec == "native" else codec for codec in codecs)
         layout = self._buckets.find(bucket, codecs, self._is_by_parameter(reduction)).layout
         if self._watch is not None:
             self._look(self._watch, layout, bucket)
@@ -224,10 +230,10 @@ class AllReduceState(Reports):
         # errors of this call to units that will be right later.
         feeds = layout.has_feedback and not (self._is_scaled and torch._C._current_graph_task_id() == -1)
         buffer = bucket.buffer()
-        probe = None if self._budget is None else self._probe(self._budget, bucket)
+        tried = None if self._budget is None else self._try(bucket, self._budget.tries(bucket.index()))
         work = self._submit(buffer, layout, reduction, feeds)
-        if probe is not None:
-            probe.compare(buffer, work)
+        if self._budget is not None and tried is not None:
+            self._budget.compare(bucket.index(), tried, (buffer, work))
         self._buckets.submitted(work.get_future(), feeds)
         if bucket.is_last() and buffer.device.type == "cpu" and torch._C._current_graph_task_id() != -1:
             # This waits before DDP itself waits, which Ctrl-C cannot interrupt.
@@ -243,14 +249,13 @@ class AllReduceState(Reports):
             return (self.codec,) * len(parameters)
         return self._budget.codecs_for(bucket.index(), parameters, bucket.buffer().numel())
 
-    def _probe(self, budget: Budget, bucket: dist.GradBucket) -> Probe | None:
-        """Averages a copy of a bucket in the codec that is to be tried for it, if there is one."""
-        codec = budget.tries(bucket.index())
+    def _try(self, bucket: dist.GradBucket, codec: str | None) -> tuple[Tensor, Work] | None:
+        """Averages a copy of a bucket in a codec, if there is one."""
         if codec is None:
             return None
         copy, reduction = bucket.buffer().clone(), self.choice.of_bucket([codec])
         layout = self._buckets.lay_copy(bucket, copy, codec, self._is_by_parameter(reduction))
-        return budget.probe(bucket.index(), copy, self._submit(copy, layout, reduction, feeds=False))
+        return copy, self._submit(copy, layout, reduction, feeds=False)
 
     def _submit(self, buffer: Tensor, layout: Layout[Tensor], reduction: Reduction, feeds: bool) -> Work:
         return self.communicator.submit_bucket(

@@ -26,10 +26,12 @@ class LocalState(AllReduceState):
     """
 
     def __init__(self, model: nn.Module, codec: str | None = None, max_error: float | None = None, **options: Any):
-        check_budget(max_error, codec)
         self.shards = model
         self._trained = trained_parameters(model)
-        codec = "raw" if codec == "auto" else "int8" if codec is None else codec
+        usual = "auto" if any(parameter.is_cuda for parameter in self._trained.values()) else "int8"
+        codec = usual if codec is None else codec
+        check_budget(max_error, codec)
+        codec = "raw" if codec == "auto" else codec
         super().__init__(codec=codec, named_parameters=self._trained.items(), **options)
 
     def _use(self, group: dist.ProcessGroup | None) -> None:

@@ -51,8 +51,9 @@ class Reports:
         counted = self.communicator.stats()
         self._buckets.settle_after_backward()
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        calls = counted.pop("calls") - (0 if self._budget is None else self._budget.calls)
         return {
-            "buckets": counted.pop("calls"),
+            "buckets": calls,
             **counted,
             "steps": self.steps,
             **self.choice.to_dict(),
@@ -88,8 +89,7 @@ class Reports:
         if (ratio := ratio_of(buckets)) is not None:
             found["ddp/ratio"] = ratio
         if self._budget is not None:
-            found["ddp/budget_error"] = self._budget.error
-            found |= {f"ddp/share_{codec}": share for codec, share in self._budget.shares().items()}
+            found |= self._budget.metrics()
         if errors and (lost := residual_norm(buckets, self._feedback)) is not None:
             found["ddp/residual_norm"] = lost
             if (total := gradient_norm(buckets)) > 0:

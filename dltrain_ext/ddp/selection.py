@@ -53,7 +53,7 @@ class Reduction:
 
     def of_bucket(self, codecs: Iterable[str]) -> "Reduction":
         """Returns how a bucket is sent whose parameters have these codecs: by the backend if all are ``"native"``, else
-        by the plan. Its codec is one that loses something, if there is one."""
+        by the plan. Its codec, which only describes the call, is one that loses something, if there is one."""
         found = {*codecs}
         if found == {"native"}:
             return Reduction("raw", "native")
@@ -122,8 +122,9 @@ def choose_plan(communicator: Communicator, asked: Reduction, parameters: Iterab
     """
     algorithm, segments = asked.algorithm, None
     numel, dtype = _typical(parameters)
+    is_raw_alone = not communicator.times_for(4 * numel, algorithm, dtype)
     if algorithm == "auto":
-        algorithm, segments = communicator.plan_for("int8", 4 * numel)
+        algorithm, segments = communicator.plan_for("raw" if is_raw_alone else "int8", 4 * numel)
     if algorithm == "auto":
         algorithm = "direct"
     communicator.connect(numel, dtype, codec="raw", algorithm=algorithm, segments=segments)

@@ -119,3 +119,32 @@ def check_exchanged_group(rank, world_size):
 
 def test_the_hook_uses_the_current_group_of_the_model():
     run_ranks(3, check_exchanged_group)
+
+
+class SeveralDtypes(nn.Module):
+    """Parameters of three dtypes, each a bucket."""
+
+    def __init__(self):
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x):
+        return sum(layer(x.to(layer.weight.dtype)).float() for layer in self.layers)
+
+
+def count_static(rank, world_size):
+    """In the first pass of a static graph DDP gives all buckets the index 0."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(SeveralDtypes(), static_graph=True)
+    state = ddp.register(model, scaler=LossScaler("cpu", enabled=False))
+    for number in range(3):
+        model.zero_grad()
+        model(batch(rank, number)[:, :32]).square().sum().backward()
+        exact = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+        assert float(state.grad_stats.sum_squares) == pytest.approx(exact, rel=0.02), number
+        assert state.steps == number + 1 and len(state.stats()["per_bucket"]) == 3
+
+
+def test_the_first_pass_of_a_static_graph_is_one():
+    run_ranks(2, count_static)
