@@ -94,13 +94,16 @@ class Communicator:
         answer_timeout: the least time that a rank has, after a call has failed, to report what it waits for, which a
             thread of its own does; a rank that does not is reported as stopped. The time is longer if round trips to
             the group's store, or answers of other ranks, take long: eight times what TCP would estimate (RFC 6298).
+        ranks: the global ranks, of those in the group, that communicate, this one among them; all if None. The others
+            make no communicator.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
         torch.distributed.DistBackendError: a rank did not come, or cannot use the transport; the message names it.
     """
 
-    _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
+    # The numbers of those of a group and, by a name, of some of its ranks.
+    _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, itertools.count[int]]]" = weakref.WeakKeyDictionary()
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Communicator:
         ranks_per_host: int | None = None,
         tuning: "Tuning | str | os.PathLike[str] | None" = None,
         answer_timeout: timedelta = timedelta(milliseconds=500),
+        ranks: Sequence[int] | None = None,
     ):
         group = group_of(group)
         timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
@@ -124,11 +128,11 @@ class Communicator:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
-        ranks = dist.get_process_group_ranks(group)
+        ranks, of = _chosen(ranks, group)
         self._selector = Selector(tuning, len(ranks))
         self._ranks, self._rank, self._world_size = ranks, ranks.index(dist.get_rank()), len(ranks)
-        number = next(self._made.setdefault(group, itertools.count()))
-        store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{number}", group.get_group_store())
+        number = next(self._made.setdefault(group, collections.defaultdict(itertools.count))[of])
+        store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{of}{number}", group.get_group_store())
         members = _ops.Ranks(group.group_name, group.group_desc, ranks, self._rank)
         measures = self._selector.may_measure
         self._connections = Connections(store, members, timeout, transport, ranks_per_host, answer_timeout, measures)
@@ -437,6 +441,19 @@ class Communicator:
     def close(self) -> None:
         """Fails the calls that are running and all later ones, immediately. The end of the process does the same."""
         self._close()
+
+
+def _chosen(ranks: Sequence[int] | None, group: dist.ProcessGroup) -> tuple[list[int], str]:
+    """Returns the global ranks in the order of the group, and a name for them, which is empty if they are all."""
+    members: list[int] = dist.get_process_group_ranks(group)
+    if ranks is None:
+        return members, ""
+    if not isinstance(ranks, list | tuple) or len({*ranks}) != len(ranks) or not {*ranks} <= {*members}:
+        raise ValueError(f"ranks: expected ranks of the group, each once, out of {members}, got {ranks!r}")
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"ranks: expected this rank, {dist.get_rank()}, to be one of them, got {ranks!r}")
+    found = [rank for rank in members if rank in ranks]
+    return found, f"{','.join(map(str, found))}/"
 
 
 def _check_sent(nbytes: int, algorithm: str, dtype: torch.dtype) -> None:

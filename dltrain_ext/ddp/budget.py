@@ -120,7 +120,7 @@ class Budget:
 
     Args:
         max_error: of a bucket, as ``relative_error`` of its average.
-        algorithm: as for :meth:`Communicator.times_for`.
+        algorithm: by which they are averaged.
         is_small: whether a parameter is sent raw in any case.
         tells: whether the logger is told what was found.
     """
@@ -135,7 +135,7 @@ class Budget:
         tells: bool,
     ):
         self.max_error, self.calls = max_error, 0  # of the communicator, that were not for gradients
-        self._communicator, self._algorithm = communicator, algorithm
+        self._communicator, self.algorithm = communicator, algorithm
         self._is_small, self._tells = is_small, tells
         self._codecs: dict[Tensor, str] = {}
         self._errors: dict[Tensor, float] = {}  # when they were measured, of the codecs that lose something
@@ -186,7 +186,7 @@ class Budget:
             _log.warning("max_error %g: gradients travel: %s; error %.3g", self.max_error, shares, self.error)
 
     def _times(self, numel: int, parameters: Sequence[Tensor]) -> dict[str, float]:
-        return self._communicator.times_for(4 * numel, self._algorithm, parameters[0].dtype)
+        return self._communicator.times_for(4 * numel, self.algorithm, parameters[0].dtype)
 
     def codecs_for(self, index: int, parameters: Sequence[Tensor], numel: int) -> tuple[str, ...]:
         """Returns the codec of each parameter of a bucket in this pass; a plain one during a search and before."""

@@ -149,7 +149,7 @@ class AllReduceState(Reports):
         self._budget = None
         if self._max_error is not None:
             self._budget = Budget(
-                self._max_error, self.communicator, self._asked.algorithm, self._is_small, tells=self._rank == 0
+                self._max_error, self.communicator, self.algorithm, self._is_small, tells=self._rank == 0
             )
 
     def _choose(self) -> Reduction:
@@ -342,6 +342,7 @@ class AllReduceState(Reports):
         choice = self.choice.or_saved(states, self._asked, self._world_size)
         if self._budget is not None:
             self._budget.load(states, named, self._world_size)
+            self._budget.algorithm = choice.algorithm
         self.choice = choice
         self.steps = steps
         self._forget()

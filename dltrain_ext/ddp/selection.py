@@ -116,17 +116,17 @@ def choose(
 
 
 def choose_plan(communicator: Communicator, asked: Reduction, parameters: Iterable[Tensor]) -> Reduction:
-    """Returns the plan for buckets of these parameters whose codecs are selected one by one.
-
-    It is ``"direct"``, which encodes least often, if none is asked for or tuned. This is a collective call.
-    """
+    """Returns the plan for buckets of these parameters whose codecs are selected one by one. This is a collective
+    call."""
     algorithm, segments = asked.algorithm, None
     numel, dtype = _typical(parameters)
-    is_raw_alone = not communicator.times_for(4 * numel, algorithm, dtype)
     if algorithm == "auto":
-        algorithm, segments = communicator.plan_for("raw" if is_raw_alone else "int8", 4 * numel)
+        try:
+            algorithm, segments = communicator.plan_for("int8", 4 * numel)
+        except ValueError:  # the environment names one that accepts raw alone
+            algorithm, segments = communicator.plan_for("raw", 4 * numel)
     if algorithm == "auto":
-        algorithm = "direct"
+        algorithm = communicator.usual_plan
     communicator.connect(numel, dtype, codec="raw", algorithm=algorithm, segments=segments)
     return Reduction("auto", algorithm, segments)
 
