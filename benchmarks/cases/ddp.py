@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         f"{POWER_SGD}: it projects the average to rank 4, so the check is that its error is smaller than the average, "
         f"after {UNCOMPRESSED} steps that it sends in full; it is compared with our codec that sends the least",
         "error: rms error over the rms of the exact average, in the first step; later steps have error feedback",
-        "auto, error <= E: with max_error=E; its first 7 steps, in which codecs are tried, are not timed, but the 11th, "
+        "auto, error <= E: with max_error=E; its first 7 steps, in which codecs are tried, are not timed; the 11th, "
         "19th, 35th, ... are, which try them again; its wire bytes are the mean of all steps",
         "hidden %: the fraction of the communication time during which backward still runs, from state.stats()",
         "metrics %: the time of state.metrics(errors=False) relative to a step; with errors %: of state.metrics()",

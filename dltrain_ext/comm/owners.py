@@ -82,17 +82,13 @@ class Owners:
         self.world_size, self._workers = len(ranks), workers
         self.owned, self.worked_on = self._by_rank[rank], self._names_of_workers(rank)
 
-        self._groups: list[dist.ProcessGroup] = []  # that were made here
         everyone = None if alone else Communicator(group, timeout=timeout, ranks_per_host=1)
 
         def connected(members: range) -> Communicator | None:
             if len(members) in (1, len(ranks)):
                 return everyone if len(members) > 1 else None
-            some = dist.new_group(
-                [ranks[member] for member in members], timeout, "gloo", use_local_synchronization=True
-            )
-            self._groups.append(some)
-            return Communicator(some, timeout=timeout, ranks_per_host=1)
+            some = [ranks[member] for member in members]
+            return Communicator(group, timeout=timeout, ranks_per_host=1, ranks=some)
 
         first = rank - rank % workers
         fellows, counterparts = range(first, first + workers), range(rank % workers, len(ranks), workers)
@@ -220,8 +216,6 @@ class Owners:
         """Closes the connections: calls that are running, and later ones, fail."""
         for communicator in self._communicators():
             communicator.close()
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop())
 
 
 class _Exchange(NamedTuple):

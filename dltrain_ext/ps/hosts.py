@@ -28,14 +28,11 @@ class Host:
         self._first = own[0]
         self.is_leader = own[0] == dist.get_rank()
         self.share = len(own) * len(hosts) / len(ranks)
-        # First the group of which each rank has one: the names of groups depend on how many a rank has.
-        self._communicator = comm.Communicator(self._new_group(own, timeout), timeout=timeout, ranks_per_host=1)
-        self.leaders = self._new_group([host[0] for host in hosts], timeout) if self.is_leader else None
-
-    @staticmethod
-    def _new_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-        return made
+        self._communicator = comm.Communicator(group, timeout=timeout, ranks_per_host=1, ranks=own)
+        self.leaders: dist.ProcessGroup | None = None
+        if self.is_leader:
+            leaders = [host[0] for host in hosts]
+            self.leaders = dist.new_group(leaders, timeout, "gloo", use_local_synchronization=True)
 
     def reduce(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns on the leader the mean of the gradients of the host's ranks, in float32."""

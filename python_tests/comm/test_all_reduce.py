@@ -277,3 +277,44 @@ def test_callbacks():
 def test_without_a_group():
     with pytest.raises(ValueError, match="group: expected an initialized default group"):
         comm.all_reduce(torch.zeros(1))
+
+
+def some_of_a_group(rank, world_size):
+    """Ranks communicate in pairs of which the others know nothing, again and again, and all ranks in between."""
+    everyone, found = comm.Communicator(), []
+    for pairs in (((0, 2), (3, 1)), ((0, 3),), ((2, 0),)):
+        for pair in pairs:
+            if rank in pair:
+                communicator = comm.Communicator(ranks=pair)
+                tensor = torch.full((5,), float(rank))
+                communicator.broadcast(tensor, pair[0])
+                assert communicator.world_size == 2 and torch.equal(tensor, torch.full((5,), float(pair[0])))
+                tensor = torch.full((5,), float(rank))
+                communicator.all_reduce(tensor)
+                assert torch.equal(tensor, torch.full((5,), float(sum(pair))))
+                communicator.close()
+                found.append(pair)
+        tensor = torch.full((5,), float(rank))
+        everyone.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((5,), 6.0))
+    alone = comm.Communicator(ranks=[rank])
+    alone.all_reduce(tensor)
+    assert alone.world_size == 1 and torch.equal(tensor, torch.full((5,), 6.0))
+    if rank in (1, 2):
+        group = dist.new_group([1, 2], use_local_synchronization=True)
+        with pytest.raises(
+            ValueError, match=r"ranks: expected ranks of the group, each once, out of \[1, 2\], got \[0"
+        ):
+            comm.Communicator(group, ranks=[0, 1])
+    for wrong in ([0, 0], [0, 7], 5, "01", [0.5]):
+        with pytest.raises(
+            ValueError, match=r"ranks: expected ranks of the group, each once, out of \[0, 1, 2, 3\], got"
+        ):
+            comm.Communicator(ranks=wrong)
+    with pytest.raises(ValueError, match="ranks: expected this rank, ., to be one of them, got"):
+        comm.Communicator(ranks=[(rank + 1) % 4])
+    return found
+
+
+def test_some_ranks_of_a_group_communicate():
+    assert [len(found) for found in run_ranks(4, some_of_a_group)] == [3, 1, 2, 2]

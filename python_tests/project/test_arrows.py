@@ -34,7 +34,8 @@ PARTS = {
 
 # Python module -> the modules of the package that it may use
 MODULES = {
-    "__init__": {"amp", "codecs", "comm", "ddp", "kfac", "local_sgd", "monitor", "optim", "sim", "_build_info"},
+    "__init__": {"amp", "codecs", "comm", "ddp", "kfac", "local_sgd", "monitor", "optim", "population", "sim"}
+    | {"_build_info"},
     "_ops": {"_C", "_build_info"},
     "_arguments": set(),
     "reference": set(),
@@ -46,6 +47,7 @@ MODULES = {
     "ddp": {"compress", "comm", "amp", "_ops", "_arguments"},
     "fsdp": {"compress", "comm", "_arguments"},
     "kfac": {"comm", "codecs", "_arguments"},
+    "population": {"comm", "_arguments"},
     "monitor": {"compress", "comm", "_arguments"},
     "local_sgd": {"compress", "comm", "optim", "_ops", "_arguments"},
     "ps": {"amp", "optim", "comm", "codecs", "_ops", "_arguments"},
