@@ -215,12 +215,8 @@ class AllReduceState(Reports):
         if self._buckets.begins(bucket, skips=getattr(self._model(), "skip_all_reduce_unused_params", False)):
             self._buckets.begin()
             self._follow()
-            self._begin_pass()
             self.steps += 1
-            if self._budget is not None:
-                plain = self._budget.begin(self.steps - self.warmup_steps, self._buckets.laid())
-                if self._feedback is not None:
-                    self._feedback.discard(plain)
+            self._begin_pass()
         codecs = self._codecs_for(bucket)
         reduction = self.choice.of_bucket(codecs)
         layout = self._buckets.find(bucket, codecs, self._is_by_parameter(reduction)).layout
@@ -275,6 +271,10 @@ class AllReduceState(Reports):
 
     def _begin_pass(self) -> None:
         """Is called in the backward pass before its first bucket is reduced."""
+        if self._budget is not None:
+            plain = self._budget.begin(self.steps - self.warmup_steps, self._buckets.laid())
+            if self._feedback is not None:
+                self._feedback.discard(plain)
 
     def _is_by_parameter(self, reduction: Reduction) -> bool:
         return reduction.is_by_parameter(self._world_size)
