@@ -2,14 +2,17 @@
 1711.09846).
 
 Each process trains a member. Rate, weight decay, and how far images are shifted begin at random. After some steps the
-worst member becomes a copy of the best one, without a file, and draws or changes its settings. Random search is the
-same without that. The member that is the best on a part of the training images is tested on the held-out ones.
+worst member becomes a copy of the best one, without a file, and draws or changes its settings; with --optuna there is
+also a method in which Optuna chooses them, by what all settings have brought so far. Random search has no copies. The
+member that is the best on a part of the training images is tested on the held-out ones.
 
 torchrun --nproc-per-node 4 examples/population.py
 torchrun --nproc-per-node 4 examples/population.py --seeds 1 --plot lineages.png
+torchrun --nproc-per-node 4 examples/population.py --optuna  # pip install optuna
 """
 
 import json
+import math
 import random
 from itertools import pairwise
 from operator import eq, lt
@@ -25,6 +28,7 @@ from torch import Tensor, nn
 from dltrain_ext import optim, population
 
 Settings = dict[str, float]
+PBT, SEARCH, OPTUNA = "population based training", "random search", "copies, and settings by Optuna"
 VALIDATED = slice(0, 300)  # of the training images
 LEARNT = slice(300, None)
 
@@ -78,26 +82,57 @@ class Member:
         inputs, targets = TASK.test
         return 100 * (1 - TASK.score(self.model(inputs), targets).float().mean().item())
 
-    def explore(self, winner: population.Winner) -> None:
+    def explored(self, winner: population.Winner) -> Settings:
         settings = population.resample(winner.settings, self.priors, probability=0.1, generator=self.generator)
-        self.use(population.perturb(settings, generator=self.generator))
+        return population.perturb(settings, generator=self.generator)
 
 
-def run(seed: int, rounds: int, steps: int, exploits: bool) -> tuple[float, list[list[Any]]]:
+class Adviser:
+    """Optuna's study of settings, and of the factor by which a round with them has changed the loss. All ranks have the
+    same."""
+
+    def __init__(self, seed: int):
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._trial = optuna.trial.create_trial
+        self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        real = optuna.distributions.FloatDistribution
+        self._space = {"lr": real(10**-4.5, 10**-1.5, log=True), "weight_decay": real(1e-4, 1, log=True)}
+        self._space["shift"] = real(0, 2)
+        self._before: list[float] = []
+
+    def tell(self, losses: list[float], settings: list[Settings], sources: list[int]) -> None:
+        losses = [min(loss, 10.0) for loss in losses]  # some are infinite
+        before = self._before or [math.log(10)] * len(losses)
+        for loss, first, params in zip(losses, before, settings, strict=True):
+            value = math.log(loss / first)
+            self._study.add_trial(self._trial(params=params, distributions=self._space, value=value))
+        self._before = [losses[source] for source in sources]
+
+    def ask(self) -> Settings:
+        return dict(self._study.ask(self._space).params)
+
+
+def run(method: str, seed: int, rounds: int, steps: int) -> tuple[float, list[list[Any]]]:
     """Return the error of the best member in per cent, and by round and rank: loss, source, and settings."""
     rank, world_size = rank_and_size()
     member, history = Member(seed, rank), []
+    adviser = Adviser(seed) if method == OPTUNA else None
     for last in [False] * (rounds - 1) + [True]:
         member.train(steps)
-        loss, source = member.loss(), rank
-        if exploits and not last:
-            winner = population.exploit(
-                member.model, member.optimizer, -loss, settings=member.settings, seed=seed, fraction=0.25
-            )
-            if winner is not None:
-                source = winner.rank
-                member.explore(winner)
-        history.append([loss, source, member.settings])
+        loss, source, settings = member.loss(), rank, member.settings
+        winner = None
+        if method != SEARCH and not last:
+            winner = population.exploit(member.model, member.optimizer, -loss, settings=settings, seed=seed)
+            source = rank if winner is None else winner.rank
+        if adviser is not None:
+            told: list[Any] = [None] * world_size
+            dist.all_gather_object(told, (loss, settings, source))
+            adviser.tell(*map(list, zip(*told, strict=True)))
+        if winner is not None:
+            member.use(member.explored(winner) if adviser is None else adviser.ask())
+        history.append([loss, source, settings])
     every: list[Any] = [None] * world_size
     dist.all_gather_object(every, (loss, member.errors(), history))
     _, best, _ = min(every)
@@ -128,24 +163,24 @@ def main() -> None:
     options = parser(__doc__, steps=25)
     options.add_argument("--rounds", type=int, default=12, help="rounds of that many steps (%(default)s)")
     options.add_argument("--seeds", type=int, default=10, help="runs of each method (%(default)s)")
+    options.add_argument("--optuna", action="store_true", help="also let Optuna choose")
     options.add_argument("--plot", help="write a picture of the first run's lineages")
     options.add_argument("--json", help="write the errors of all runs")
     args = options.parse_args()
     start()
-    found: dict[str, list[float]] = {"population based training": [], "random search": []}
+    found: dict[str, list[float]] = {method: [] for method in (PBT, SEARCH, OPTUNA) if args.optuna or method != OPTUNA}
     for seed in range(args.seeds):
-        for name, errors in found.items():
-            error, history = run(seed, args.rounds, args.steps, exploits=name.startswith("population"))
+        for method, errors in found.items():
+            error, history = run(method, seed, args.rounds, args.steps)
             errors.append(error)
-            if seed == 0 and args.plot and name.startswith("population") and rank_and_size()[0] == 0:
+            if seed == 0 and args.plot and method == PBT and rank_and_size()[0] == 0:
                 plot(history, args.plot)
     if args.json and rank_and_size()[0] == 0:
         Path(args.json).write_text(json.dumps(found, indent=1))
-    ours, theirs = found.values()
-    better, equal = (sum(map(compare, ours, theirs)) for compare in (lt, eq))
+    better, equal = (sum(map(compare, found[PBT], found[SEARCH])) for compare in (lt, eq))
     finish(
         *(f"{name}: {fmean(each):.2f} % wrong, {min(each):.2f} to {max(each):.2f}" for name, each in found.items()),
-        f"better in {better} of {args.seeds} runs, as good in {equal}",
+        f"{PBT} is better than {SEARCH} in {better} of {args.seeds} runs, as good in {equal}",
     )
 
 

@@ -20,6 +20,7 @@ from benchmarks.cases import (
     local_sgd,
     masters,
     optim,
+    population,
     sharded,
     simulate,
     store,
@@ -39,5 +40,6 @@ CASES: dict[str, ModuleType | collectives.Case] = {
     "techniques": techniques,
     "store": store,
     "local_sgd": local_sgd,
+    "population": population,
     "simulate": simulate,
 }

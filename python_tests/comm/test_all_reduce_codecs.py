@@ -360,7 +360,8 @@ def close_while_native(rank, world_size):
     else:
         communicator.all_reduce(torch.ones(1))
         dist.barrier()
-        with pytest.raises(dist.DistBackendError, match="it has closed its end"):
+        # Either what rank 0 has sent of its other call arrives first, or that it has left.
+        with pytest.raises(dist.DistBackendError, match="it has closed its end|does not agree with rank 0 on the call"):
             communicator.all_reduce(torch.ones(10))
 
 
