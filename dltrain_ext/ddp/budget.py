@@ -190,16 +190,19 @@ class Budget:
 
     def codecs_for(self, index: int, parameters: Sequence[Tensor], numel: int) -> tuple[str, ...]:
         """Returns the codec of each parameter of a bucket in this pass; a plain one during a search and before."""
-        search = self._searches.get(index)
-        if search is not None and not are_same(search.parameters, parameters):
-            search = self._searches.pop(index) and None
-        if search is None and (self._begins or (self._may_begin and any(p not in self._codecs for p in parameters))):
-            search = self._searches[index] = self._begin_search(parameters, numel)
-        if search is not None and search.left:
-            return (search.plain,) * len(parameters)
+        search = self._searches.pop(index, None)
+        if search is None or not are_same(search.parameters, parameters):
+            search = self._search(parameters, numel)
+        if search is not None:
+            self._searches[index] = search
+            if search.left:
+                return (search.plain,) * len(parameters)
         return tuple(self._codecs.get(p, "raw") for p in parameters)
 
-    def _begin_search(self, parameters: Sequence[Tensor], numel: int) -> Search:
+    def _search(self, parameters: Sequence[Tensor], numel: int) -> Search | None:
+        """Returns a new search if one begins for such a bucket in this pass."""
+        if not self._begins and not (self._may_begin and any(p not in self._codecs for p in parameters)):
+            return None
         plain, codecs = by_speed(self._times(numel, parameters))
         search = Search(list(parameters), plain, [] if all(map(self._is_small, parameters)) else codecs)
         if not search.left:
