@@ -15,10 +15,9 @@ from torch.utils import _pytree as pytree
 from dltrain_ext._arguments import as_number, check_dense, check_number
 from dltrain_ext.comm import Communicator
 from dltrain_ext.comm.groups import group_of
+from dltrain_ext.comm.together import broadcast_all
 
 __all__ = ["Winner", "exploit", "perturb", "resample"]
-
-_SMALL = 1 << 16  # bytes; smaller tensors travel together
 
 
 class Winner(NamedTuple):
@@ -123,13 +122,13 @@ def exploit(
     communicator = Communicator(group, ranks=some, timeout=timeout, ranks_per_host=1)
     try:
         if place == source:
-            _broadcast(communicator, ranks[source], [*tensors.values(), *(x for x in leaves if isinstance(x, Tensor))])
+            broadcast_all(communicator, [*tensors.values(), *_tensors_in(leaves)], ranks[source])
             return None
         winner = members[source]
-        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors.values()]
+        received = [torch.empty_like(tensor) for tensor in tensors.values()]
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         leaves = [_empty(leaf, device) if isinstance(leaf, _Absent) else leaf for leaf in winner.state]
-        _broadcast(communicator, ranks[source], [*received, *(x for x in leaves if isinstance(x, Tensor))])
+        broadcast_all(communicator, [*received, *_tensors_in(leaves)], ranks[source])
     finally:
         communicator.close()
     with torch.no_grad():
@@ -162,10 +161,13 @@ def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[Any], str]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     leaves, tree = pytree.tree_flatten(optimizer.state_dict())
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            _check_plain(leaf, "optimizer: its state")
+    for tensor in _tensors_in(leaves):
+        _check_plain(tensor, "optimizer: its state")
     return leaves, pytree.treespec_dumps(tree)
+
+
+def _tensors_in(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _check_plain(tensor: Tensor, name: str) -> None:
@@ -188,27 +190,6 @@ def _check_alike(members: Sequence[_Member], ranks: Sequence[int]) -> None:
 def _empty(absent: _Absent, device: torch.device) -> Tensor:
     where = device if device.type == absent.device else torch.device(absent.device)
     return torch.empty(absent.shape, dtype=absent.dtype, device=where)
-
-
-def _broadcast(communicator: Communicator, source: int, tensors: Sequence[Tensor]) -> None:
-    """Sends tensors, or receives into them. The large ones must be contiguous where they are received."""
-    plan = "tree" if communicator.world_size == 2 else "auto"  # a tree of two sends a tensor as it is
-    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    works = []
-    for tensor in tensors:
-        if tensor.nbytes < _SMALL:
-            small.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        else:
-            works.append(communicator.broadcast(tensor.contiguous(), source, algorithm=plan, async_op=True))
-    for some in small.values():
-        together = torch.cat([tensor.flatten() for tensor in some])
-        communicator.broadcast(together, source, algorithm=plan)
-        if dist.get_rank() != source:
-            for tensor, part in zip(some, torch.split(together, [tensor.numel() for tensor in some]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
-    for work in works:
-        assert work is not None
-        work.wait()
 
 
 def perturb(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.cases.optim import resnet50
-from benchmarks.harness import Keep, Progress, Row, Table, at_least, interleave
-from benchmarks.machine.ranks import on_ranks, over_ranks
+from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, interleave
+from benchmarks.machine.ranks import count_ranks, on_ranks, over_ranks
 from dltrain_ext import optim, population
 from dltrain_ext.selftest.sums import first_if_unlike
 
@@ -98,8 +98,13 @@ def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[Result
             wrong[name] = member.count_wrong()
         right = {name: call for name, call in sides.items() if not wrong.get(name)}
         advance = partial(progress, "a member is copied")
-        before = lambda name: member.spoil()  # noqa: E731
-        timed = interleave(right, rounds=(job.rounds, job.rounds), warmup=1, before=before, progress=advance)
+        timed = interleave(
+            right,
+            rounds=(job.rounds, job.rounds),
+            warmup=1,
+            before=lambda name: member.spoil(),
+            progress=advance,
+        )
         for name in sides:
             samples = over_ranks(timed[name], "max") if name in timed else []
             yield Result(name, wrong.get(name, 0), member.buffer.nbytes, samples)
@@ -111,6 +116,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
+    if (ranks := count_ranks(options.ranks, 2)) != 2:
+        raise Failure(f"ranks: expected 2, one member each, got {ranks}")
     job = Job(options.iters or (2 if options.quick else 10), options.quick)
     notes = [
         "a sample is one copy after a barrier, on the slower one of two ranks; the sides are timed alternately",

@@ -70,6 +70,13 @@ def check_options(algorithm: str, codec: str, seed: int, step: int | None, segme
             check_number(number, name, bound)
 
 
+def check_sent(nbytes: int, algorithm: str, dtype: torch.dtype) -> None:
+    check_names(algorithm, "raw")
+    check_number(nbytes, "nbytes", 2**65)
+    if not isinstance(dtype, torch.dtype) or dtype not in IN_PLANS:
+        raise ValueError(f"dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+
+
 def checked_device(tensor: torch.Tensor, name: str = "tensor") -> torch.device:
     if not _ops.is_supported(tensor.device):
         raise ValueError(f"{name}: expected a tensor on {_ops.supported_devices}, got one on {tensor.device}")

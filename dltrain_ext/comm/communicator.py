@@ -25,13 +25,14 @@ from dltrain_ext.comm.arguments import (
     check_list,
     check_names,
     check_options,
+    check_sent,
     check_tensors,
     checked_device,
     is_average,
 )
 from dltrain_ext.comm.connections import Connections
 from dltrain_ext.comm.cost_model import Network
-from dltrain_ext.comm.groups import device_of, group_of
+from dltrain_ext.comm.groups import chosen_ranks, device_of, group_of
 from dltrain_ext.comm.metrics import SENT, Bandwidths
 from dltrain_ext.comm.selection import Selector
 from dltrain_ext.comm.transports import TRANSPORTS
@@ -128,7 +129,7 @@ class Communicator:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
-        ranks, of = _chosen(ranks, group)
+        ranks, of = chosen_ranks(ranks, group)
         self._selector = Selector(tuning, len(ranks))
         self._ranks, self._rank, self._world_size = ranks, ranks.index(dist.get_rank()), len(ranks)
         number = next(self._made.setdefault(group, collections.defaultdict(itertools.count))[of])
@@ -399,14 +400,14 @@ class Communicator:
         algorithm, which is ``"native"`` if compression is slower than the backend's own all-reduce of that dtype, and a
         codec. Without a tuning the first call for tensors of about that size times codecs and plans for about a second;
         it is collective."""
-        _check_sent(nbytes, algorithm, dtype)
+        check_sent(nbytes, algorithm, dtype)
         return self._selector.codec_for(nbytes, algorithm, dtype, self._measured, warns=self._rank == 0)
 
     def times_for(self, nbytes: int, algorithm: str = "auto", dtype: torch.dtype = torch.float32) -> dict[str, float]:
         """Returns the seconds of an all-reduce by the codecs that ``codec="auto"`` can be, and by ``"native"``, the
         backend's own all-reduce; nothing if it can only be raw. The arguments are those of :meth:`codec_for`. Without a
         tuning the first call for tensors of about that size times codecs for about half a second; it is collective."""
-        _check_sent(nbytes, algorithm, dtype)
+        check_sent(nbytes, algorithm, dtype)
         return self._selector.times_for(nbytes, algorithm, dtype, self._measured)
 
     def stats(self) -> dict[str, int]:
@@ -441,26 +442,6 @@ class Communicator:
     def close(self) -> None:
         """Fails the calls that are running and all later ones, immediately. The end of the process does the same."""
         self._close()
-
-
-def _chosen(ranks: Sequence[int] | None, group: dist.ProcessGroup) -> tuple[list[int], str]:
-    """Returns the global ranks in the order of the group, and a name for them, which is empty if they are all."""
-    members: list[int] = dist.get_process_group_ranks(group)
-    if ranks is None:
-        return members, ""
-    if not isinstance(ranks, list | tuple) or len({*ranks}) != len(ranks) or not {*ranks} <= {*members}:
-        raise ValueError(f"ranks: expected ranks of the group, each once, out of {members}, got {ranks!r}")
-    if dist.get_rank() not in ranks:
-        raise ValueError(f"ranks: expected this rank, {dist.get_rank()}, to be one of them, got {ranks!r}")
-    found = [rank for rank in members if rank in ranks]
-    return found, f"{','.join(map(str, found))}/"
-
-
-def _check_sent(nbytes: int, algorithm: str, dtype: torch.dtype) -> None:
-    check_names(algorithm, "raw")
-    check_number(nbytes, "nbytes", 2**65)
-    if not isinstance(dtype, torch.dtype) or dtype not in IN_PLANS:
-        raise ValueError(f"dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
 
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,19 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
         return [0]
     ranks: list[int] = dist.get_process_group_ranks(group_of(group))
     return ranks
+
+
+def chosen_ranks(ranks: Sequence[int] | None, group: dist.ProcessGroup) -> tuple[list[int], str]:
+    """Returns the global ranks in the order of the group, and a name for them, which is empty if they are all."""
+    members: list[int] = dist.get_process_group_ranks(group)
+    if ranks is None:
+        return members, ""
+    if not isinstance(ranks, list | tuple) or len({*ranks}) != len(ranks) or not {*ranks} <= {*members}:
+        raise ValueError(f"ranks: expected ranks of the group, each once, out of {members}, got {ranks!r}")
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"ranks: expected this rank, {dist.get_rank()}, to be one of them, got {ranks!r}")
+    found = [rank for rank in members if rank in ranks]
+    return found, f"{','.join(map(str, found))}/"
 
 
 def group_named(name: str) -> dist.ProcessGroup:

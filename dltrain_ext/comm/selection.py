@@ -52,8 +52,7 @@ class Selector:
         self, nbytes: int, algorithm: str, dtype: torch.dtype, measured: Measured, *, warns: bool
     ) -> tuple[str, str]:
         """Returns for the codec ``"auto"`` an algorithm, ``"native"`` if compression would be slower, and a codec."""
-        if algorithm == "auto" and self._overrides.algorithm is not None:
-            algorithm = self._overrides.algorithm
+        algorithm = self._overridden(algorithm)
         if is_raw_alone(algorithm) or self._world_size == 1:
             return algorithm, "raw"
         plan = algorithm
@@ -70,8 +69,7 @@ class Selector:
     def times_for(self, nbytes: int, algorithm: str, dtype: torch.dtype, measured: Measured) -> dict[str, float]:
         """Returns the seconds of an all-reduce by the codecs that ``"auto"`` can be, which is raw alone if there are
         none."""
-        if algorithm == "auto" and self._overrides.algorithm is not None:
-            algorithm = self._overrides.algorithm
+        algorithm = self._overridden(algorithm)
         if is_raw_alone(algorithm) or self._world_size == 1:
             return {}
         if self.tuning is not None:
@@ -81,6 +79,9 @@ class Selector:
             with measured() as group:
                 self._times[alike] = times_by_trials(group, nbytes, dtype, algorithm, _SECONDS)
         return self._times[alike]
+
+    def _overridden(self, algorithm: str) -> str:
+        return algorithm if algorithm != "auto" else self._overrides.algorithm or "auto"
 
     def _select_by_trials(self, nbytes: int, dtype: torch.dtype, algorithm: str, measured: Measured) -> tuple[str, str]:
         """Selects by trials, once for sizes of the same number of bits."""

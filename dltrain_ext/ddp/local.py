@@ -12,6 +12,7 @@ from dltrain_ext.compress.watch import Finding
 from dltrain_ext.ddp.budget import check_budget
 from dltrain_ext.ddp.hook import AllReduceState
 from dltrain_ext.ddp.parameters import trained_parameters
+from dltrain_ext.ddp.selection import usual_codec
 
 
 def has_peers() -> bool:
@@ -28,8 +29,8 @@ class LocalState(AllReduceState):
     def __init__(self, model: nn.Module, codec: str | None = None, max_error: float | None = None, **options: Any):
         self.shards = model
         self._trained = trained_parameters(model)
-        usual = "auto" if any(parameter.is_cuda for parameter in self._trained.values()) else "int8"
-        codec = usual if codec is None else codec
+        if codec is None:
+            codec = usual_codec(None, self._trained.values()) if self._trained else "int8"
         check_budget(max_error, codec)
         codec = "raw" if codec == "auto" else codec
         super().__init__(codec=codec, named_parameters=self._trained.items(), **options)

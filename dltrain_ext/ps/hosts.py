@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext import comm
+from dltrain_ext.comm.together import broadcast_all
 
 
 class Host:
@@ -46,15 +47,11 @@ class Host:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Gives the leader's tensors to the other ranks."""
-        with torch.no_grad():
-            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-                some = [tensor for tensor in tensors if tensor.dtype == dtype]
-                flat = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in some])
-                self._communicator.broadcast(flat, self._first)
-                at = 0
-                for tensor in some:
-                    tensor.copy_(flat[at : at + tensor.numel()].view(tensor.shape))
-                    at += tensor.numel()
+        on_cpu = [tensor.detach().cpu() for tensor in tensors]
+        broadcast_all(self._communicator, on_cpu, self._first)
+        for tensor, received in zip(tensors, on_cpu, strict=True):
+            if tensor.is_cuda:
+                tensor.detach().copy_(received)
 
     def close(self) -> None:
         self._communicator.close()

@@ -38,6 +38,7 @@ def test_every_side_is_verified_and_timed(tmp_path: Path) -> None:
     figures = {side: row["figures"] for side, row in by_side.items()}
     assert figures[ALONE]["computing %"] == 100 and figures[ALONE]["not waiting %"] is None
     assert all(0 < figures[side]["not waiting %"] < 100 and figures[side]["main ms"] > 0 for side in (int4, raw))
+    assert figures[f"{DDP}, fp32"]["DDP bytes"] == 1
     assert figures[f"{DDP}, fp32"]["bytes/step"] > 4 * 19360  # with two ranks each sends its gradients once
     assert figures[raw]["burst MB"] >= figures[raw]["peak MB"] > 0
     assert figures[raw]["error"] < 1e-5 < figures[int4]["error"] < 0.2

@@ -22,6 +22,11 @@ def test_every_side_is_verified_and_timed(tmp_path: Path) -> None:
     assert [row["against"] for row in rows] == ["", case.EXPLOIT, case.EXPLOIT]
 
 
+def test_there_are_two_members() -> None:
+    done = commands.benchmarks("population", "--quick", "--ranks", 3)
+    assert done.returncode != 0 and "ranks: expected 2, one member each, got 3" in done.stdout + done.stderr
+
+
 def spoil(rank: int, ranks: int) -> list[tuple[str, int, int]]:
     def wrong(model: case.nn.Module, *_: object) -> None:
         next(model.parameters()).data[3] += 1.0
