@@ -7,7 +7,8 @@ import socket
 import struct
 from pathlib import Path
 
-import torch.distributed as dist
+from dltrain_ext.comm.groups import Members
+from dltrain_ext.comm.rendezvous import exchange_texts
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
@@ -51,17 +52,17 @@ def is_public(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_global
 
 
-def check_private(group: dist.ProcessGroup, allowed_by: str) -> None:
+def check_private(members: Members, allowed_by: str) -> None:
     """Raises on all ranks if one of them is reached at a public address. ``allowed_by``: the argument that allows it.
 
     This is a collective call. Raises PermissionError that names the rank and its address.
     """
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(found, [address for address in addresses() if is_public(address)], group=group)
-    for rank, public in zip(dist.get_process_group_ranks(group), found, strict=True):
+    own = " ".join(address for address in addresses() if is_public(address))
+    found = exchange_texts(members.store, "public", members.ranks, members.index, own, members.timeout)
+    for rank, public in zip(members.ranks, found, strict=True):
         if public:
             raise PermissionError(
                 f"{allowed_by}: expected private addresses, since what is sent is neither encrypted nor "
-                f"authenticated, got {public[0]} on rank {rank}. Connect the sites by a VPN, name its interface in "
-                f"GLOO_SOCKET_IFNAME, or pass {allowed_by}=True"
+                f"authenticated, got {public.split()[0]} on rank {rank}. Connect the sites by a VPN, name its interface "
+                f"in GLOO_SOCKET_IFNAME, or pass {allowed_by}=True"
             )

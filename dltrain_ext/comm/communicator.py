@@ -32,7 +32,7 @@ from dltrain_ext.comm.arguments import (
 )
 from dltrain_ext.comm.connections import Connections
 from dltrain_ext.comm.cost_model import Network
-from dltrain_ext.comm.groups import chosen_ranks, device_of, group_of
+from dltrain_ext.comm.groups import Members, members_of
 from dltrain_ext.comm.metrics import SENT, Bandwidths
 from dltrain_ext.comm.selection import Selector
 from dltrain_ext.comm.transports import TRANSPORTS
@@ -103,12 +103,9 @@ class Communicator:
         torch.distributed.DistBackendError: a rank did not come, or cannot use the transport; the message names it.
     """
 
-    # The numbers of those of a group and, by a name, of some of its ranks.
-    _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, itertools.count[int]]]" = weakref.WeakKeyDictionary()
-
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Members | None = None,
         *,
         timeout: timedelta | None = None,
         transport: str = "auto",
@@ -117,9 +114,7 @@ class Communicator:
         answer_timeout: timedelta = timedelta(milliseconds=500),
         ranks: Sequence[int] | None = None,
     ):
-        group = group_of(group)
-        timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
-        if not _is_timeout(timeout):
+        if timeout is not None and not _is_timeout(timeout):
             raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got {timeout!r}")
         if not _is_timeout(answer_timeout):
             raise ValueError(
@@ -129,14 +124,15 @@ class Communicator:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
-        ranks, of = chosen_ranks(ranks, group)
-        self._selector = Selector(tuning, len(ranks))
-        self._ranks, self._rank, self._world_size = ranks, ranks.index(dist.get_rank()), len(ranks)
-        number = next(self._made.setdefault(group, collections.defaultdict(itertools.count))[of])
-        store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{of}{number}", group.get_group_store())
-        members = _ops.Ranks(group.group_name, group.group_desc, ranks, self._rank)
+        members = members_of(group, ranks)
+        timeout = members.timeout if timeout is None else timeout
+        self._ranks, self._rank, self._world_size = members.ranks, members.index, len(members.ranks)
+        self._selector = Selector(tuning, self._world_size)
+        numbered = _ops.Ranks(members.name, members.description, members.ranks, members.index)
         measures = self._selector.may_measure
-        self._connections = Connections(store, members, timeout, transport, ranks_per_host, answer_timeout, measures)
+        self._connections = Connections(
+            members.store, numbered, timeout, transport, ranks_per_host, answer_timeout, measures
+        )
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._numbers = itertools.count(1)  # of the calls
         self._measuring = collections.Counter[str]()  # what stats() must not count
@@ -148,7 +144,7 @@ class Communicator:
             raise ValueError(
                 "tuning, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks"
             )
-        self._device = device_of(group)
+        self._device = members.device
         self._on(self._device)
 
     def __del__(self) -> None:

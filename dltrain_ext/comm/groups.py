@@ -1,9 +1,12 @@
 """The groups of which communicators can be made, and the device of their users' tensors."""
 
+import collections
+import itertools
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +35,50 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return ranks
 
 
-def chosen_ranks(ranks: Sequence[int] | None, group: dist.ProcessGroup) -> tuple[list[int], str]:
+class Members(NamedTuple):
+    """The ranks that make a communicator, and where they find each other.
+
+    Attributes:
+        name, description: of their group.
+        ranks: in their order.
+        rank: this one, one of them.
+        store: for this communicator alone.
+        timeout: how long they wait for each other.
+        device: that of their users' tensors.
+    """
+
+    name: str
+    description: str
+    ranks: list[int]
+    rank: int
+    store: dist.Store
+    timeout: timedelta
+    device: torch.device
+
+    @property
+    def index(self) -> int:
+        """The place of this rank."""
+        return self.ranks.index(self.rank)
+
+
+# How often members were made of a group and, by a name, of some of its ranks.
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, itertools.count[int]]]" = weakref.WeakKeyDictionary()
+
+
+def members_of(group: "dist.ProcessGroup | Members | None", ranks: Sequence[int] | None = None) -> Members:
+    """Returns the members for the next communicator of a group, or of some of its global ranks. All of them call this,
+    in the same order."""
+    if isinstance(group, Members):
+        return group
+    group = group_of(group)
+    ranks, of = _chosen(ranks, group)
+    number = next(_made.setdefault(group, collections.defaultdict(itertools.count))[of])
+    store = dist.PrefixStore(f"dltrain_ext/{group.group_name}/{of}{number}", group.get_group_store())
+    timeout = timedelta(seconds=_ops.timeout_of(group))
+    return Members(group.group_name, group.group_desc, ranks, dist.get_rank(), store, timeout, device_of(group))
+
+
+def _chosen(ranks: Sequence[int] | None, group: dist.ProcessGroup) -> tuple[list[int], str]:
     """Returns the global ranks in the order of the group, and a name for them, which is empty if they are all."""
     members: list[int] = dist.get_process_group_ranks(group)
     if ranks is None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from dltrain_ext import _ops
 from dltrain_ext.comm import Communicator
 from dltrain_ext.comm.addresses import check_private
-from dltrain_ext.comm.groups import group_of
+from dltrain_ext.comm.groups import group_of, members_of
 from dltrain_ext.comm.sockets import limit_unsent, sockets
 from dltrain_ext.comm.work import Work
 from dltrain_ext.local_sgd import checkpoint
@@ -167,11 +167,12 @@ class DiLoCo:
         self._hook = inner.register_step_post_hook(self._stepped)
 
     def _connect(self, group: dist.ProcessGroup) -> None:
+        members = members_of(group)
         if not self._allow_public:
-            check_private(group, "allow_public")
+            check_private(members, "allow_public")
         self._group = group
         before = sockets()
-        self._communicator = Communicator(group, timeout=self._timeout, ranks_per_host=1)
+        self._communicator = Communicator(members, timeout=self._timeout, ranks_per_host=1)
         limit_unsent(sockets() - before, _UNSENT)
         sites = self._communicator.world_size
         codec = "raw" if sites == 1 else self._settings.codec  # a site alone sends nothing

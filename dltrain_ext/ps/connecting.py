@@ -1,7 +1,5 @@
 """Connects the ranks of a store, and gives the servers its first values."""
 
-import itertools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,28 +10,24 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.codecs import error_bound
-from dltrain_ext.comm.groups import group_of
+from dltrain_ext.comm.groups import members_of
 from dltrain_ext.comm.rendezvous import Rendezvous
 from dltrain_ext.comm.transports import Site
 from dltrain_ext.ps.layout import Block, lay_out
 from dltrain_ext.ps.serving import Shard, needs_norms
 from dltrain_ext.ps.settings import Settings, agreed
 
-_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
-
 
 class Group:
     """The ranks of a process group, which rendezvous to make a store."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None):
-        group = group_of(group)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.rank = self.ranks.index(dist.get_rank())
-        self.timeout = timedelta(seconds=_ops.timeout_of(group)) if timeout is None else timeout
-        number = next(_numbers.setdefault(group, itertools.count()))
-        store = dist.PrefixStore(f"dltrain_ext/ps/{group.group_name}/{number}", group.get_group_store())
-        self._site = Site(store, self.timeout)
-        self._rendezvous = Rendezvous(dist.PrefixStore("rendezvous", store), self.ranks, self.rank, self.timeout)
+        members = members_of(group)
+        self.ranks, self.rank = members.ranks, members.index
+        self.timeout = members.timeout if timeout is None else timeout
+        self._site = Site(members.store, self.timeout)
+        rendezvous = dist.PrefixStore("rendezvous", members.store)
+        self._rendezvous = Rendezvous(rendezvous, self.ranks, self.rank, self.timeout)
 
     def agree(self, text: str) -> Settings:
         """Returns the settings of the store, of which this rank says what it has."""
