@@ -63,6 +63,6 @@ def check_private(members: Members, allowed_by: str) -> None:
         if public:
             raise PermissionError(
                 f"{allowed_by}: expected private addresses, since what is sent is neither encrypted nor "
-                f"authenticated, got {public.split()[0]} on rank {rank}. Connect the sites by a VPN, name its interface "
-                f"in GLOO_SOCKET_IFNAME, or pass {allowed_by}=True"
+                f"authenticated, got {public.split()[0]} on rank {rank}. Connect the sites by a VPN, name its "
+                f"interface in GLOO_SOCKET_IFNAME, or pass {allowed_by}=True"
             )

@@ -5,8 +5,9 @@ import itertools
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,8 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return ranks
 
 
-class Members(NamedTuple):
+@dataclass(frozen=True)
+class Members:
     """The ranks that make a communicator, and where they find each other.
 
     Attributes:

@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dltrain_ext import _ops
-from dltrain_ext.comm import Communicator
-from dltrain_ext.comm.addresses import check_private
-from dltrain_ext.comm.groups import group_of, members_of
-from dltrain_ext.comm.sockets import limit_unsent, sockets
+from dltrain_ext.comm.groups import Members, group_of, members_of
 from dltrain_ext.comm.work import Work
+from dltrain_ext.elastic import Membership
 from dltrain_ext.local_sgd import checkpoint
 from dltrain_ext.local_sgd.fragments import Fragment, divide
+from dltrain_ext.local_sgd.link import Link
 from dltrain_ext.local_sgd.settings import NAMES, Settings
 from dltrain_ext.local_sgd.sites import site_of
 from dltrain_ext.local_sgd.snapshot import Snapshot
 from dltrain_ext.local_sgd.trained import Trained, trained
 
-_UNSENT = 1 << 16  # bytes of a connection: 50 ms at 10 Mbit/s
+_ATTEMPTS = 8  # to connect members, of which others are lost meanwhile
 
 _log = logging.getLogger("dltrain_ext")
 
@@ -91,7 +90,10 @@ class DiLoCo:
         codec: one of ``codecs.CODECS``. Parameters of at most one dimension, and those of fewer than
             ``min_compress_numel`` elements, are sent as fp32 in the same messages.
         error_feedback: add what encoding loses to the next average, as in :class:`dltrain_ext.ddp.AllReduceState`.
-        group: a rank of each site; the default group if None.
+        group: a rank of each site; the default group if None. Or the :class:`dltrain_ext.elastic.Membership` of a job
+            whose sites, of one rank each, come and go. It begins with the first step, which waits until this site is a
+            member; one that joins takes what all sites have, bit for bit, and its first gradients are not used. When a
+            site is lost the others go on by themselves.
         timeout: how long an average may wait for the other sites; the group's own timeout if None.
         allow_public: send over public addresses, although nothing is encrypted or authenticated (docs/security.md).
 
@@ -119,7 +121,7 @@ class DiLoCo:
         mix: float = 0.5,
         codec: str = "int4",
         error_feedback: bool = True,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Membership | None = None,
         timeout: timedelta | None = None,
         min_compress_numel: int = 1024,
         allow_public: bool = False,
@@ -138,8 +140,9 @@ class DiLoCo:
             raise ValueError(
                 f"fragments: expected at most the number of trained parameters, {len(self._trained)}, got {fragments}"
             )
-        self._inner, self._timeout, self._allow_public = inner, timeout, allow_public
-        self._group = group_of(group)
+        self._inner, self._link = inner, Link(timeout, allow_public)
+        self._membership = group if isinstance(group, Membership) else None
+        self._group = None if isinstance(group, Membership) else group_of(group)
         self._site = site_of(model, self._trained, self._group)
         self._owners = self._site.owners(self._trained)
         self._parts = divide([each.parameter.numel() for each in self._trained], fragments)
@@ -151,7 +154,6 @@ class DiLoCo:
             )
             for part in self._parts
         ]
-        self._connect(self._group)
         self._on_cuda = self._trained[0].device.type == "cuda"
         self._snapshot = Snapshot(self._fragments, self._on_cuda) if delay or self._on_cuda else None
         self._flight: _Flight | None = None
@@ -159,32 +161,33 @@ class DiLoCo:
         self.steps = self.outer_steps = 0
         self._due = self._settings.interval
         self._waited = 0.0
-        self._nonfinite = self._sent = 0
-        self._check_settings()
+        self._nonfinite = 0
+        if self._group is None:
+            self._lay(2)  # or more sites; it is for a state that is loaded before
+        else:
+            self._connect(members_of(self._group))
+            if not self._link.agree(_hash(self._alike.encode())):
+                raise ValueError(f"{NAMES}: expected the same at all sites")
         self._remember()
         self._has_begun = False
         self._beginning = inner.register_step_pre_hook(self._begin)
         self._hook = inner.register_step_post_hook(self._stepped)
 
-    def _connect(self, group: dist.ProcessGroup) -> None:
-        members = members_of(group)
-        if not self._allow_public:
-            check_private(members, "allow_public")
-        self._group = group
-        before = sockets()
-        self._communicator = Communicator(members, timeout=self._timeout, ranks_per_host=1)
-        limit_unsent(sockets() - before, _UNSENT)
-        sites = self._communicator.world_size
+    def _connect(self, members: Members) -> None:
+        self._link.connect(members)
+        self._lay(len(members.ranks))
+
+    def _lay(self, sites: int) -> None:
         codec = "raw" if sites == 1 else self._settings.codec  # a site alone sends nothing
         for fragment in self._fragments:
             fragment.lay(codec, self._settings.min_compress_numel, sites)
         # It is kept, because mapping new memory can take as long as the outer step itself.
         self._message = torch.empty(max(each.message_bytes for each in self._fragments), dtype=torch.uint8)
 
-    def _check_settings(self) -> None:
-        layouts = [each.layout for fragment in self._fragments for each in fragment.trained]
-        if len(set(self._gather(_hash(f"{self._settings} {layouts}".encode())))) > 1:
-            raise ValueError(f"{NAMES}: expected the same at all sites")
+    @property
+    def _alike(self) -> str:
+        """What all sites must have in common."""
+        return f"{self._settings} {[each.layout for fragment in self._fragments for each in fragment.trained]}"
 
     def _remember(self) -> None:
         """Takes the present parameters as those after the last outer step."""
@@ -196,21 +199,45 @@ class DiLoCo:
         parameters."""
         if self._has_begun:
             return
-        self._remember()
-        if len(set(self._gather(self._digest(*self._fragments)))) > 1:
-            first = dist.get_process_group_ranks(self._group)[0]
-            for fragment in self._fragments:
-                self._communicator.broadcast(fragment.backup, first)
-                fragment.restore(self._inner)
-        for part in self._parts:
-            self._share(part)
+        if self._membership is not None:
+            self._enter(self._membership)
+        else:
+            self._remember()
+            self._equalize()
+            for part in self._parts:
+                self._share(part)
         self._has_begun = True
 
-    def _gather(self, number: int) -> list[int]:
-        """Returns the numbers of all sites, of 64 bits."""
-        found = torch.empty(self._communicator.world_size, dtype=torch.int64)
-        self._communicator.all_gather(found, torch.tensor([number]))
-        return found.tolist()
+    def _equalize(self) -> None:
+        """Gives all sites the parameters of the first one, if they differ."""
+        if not self._link.agree(self._digest(*self._fragments)):
+            for fragment in self._fragments:
+                self._link.give(fragment.backup, 0)
+                fragment.restore(self._inner)
+
+    def _enter(self, membership: Membership) -> None:
+        if not membership.has_state:
+            self._remember()
+        self._go_on(membership, membership.enter(f"{_hash(self._alike.encode()):x}", NAMES))
+        for each in self._trained:  # these gradients are those of other parameters
+            if each.parameter.grad is not None:
+                each.parameter.grad.zero_()
+
+    def _go_on(self, membership: Membership, members: Members) -> None:
+        """Connects the members and gives them one state, and if that fails those that are left."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._connect(members)
+                self._catch_up(self.outer_steps if membership.has_state else -len(self._fragments))
+                break
+            except dist.DistBackendError as error:
+                _log.warning("local_sgd: %s", error)
+                if attempt == _ATTEMPTS:
+                    raise
+                members = membership.recover(self.lost)
+        if not self._link.agree(self._digest(*self._fragments)):
+            raise RuntimeError(f"members {members.ranks}: expected the same after outer step {self.outer_steps} at all")
+        membership.keep()
 
     def _digest(self, *fragments: Fragment) -> int:
         """Returns a number, not 0, in which sites agree if they have taken the same outer steps of these fragments."""
@@ -234,17 +261,27 @@ class DiLoCo:
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """After an error nothing is under way, and the next step sends the same fragment again."""
+        """After an error nothing is under way, and the next step sends the same fragment again: with those that are
+        left, if members come and go."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._abandon()
             self._due = self.steps + 1
-            raise
+            if self._membership is None or not isinstance(error, dist.DistBackendError):
+                raise
+            _log.warning("local_sgd: %s", error)
+            self._forget_spoilt()
+            self._go_on(self._membership, self._membership.recover(self.lost))
 
     def _abandon(self) -> None:
         if self._flight is not None:
             self._spoilt, self._flight = self._flight.fragment, None
+
+    def _forget_spoilt(self) -> None:
+        for lost in self._spoilt.residuals().values() if self._spoilt else ():
+            lost.zero_()
+        self._spoilt = None
 
     @property
     def _turn(self) -> int:
@@ -254,6 +291,8 @@ class DiLoCo:
 
     def _depart(self) -> None:
         """Sends how far a fragment has moved."""
+        if self._membership is not None:
+            self._membership.announce()
         fragment = self._fragments[self._turn]
         message = self._message[: fragment.message_bytes]
         moved = [each.value(self._inner) for each in fragment.trained]
@@ -263,7 +302,7 @@ class DiLoCo:
         if not fragment.message_bytes:
             return
         began, waits = time.monotonic(), self._settings.delay == 0
-        self._flight.work = fragment.send(self._communicator, moved, message, self._digest(fragment), waits)
+        self._flight.work = fragment.send(self._link.communicator, moved, message, self._digest(fragment), waits)
         self._waited += time.monotonic() - began if waits else 0.0
 
     def _land(self) -> None:
@@ -280,6 +319,8 @@ class DiLoCo:
             self._step(flight)
         self.outer_steps += 1
         self._share(self._parts[index])
+        if self._membership is not None and (members := self._membership.changed()) is not None:
+            self._go_on(self._membership, members)
 
     def _step(self, flight: _Flight) -> None:
         fragment, own_share = flight.fragment, self._settings.own_share
@@ -314,15 +355,15 @@ class DiLoCo:
                 self._land()
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The group that has a rank of each site."""
+    def group(self) -> dist.ProcessGroup | None:
+        """The group that has a rank of each site; None if they are members of a job."""
         return self._group
 
     @property
     def lost(self) -> int | None:
         """The global rank that is responsible for the failure of an average; None if there is none, or it is not
         known."""
-        return self._communicator.culprit
+        return self._link.lost
 
     def recover(self, group: dist.ProcessGroup | None = None) -> None:
         """Continues with the sites that are left when one has been lost, after an average has raised an error::
@@ -342,8 +383,11 @@ class DiLoCo:
                 store of the default group.
 
         Raises:
-            RuntimeError: no rank is known to be lost, and no group was given; or a site has several ranks.
+            RuntimeError: no rank is known to be lost, and no group was given; or a site has several ranks; or the sites
+                are members of a job, who go on by themselves.
         """
+        if self._group is None:
+            raise RuntimeError("recover: expected sites in a process group, got members of a job, who go on themselves")
         if self._site.size > 1:
             raise RuntimeError("recover: expected sites of one rank, got one of several; start all ranks again")
         if group is None:
@@ -352,32 +396,35 @@ class DiLoCo:
             left = [rank for rank in dist.get_process_group_ranks(self._group) if rank != self.lost]
             patience = timedelta(seconds=_ops.timeout_of(self._group))
             group = dist.new_group(left, timeout=patience, backend="gloo", use_local_synchronization=True)
-        group = group_of(group)
-        self._sent = self._wire_bytes()
-        self._communicator.close()
+        self._group = group_of(group)
         self._abandon()
-        for lost in self._spoilt.residuals().values() if self._spoilt else ():
-            lost.zero_()
-        self._spoilt = None
-        self._connect(group)
-        self._catch_up()
+        self._forget_spoilt()
+        self._connect(members_of(self._group))
+        self._catch_up(self.outer_steps)
 
-    def _catch_up(self) -> None:
-        """Gives the last outer step to the sites that do not have it: no site can be further ahead."""
-        counts = self._gather(self.outer_steps)
-        most = max(counts)
-        if min(counts) < most:
-            index = (most - 1) % len(self._fragments)
+    def _catch_up(self, steps: int) -> None:
+        """Gives what the last outer steps have made to the sites that do not have it.
+
+        steps: how many this site has taken; so few that it lacks all fragments, if it has nothing of what the others
+        have. If no site has anything, they found the job with the parameters of the first one.
+        """
+        counts, dues = self._link.gather(steps), self._link.gather(self._due - self.steps)
+        most, several = max(counts), len(self._fragments)
+        if most < 0:
+            return self._equalize()
+        source = counts.index(most)
+        for behind in range(min(most - min(counts), several)):
+            index = (most - 1 - behind) % several
             fragment = self._fragments[index]
-            source = dist.get_process_group_ranks(self._group)[counts.index(most)]
             for flat in (fragment.backup, fragment.momentum):
                 if flat is not None:
-                    self._communicator.broadcast(flat, source)
-            if self.outer_steps < most:
+                    self._link.give(flat, source)
+            if behind < most - steps:
                 fragment.restore(self._inner)
-                self.outer_steps = most
-                self._due = self.steps + self._settings.interval
                 self._share(self._parts[index])
+        if steps < most:
+            self.outer_steps = most
+            self._due = self.steps + (dues[source] if steps < 0 else self._settings.interval)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain tensors and numbers, for ``torch.save`` on every rank: counts, what all sites had after the
@@ -402,16 +449,22 @@ class DiLoCo:
             RuntimeError: an average is under way, which would write to what is loaded; :meth:`finish` waits for it.
         """
         loaded = checkpoint.check(state_dict, self._fragments, *self._place)
+        if self._membership is not None:
+            if self._has_begun:
+                raise RuntimeError("load_state_dict: expected a member that has made no step yet, got one that has")
+            self._membership.has_state = True
         if self._flight is not None:
             raise RuntimeError("load_state_dict: expected no average under way, got one; call finish() first")
-        self._has_begun = True
+        self._has_begun = self._membership is None
         checkpoint.apply(loaded, self._fragments)
         self.outer_steps, self.steps, due_in = loaded.counts
         self._due = self.steps + min(due_in, self._settings.interval)
 
     @property
     def _place(self) -> tuple[int, int]:
-        """The rank in the group, and the number of its ranks."""
+        """The rank in the group, and the number of its ranks. What a member of a job saves stands for itself."""
+        if self._group is None:
+            return 0, 1
         return dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def metrics(self) -> dict[str, float]:
@@ -422,17 +475,16 @@ class DiLoCo:
             "outer/steps": self.outer_steps,
             "outer/waited": self._waited,
             "outer/nonfinite": self._nonfinite,
-            "outer/wire_bytes": self._wire_bytes(),
+            "outer/wire_bytes": self._link.wire_bytes,
         }
 
-    def _wire_bytes(self) -> int:
-        return self._sent + self._communicator.stats()["wire_bytes"]
-
     def close(self) -> None:
-        """Ends the averaging. An average that is under way is given up."""
+        """Ends the averaging. An average that is under way is given up, and a member leaves its job."""
         self._beginning.remove()
         self._hook.remove()
-        self._communicator.close()
+        self._link.close()
+        if self._membership is not None:
+            self._membership.leave()
 
 
 class LocalSGD(DiLoCo):

@@ -48,8 +48,13 @@ class Site:
             work.wait()
 
 
-def site_of(model: nn.Module, trained: Sequence[Trained], group: dist.ProcessGroup) -> Site:
-    """Returns the site of this rank. Raises ValueError if the group has two ranks of a site."""
+def site_of(model: nn.Module, trained: Sequence[Trained], group: dist.ProcessGroup | None) -> Site:
+    """Returns the site of this rank. Raises ValueError if the group has two ranks of a site. Without a group a site has
+    one rank."""
+    if group is None:
+        if isinstance(model, DistributedDataParallel) or any(hasattr(t.parameter, "device_mesh") for t in trained):
+            raise ValueError("group: expected a process group for sites of several ranks, got a membership")
+        return Site(None, 1)
     here = {dist.get_rank()}
     site = None
     if isinstance(model, DistributedDataParallel):

@@ -1,0 +1,291 @@
+"""Who the members of a job are. They agree on it in a store, one epoch after another."""
+
+import json
+import logging
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dltrain_ext._arguments import check_number
+from dltrain_ext.comm.groups import Members
+from dltrain_ext.elastic.heart import BEAT, Heart, Watch
+
+_POLL = 0.02  # s
+_QUIET = 4 * BEAT  # s without a heartbeat, after which one whose connection has failed is taken for dead
+_SILENT = 20.0  # s after which any other is
+
+_log = logging.getLogger("dltrain_ext")
+
+
+class _Epoch(NamedTuple):
+    """A time in which the members are the same."""
+
+    number: int
+    members: tuple[int, ...]
+
+
+class Membership:
+    """The members of a job, which may leave, die, come back and join while it runs.
+
+    Each process has a number, a new one whenever it joins. A process that joins waits until the members let it in,
+    which they do between two outer steps, and becomes a copy of one that has the job's state. A member that is killed
+    or stands still is left out; when it goes on, it joins again. Processes need no process group and no rank::
+
+        store = dist.TCPStore("first.site", 29500, is_master=is_first)
+        outer = local_sgd.DiLoCo(model, inner, group=elastic.Membership(store, least=2))
+
+    The first ``least`` processes found the job together. Afterwards it has a state, and a process that has none never
+    becomes the one that others copy: when all that have the state are lost, the others stop with an error.
+
+    All decisions are made by comparing and setting one key of the store, so there are no two opinions on who is a
+    member. The process that has the store must live as long as the job.
+
+    Args:
+        store: a ``TCPStore`` that all processes reach.
+        name: of the job, for several in a store.
+        least: how many processes found the job.
+        timeout: how long members wait for one that lives but does not come; then they go on without it.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
+    """
+
+    def __init__(
+        self, store: dist.Store, *, name: str = "", least: int = 1, timeout: timedelta = timedelta(minutes=30)
+    ):
+        if not isinstance(store, dist.Store):
+            raise TypeError(f"store: expected a torch.distributed.Store, got {type(store).__name__}")
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a str, got {name!r}")
+        check_number(least, "least", 2**16)
+        if least < 1:
+            raise ValueError(f"least: expected an int of at least 1, got {least!r}")
+        if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
+            raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, got {timeout!r}")
+        self._name, self._least, self._timeout = name, least, timeout
+        self._store = dist.PrefixStore(f"dltrain_ext/elastic/{name}", store)
+        self._heart: Heart | None = None
+        self._gone: set[int] = set()
+        self._epoch = _Epoch(0, ())
+        self._number = 0
+        self.has_state = False
+
+    @property
+    def number(self) -> int:
+        """That of this process; 0 before it has joined."""
+        return self._number
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the present members."""
+        return self._epoch.members
+
+    @property
+    def epoch(self) -> int:
+        """How often the members have changed."""
+        return self._epoch.number
+
+    def enter(self, alike: str, what: str) -> Members:
+        """Joins, and returns the members when this process is one. ``alike``: what all must have in common, and the
+        names of the arguments that it comes from.
+
+        Raises:
+            ValueError: the others have something else in common.
+            torch.distributed.DistBackendError: the job has ended, or its state is lost.
+
+        :meta private:
+        """
+        first = self._store.compare_set("alike", "", alike).decode()
+        if first != alike:
+            raise ValueError(f"{what}: expected the same as the members of job {self._name!r} have")
+        return self._join()
+
+    def announce(self) -> None:
+        """Lets in those who wait, after the outer step that is about to be taken: the first of the members decides
+        before it sends its part, so all others know it when they have the result.
+
+        :meta private:
+        """
+        if self._number != min(self.members):
+            return
+        waiting = self._arrived(self._others(self.members))
+        if not waiting:
+            return
+        watch = Watch(self._store)
+        watch.silences(waiting)
+        time.sleep(2 * BEAT)
+        alive = [number for number, silence in watch.silences(waiting).items() if silence < BEAT]
+        self._bury(set(waiting) - set(alive))
+        if alive:
+            self._decide(self._epoch.number + 1, [*self.members, *alive])
+
+    def changed(self) -> Members | None:
+        """Returns the members after an outer step if they are others than before it.
+
+        :meta private:
+        """
+        decided = self._decided(self._epoch.number + 1)
+        return None if decided is None else self._begin(decided)
+
+    def recover(self, lost: int | None) -> Members:
+        """Returns the members that go on when those before could not. ``lost``: who is responsible, if that is known.
+        Where the others have gone on without this process, it joins again, and has no state.
+
+        :meta private:
+        """
+        self._break(lost)
+        return self._next()
+
+    def keep(self) -> None:
+        """This member has the state of the job.
+
+        :meta private:
+        """
+        if not self.has_state:
+            self._store.set("founded", "1")
+            self.has_state = True
+
+    def leave(self) -> None:
+        """Leaves the job in good order."""
+        if self._heart is None:
+            return
+        self._heart.stop()
+        self._heart = None
+        self._store.set(f"gone/{self._number}", "left")
+
+    def _join(self) -> Members:
+        if self._heart is not None:
+            self._heart.stop()
+        self._number = self._store.add("numbers", 1)
+        self._heart = Heart(self._store, self._number)
+        newest = int(self._store.get("epoch")) if self._store.check(["epoch"]) else 0  # or an earlier one
+        self._epoch = self._decided(newest) or _Epoch(0, ())
+        return self._next()
+
+    def _next(self) -> Members:
+        """Waits for an epoch with this process in it, and for its members."""
+        while True:
+            decided = self._await_decision()
+            if self._number not in decided.members:
+                if self._number in self._epoch.members:  # they have gone on without it
+                    _log.warning("elastic: member %d was left out, and joins again", self._number)
+                    self.has_state = False
+                    return self._join()
+                self._epoch = decided
+                continue
+            try:
+                return self._begin(decided)
+            except dist.DistBackendError as error:
+                _log.warning("elastic: %s", error)
+
+    def _await_decision(self) -> _Epoch:
+        """Waits for the epoch after the present one, and decides on it if nobody else does."""
+        following = self._epoch.number + 1
+        self._store.set(f"arrived/{following}/{self._number}", str(int(self.has_state)))
+        began, watch = time.monotonic(), Watch(self._store)
+        while True:
+            if (decided := self._decided(following)) is not None:
+                return decided
+            chosen = self._choose(watch, time.monotonic() - began)
+            if chosen:
+                self._decide(following, chosen)
+            else:
+                time.sleep(_POLL)
+
+    def _choose(self, watch: Watch, waited: float) -> list[int]:
+        """Returns the members of the next epoch, or none as long as some may still come.
+
+        Raises DistBackendError if nobody is left who has the state.
+        """
+        before = set(self.members) - self._left(self.members)
+        numbers = before | set(self._others(self.members))
+        arrived = self._arrived(numbers)
+        silences = watch.silences(numbers)
+        dead = {n for n, silence in silences.items() if silence > (_QUIET if n in arrived else self._patience(n))}
+        here = sorted(arrived.keys() - dead)
+        if not self.members:
+            return here if len(here) >= self._least and self._number == here[0] else []
+        awaited = before - dead - set(arrived)
+        if self._number in self.members and waited > self._timeout.total_seconds():
+            awaited = set()
+        if awaited:
+            return []
+        if any(arrived[number] for number in here) or not self._store.check(["founded"]):
+            self._bury(dead & before)
+            return here
+        all_left = not before and all(self._store.get(f"gone/{number}") == b"left" for number in self.members)
+        why = "has ended: all members have left" if all_left else "has lost all members that had its state"
+        raise dist.DistBackendError(
+            f"job {self._name!r} {why}; its last members were {list(self.members)}. Start it again, from a checkpoint"
+        )
+
+    def _begin(self, epoch: _Epoch) -> Members:
+        """Enters an epoch, when all its members do. Raises DistBackendError if one of them does not come."""
+        self._epoch = epoch
+        place = f"epochs/{epoch.number}"
+        self._store.set(f"{place}/ready/{self._number}", "1")
+        watch, missing = Watch(self._store), list(epoch.members)
+        while missing:
+            if self._store.check([f"{place}/broken"]):
+                raise dist.DistBackendError(f"epoch {epoch.number}: another member could not enter it")
+            missing = [number for number in missing if not self._store.check([f"{place}/ready/{number}"])]
+            silences = watch.silences(missing)
+            left = self._left(missing)
+            lost = [number for number in missing if number in left or silences[number] > self._patience(number)]
+            if lost:
+                self._break(lost[0])
+                raise dist.DistBackendError(f"epoch {epoch.number}: member {lost[0]} did not come")
+            if missing:
+                time.sleep(_POLL)
+        return Members(
+            name=f"{self._name} epoch {epoch.number}",
+            description="",
+            ranks=list(epoch.members),
+            rank=self._number,
+            store=dist.PrefixStore(f"{place}/communicator", self._store),
+            timeout=self._timeout,
+            device=torch.device("cpu"),
+        )
+
+    def _break(self, lost: int | None) -> None:
+        self._store.set(f"epochs/{self._epoch.number}/broken", "1")
+        if lost is not None:
+            self._store.set(f"suspected/{lost}", "1")
+
+    def _patience(self, number: int) -> float:
+        """Returns the seconds without a heartbeat after which it is taken for dead."""
+        return _QUIET if self._store.check([f"suspected/{number}"]) else _SILENT
+
+    def _decide(self, number: int, members: Iterable[int]) -> None:
+        self._store.compare_set(f"epochs/{number}/members", "", json.dumps(sorted(members)))
+        self._store.set("epoch", str(number))
+
+    def _decided(self, number: int) -> _Epoch | None:
+        key = f"epochs/{number}/members"
+        if number < 1 or not self._store.check([key]):
+            return None
+        members: Any = json.loads(self._store.get(key))
+        return _Epoch(number, tuple(members))
+
+    def _arrived(self, numbers: Iterable[int]) -> dict[int, bool]:
+        """Returns those that wait for the next epoch, and whether they have the state."""
+        keys = {number: f"arrived/{self._epoch.number + 1}/{number}" for number in numbers}
+        return {number: self._store.get(key) == b"1" for number, key in keys.items() if self._store.check([key])}
+
+    def _others(self, members: Iterable[int]) -> list[int]:
+        """Returns the numbers of those that are no members, and not known to be gone."""
+        numbers = set(range(1, self._store.add("numbers", 0) + 1)) - set(members)
+        return sorted(numbers - self._left(numbers))
+
+    def _left(self, numbers: Iterable[int]) -> set[int]:
+        unknown = set(numbers) - self._gone
+        self._gone |= {number for number in unknown if self._store.check([f"gone/{number}"])}
+        return self._gone & set(numbers)
+
+    def _bury(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._store.compare_set(f"gone/{number}", "", "lost")
