@@ -16,7 +16,20 @@ if _compiled is None or _compiled.origin is None:
 __path__[:] = [str(Path(_compiled.origin).parent)]
 
 # fsdp and lightning are imported by name only: they take seconds to load, or need a package that may be missing.
-from dltrain_ext import amp, codecs, comm, ddp, kfac, local_sgd, monitor, optim, population, sim  # noqa: E402
+from dltrain_ext import amp, codecs, comm, ddp, elastic, kfac, local_sgd, monitor, optim, population, sim  # noqa: E402
 from dltrain_ext._build_info import VERSION as __version__  # noqa: E402
 
-__all__ = ["__version__", "amp", "codecs", "comm", "ddp", "kfac", "local_sgd", "monitor", "optim", "population", "sim"]
+__all__ = [
+    "__version__",
+    "amp",
+    "codecs",
+    "comm",
+    "ddp",
+    "elastic",
+    "kfac",
+    "local_sgd",
+    "monitor",
+    "optim",
+    "population",
+    "sim",
+]

@@ -29,7 +29,14 @@ nitpick_ignore_regex = [("py:.*", r"(?!dltrain_ext).*")]
 # Types of what only the package itself makes.
 nitpick_ignore = [
     ("py:class", f"dltrain_ext.{name}")
-    for name in ("_C.StoreNode", "_C.StoreTicket", "fsdp.flat.Sharded", "optim.fused.FusedStep", "ps.settings.Settings")
+    for name in (
+        "_C.StoreNode",
+        "_C.StoreTicket",
+        "comm.groups.Members",
+        "fsdp.flat.Sharded",
+        "optim.fused.FusedStep",
+        "ps.settings.Settings",
+    )
 ]
 
 

@@ -123,12 +123,15 @@ class Membership:
         if alive:
             self._decide(self._epoch.number + 1, [*self.members, *alive])
 
-    def changed(self) -> Members | None:
-        """Returns the members after an outer step if they are others than before it.
+    def changed(self, steps: int) -> Members | None:
+        """Returns the members after so many outer steps if they are others than before.
 
         :meta private:
         """
+        self._store.set(f"steps/{self._number}", str(steps))
         decided = self._decided(self._epoch.number + 1)
+        if decided is not None and self._number not in decided.members:
+            raise dist.DistBackendError(f"member {self._number} was left out after it had stood still")
         return None if decided is None else self._begin(decided)
 
     def recover(self, lost: int | None) -> Members:
@@ -150,9 +153,19 @@ class Membership:
             self.has_state = True
 
     def leave(self) -> None:
-        """Leaves the job in good order."""
+        """Leaves the job in good order: when the others have taken the outer steps that this member has taken, or have
+        failed to, or are late."""
         if self._heart is None:
             return
+        began, watch, own = time.monotonic(), Watch(self._store), self._steps(self._number)
+        while self._store.check([f"epochs/{self.epoch}/ready/{self._number}"]):  # it has been a member
+            others = set(self.members) - self._left(self.members) - {self._number}
+            silences = watch.silences(others)
+            behind = [n for n in others if silences[n] < self._patience(n) and self._steps(n) < own]
+            is_broken = self._store.check([f"epochs/{self.epoch}/broken"])
+            if not behind or is_broken or time.monotonic() - began > self._timeout.total_seconds():
+                break
+            time.sleep(_POLL)
         self._heart.stop()
         self._heart = None
         self._store.set(f"gone/{self._number}", "left")
@@ -259,6 +272,11 @@ class Membership:
     def _patience(self, number: int) -> float:
         """Returns the seconds without a heartbeat after which it is taken for dead."""
         return _QUIET if self._store.check([f"suspected/{number}"]) else _SILENT
+
+    def _steps(self, number: int) -> int:
+        """Returns how many outer steps a member has told that it has taken."""
+        key = f"steps/{number}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _decide(self, number: int, members: Iterable[int]) -> None:
         self._store.compare_set(f"epochs/{number}/members", "", json.dumps(sorted(members)))

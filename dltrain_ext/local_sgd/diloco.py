@@ -229,14 +229,16 @@ class DiLoCo:
             try:
                 self._connect(members)
                 self._catch_up(self.outer_steps if membership.has_state else -len(self._fragments))
+                if not self._link.agree(self._digest(*self._fragments)):
+                    raise RuntimeError(
+                        f"members {members.ranks}: expected one state after {self.outer_steps} outer steps"
+                    )
                 break
             except dist.DistBackendError as error:
                 _log.warning("local_sgd: %s", error)
                 if attempt == _ATTEMPTS:
                     raise
                 members = membership.recover(self.lost)
-        if not self._link.agree(self._digest(*self._fragments)):
-            raise RuntimeError(f"members {members.ranks}: expected the same after outer step {self.outer_steps} at all")
         membership.keep()
 
     def _digest(self, *fragments: Fragment) -> int:
@@ -319,7 +321,7 @@ class DiLoCo:
             self._step(flight)
         self.outer_steps += 1
         self._share(self._parts[index])
-        if self._membership is not None and (members := self._membership.changed()) is not None:
+        if self._membership is not None and (members := self._membership.changed(self.outer_steps)) is not None:
             self._go_on(self._membership, members)
 
     def _step(self, flight: _Flight) -> None:
@@ -482,9 +484,9 @@ class DiLoCo:
         """Ends the averaging. An average that is under way is given up, and a member leaves its job."""
         self._beginning.remove()
         self._hook.remove()
-        self._link.close()
         if self._membership is not None:
             self._membership.leave()
+        self._link.close()
 
 
 class LocalSGD(DiLoCo):

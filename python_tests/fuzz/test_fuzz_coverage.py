@@ -7,7 +7,7 @@ from pathlib import Path
 import fuzzing
 import torch
 
-from dltrain_ext import amp, codecs, comm, ddp, fsdp, kfac, local_sgd, monitor, optim, population, sim
+from dltrain_ext import amp, codecs, comm, ddp, elastic, fsdp, kfac, local_sgd, monitor, optim, population, sim
 
 # Names that hold or return what other tests pass in, and names without arguments.
 DATA = {
@@ -24,6 +24,9 @@ DATA = {
         "comm.Communicator.counted",
         "monitor.Finding",
         "population.Winner",
+        # The outer optimizers call these.
+        *(f"elastic.Membership.{name}" for name in ("enter", "announce", "changed", "recover", "keep")),
+        *(f"elastic.Membership.{name}" for name in ("number", "members", "epoch", "leave")),
         "comm.Communicator.connect",
         "comm.CallOptions",
         "comm.Work.then",
@@ -35,7 +38,7 @@ ELSEWHERE = {f"fsdp.ShardedState.{name}" for name in ("all_reduce", "reduce_scat
 
 
 def public():
-    for module in (amp, codecs, comm, ddp, fsdp, kfac, local_sgd, monitor, optim, population, sim):
+    for module in (amp, codecs, comm, ddp, elastic, fsdp, kfac, local_sgd, monitor, optim, population, sim):
         where = module.__name__.rpartition(".")[2]
         names = getattr(module, "__all__", ["GradStats", "LossScaler"])
         for name in names:

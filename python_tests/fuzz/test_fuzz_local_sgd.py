@@ -1,16 +1,18 @@
 """Fuzz tests of outer optimizers: an error names the argument, and nothing has changed."""
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from fuzzing import anything, attempt, bits, fuzz, plain, spoiled
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fuzz_optim import corrupted
 from torch import nn
 
-from dltrain_ext import codecs, local_sgd
+from dltrain_ext import codecs, elastic, local_sgd
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -84,6 +86,19 @@ def test_checkpoints(data):
         assert bits(outer.state_dict()) == bits(before)
     train(model, inner)
     outer.close()
+
+
+@fuzz("elastic.Membership")
+@given(st.data())
+def test_memberships(data):
+    fits = {
+        "store": st.just(dist.HashStore()),
+        "name": st.text(),
+        "least": st.integers(1, 9),
+        "timeout": st.just(timedelta(seconds=9)),
+    }
+    made, _ = attempt(elastic.Membership, data.draw(spoiled(fits)))
+    assert made is None or (made.number, made.members, made.epoch) == (0, (), 0)
 
 
 @fuzz("local_sgd.DiLoCo.recover", "local_sgd.LocalSGD.recover")

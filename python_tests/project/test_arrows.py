@@ -34,7 +34,19 @@ PARTS = {
 
 # Python module -> the modules of the package that it may use
 MODULES = {
-    "__init__": {"amp", "codecs", "comm", "ddp", "kfac", "local_sgd", "monitor", "optim", "population", "sim"}
+    "__init__": {
+        "amp",
+        "codecs",
+        "comm",
+        "ddp",
+        "elastic",
+        "kfac",
+        "local_sgd",
+        "monitor",
+        "optim",
+        "population",
+        "sim",
+    }
     | {"_build_info"},
     "_ops": {"_C", "_build_info"},
     "_arguments": set(),
@@ -49,7 +61,8 @@ MODULES = {
     "kfac": {"comm", "codecs", "_arguments"},
     "population": {"comm", "_arguments"},
     "monitor": {"compress", "comm", "_arguments"},
-    "local_sgd": {"compress", "comm", "optim", "_ops", "_arguments"},
+    "elastic": {"comm", "_arguments"},
+    "local_sgd": {"elastic", "compress", "comm", "optim", "_ops", "_arguments"},
     "ps": {"amp", "optim", "comm", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "local_sgd", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
