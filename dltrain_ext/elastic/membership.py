@@ -1,5 +1,6 @@
 """Who the members of a job are. They agree on it in a store, one epoch after another."""
 
+import contextlib
 import json
 import logging
 import time
@@ -157,18 +158,22 @@ class Membership:
         failed to, or are late."""
         if self._heart is None:
             return
+        with contextlib.suppress(dist.DistNetworkError):  # the store is gone, and so the job has ended
+            if self._number in self.members:
+                self._await_others()
+            self._store.set(f"gone/{self._number}", "left")
+        self._heart.stop()
+        self._heart = None
+
+    def _await_others(self) -> None:
         began, watch, own = time.monotonic(), Watch(self._store), self._steps(self._number)
-        while self._store.check([f"epochs/{self.epoch}/ready/{self._number}"]):  # it has been a member
+        while not self._store.check([f"epochs/{self.epoch}/broken"]):
             others = set(self.members) - self._left(self.members) - {self._number}
             silences = watch.silences(others)
             behind = [n for n in others if silences[n] < self._patience(n) and self._steps(n) < own]
-            is_broken = self._store.check([f"epochs/{self.epoch}/broken"])
-            if not behind or is_broken or time.monotonic() - began > self._timeout.total_seconds():
-                break
+            if not behind or time.monotonic() - began > self._timeout.total_seconds():
+                return
             time.sleep(_POLL)
-        self._heart.stop()
-        self._heart = None
-        self._store.set(f"gone/{self._number}", "left")
 
     def _join(self) -> Members:
         if self._heart is not None:
@@ -183,11 +188,11 @@ class Membership:
         """Waits for an epoch with this process in it, and for its members."""
         while True:
             decided = self._await_decision()
+            if decided is None or (self._number in self.members and self._number not in decided.members):
+                _log.warning("elastic: member %d was left out, and joins again", self._number)
+                self.has_state = False
+                return self._join()
             if self._number not in decided.members:
-                if self._number in self._epoch.members:  # they have gone on without it
-                    _log.warning("elastic: member %d was left out, and joins again", self._number)
-                    self.has_state = False
-                    return self._join()
                 self._epoch = decided
                 continue
             try:
@@ -195,17 +200,20 @@ class Membership:
             except dist.DistBackendError as error:
                 _log.warning("elastic: %s", error)
 
-    def _await_decision(self) -> _Epoch:
-        """Waits for the epoch after the present one, and decides on it if nobody else does."""
+    def _await_decision(self) -> _Epoch | None:
+        """Waits for the epoch after the present one, and decides on it if nobody else does. Returns None if this
+        process was taken for dead."""
         following = self._epoch.number + 1
         self._store.set(f"arrived/{following}/{self._number}", str(int(self.has_state)))
         began, watch = time.monotonic(), Watch(self._store)
         while True:
             if (decided := self._decided(following)) is not None:
                 return decided
+            if self._left([self._number]):
+                return None
             chosen = self._choose(watch, time.monotonic() - began)
             if chosen:
-                self._decide(following, chosen)
+                self._decide(following, chosen)  # perhaps after another one
             else:
                 time.sleep(_POLL)
 
@@ -228,8 +236,9 @@ class Membership:
         if awaited:
             return []
         if any(arrived[number] for number in here) or not self._store.check(["founded"]):
-            self._bury(dead & before)
             return here
+        if self._decided(self._epoch.number + 1) is not None:
+            return []
         all_left = not before and all(self._store.get(f"gone/{number}") == b"left" for number in self.members)
         why = "has ended: all members have left" if all_left else "has lost all members that had its state"
         raise dist.DistBackendError(
@@ -279,8 +288,10 @@ class Membership:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _decide(self, number: int, members: Iterable[int]) -> None:
-        self._store.compare_set(f"epochs/{number}/members", "", json.dumps(sorted(members)))
+        """Makes this the next epoch, unless another one was decided on."""
+        decided = self._store.compare_set(f"epochs/{number}/members", "", json.dumps(sorted(members)))
         self._store.set("epoch", str(number))
+        self._bury(set(self.members) - set(json.loads(decided)))
 
     def _decided(self, number: int) -> _Epoch | None:
         key = f"epochs/{number}/members"
