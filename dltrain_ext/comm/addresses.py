@@ -7,8 +7,10 @@ import socket
 import struct
 from pathlib import Path
 
+import torch.distributed as dist
+
 from dltrain_ext.comm.groups import Members
-from dltrain_ext.comm.rendezvous import exchange_texts
+from dltrain_ext.comm.rendezvous import Rendezvous
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
@@ -58,7 +60,8 @@ def check_private(members: Members, allowed_by: str) -> None:
     This is a collective call. Raises PermissionError that names the rank and its address.
     """
     own = " ".join(address for address in addresses() if is_public(address))
-    found = exchange_texts(members.store, "public", members.ranks, members.index, own, members.timeout)
+    store = dist.PrefixStore("addresses", members.store)
+    found = Rendezvous(store, members.ranks, members.index, members.timeout, members.beats).exchange(own)
     for rank, public in zip(members.ranks, found, strict=True):
         if public:
             raise PermissionError(

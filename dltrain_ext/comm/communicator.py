@@ -128,11 +128,8 @@ class Communicator:
         timeout = members.timeout if timeout is None else timeout
         self._ranks, self._rank, self._world_size = members.ranks, members.index, len(members.ranks)
         self._selector = Selector(tuning, self._world_size)
-        numbered = _ops.Ranks(members.name, members.description, members.ranks, members.index)
         measures = self._selector.may_measure
-        self._connections = Connections(
-            members.store, numbered, timeout, transport, ranks_per_host, answer_timeout, measures
-        )
+        self._connections = Connections(members, timeout, transport, ranks_per_host, answer_timeout, measures)
         self._by_device: dict[torch.device, _ops.Communicator] = {}
         self._numbers = itertools.count(1)  # of the calls
         self._measuring = collections.Counter[str]()  # what stats() must not count

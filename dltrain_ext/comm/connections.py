@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
+from dltrain_ext.comm.groups import Members
 from dltrain_ext.comm.hosts import host_id, layout
 from dltrain_ext.comm.rendezvous import JointWork, Rendezvous, SubWork
 from dltrain_ext.comm.transports import Site, Transport, candidates
@@ -22,8 +23,7 @@ class Connections:
     """Makes the connections of one communicator. Making them is collective, in the order of the calls.
 
     Args:
-        store: that of the group, under the communicator's prefix.
-        members: the ranks of the group.
+        members: the ranks that are connected.
         timeout: how long the peers are waited for.
         transport: one of ``TRANSPORTS``, for the messages of CUDA tensors.
         ranks_per_host: the number of consecutive ranks of the group that form a host; None detects hosts.
@@ -33,19 +33,20 @@ class Connections:
 
     def __init__(
         self,
-        store: dist.Store,
-        members: _ops.Ranks,
+        members: Members,
         timeout: timedelta,
         transport: str,
         ranks_per_host: int | None,
         answer_timeout: timedelta,
         measures: bool,
     ):
-        self._members, self._timeout, self._transport = members, timeout, transport
-        self._ranks, self._rank = members.ranks, members.rank
+        self._timeout, self._transport = timeout, transport
+        self._ranks, self._rank = members.ranks, members.index
+        self._members = _ops.Ranks(members.name, members.description, members.ranks, members.index)
         self._answer_timeout, self._measures = answer_timeout, measures
-        self._site = Site(store, timeout)
-        self.rendezvous = Rendezvous(dist.PrefixStore("rendezvous", store), members.ranks, members.rank, timeout)
+        self._site = Site(members.store, timeout)
+        store = dist.PrefixStore("rendezvous", members.store)
+        self.rendezvous = Rendezvous(store, members.ranks, members.index, timeout, members.beats)
         answers = [each.split(" ", 1) for each in self.rendezvous.exchange(f"{_trip_to(store)} {host_id()}")]
         self._round_trip = max(float(trip) for trip, _ in answers)
         hosts = [host for _, host in answers]

@@ -4,7 +4,7 @@ import collections
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -47,6 +47,8 @@ class Members:
         store: for this communicator alone.
         timeout: how long they wait for each other.
         device: that of their users' tensors.
+        beats: returns how often the heart of a rank has beaten, where they have hearts; until they are connected, one
+            that is silent is not waited for. It may raise DistBackendError, which ends the wait.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Members:
     store: dist.Store
     timeout: timedelta
     device: torch.device
+    beats: Callable[[int], int] | None = None
 
     @property
     def index(self) -> int:

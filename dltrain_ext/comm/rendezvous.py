@@ -36,10 +36,19 @@ class Rendezvous:
         ranks: the global ranks of the members.
         index: the index of this rank among them.
         timeout: how long other ranks are waited for, since the exchange began or since their last heartbeat.
+        beats: returns how often the heart of a rank has beaten; None if they only have hearts while they are at work.
     """
 
-    def __init__(self, store: dist.Store, ranks: list[int], index: int, timeout: timedelta):
+    def __init__(
+        self,
+        store: dist.Store,
+        ranks: list[int],
+        index: int,
+        timeout: timedelta,
+        beats: Callable[[int], int] | None = None,
+    ):
         self._store, self._ranks, self._index, self._timeout = store, ranks, index, timeout
+        self._beats, self._silence = (_no_beats, timeout) if beats is None else (beats, min(timeout, _LONG))
         self._numbers = itertools.count()
         self._work: JointWork | None = None
 
@@ -51,9 +60,8 @@ class Rendezvous:
         """
         if self._work is not None:
             return self._work.exchange(text, self._timeout)
-        return exchange_texts(
-            self._store, f"{next(self._numbers)}/texts", self._ranks, self._index, text, self._timeout
-        )
+        about = f"{next(self._numbers)}/texts"
+        return exchange_texts(self._store, about, self._ranks, self._index, text, self._silence, beats=self._beats)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator["JointWork"]:

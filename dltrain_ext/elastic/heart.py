@@ -15,6 +15,11 @@ def _key(number: int) -> str:
     return f"beats/{number}"
 
 
+def beats(store: dist.Store, number: int) -> int:
+    """Returns how often a heart has beaten."""
+    return store.add(_key(number), 0)
+
+
 class Heart:
     """Beats in a thread of its own, on its own connection to the store, until it is stopped or the store is gone."""
 
@@ -52,7 +57,7 @@ class Watch:
         """Returns for how many seconds each heart has not been seen to beat. Time in which this process stood still, or
         waited for the store, counts as one beat: the others may not have come through either."""
         for number in numbers:
-            beats, now = self._store.add(_key(number), 0), time.monotonic()
-            before, silence, looked = self._seen.get(number, (beats, 0.0, now))
-            self._seen[number] = beats, silence + min(now - looked, BEAT) if beats == before else 0.0, now
+            count, now = beats(self._store, number), time.monotonic()
+            before, silence, looked = self._seen.get(number, (count, 0.0, now))
+            self._seen[number] = count, silence + min(now - looked, BEAT) if count == before else 0.0, now
         return {number: self._seen[number][1] for number in numbers}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dltrain_ext._arguments import check_number
 from dltrain_ext.comm.groups import Members
-from dltrain_ext.elastic.heart import BEAT, Heart, Watch
+from dltrain_ext.elastic.heart import BEAT, Heart, Watch, beats
 
 _POLL = 0.02  # s
 _QUIET = 4 * BEAT  # s without a heartbeat, after which one whose connection has failed is taken for dead
@@ -120,7 +120,8 @@ class Membership:
         watch.silences(waiting)
         time.sleep(2 * BEAT)
         alive = [number for number, silence in watch.silences(waiting).items() if silence < BEAT]
-        self._bury(set(waiting) - set(alive))
+        if self._decided(self._epoch.number + 1) is None:
+            self._bury(set(waiting) - set(alive))
         if alive:
             self._decide(self._epoch.number + 1, [*self.members, *alive])
 
@@ -209,7 +210,7 @@ class Membership:
         while True:
             if (decided := self._decided(following)) is not None:
                 return decided
-            if self._left([self._number]):
+            if self._number not in self.members and self._left([self._number]):
                 return None
             chosen = self._choose(watch, time.monotonic() - began)
             if chosen:
@@ -252,8 +253,7 @@ class Membership:
         self._store.set(f"{place}/ready/{self._number}", "1")
         watch, missing = Watch(self._store), list(epoch.members)
         while missing:
-            if self._store.check([f"{place}/broken"]):
-                raise dist.DistBackendError(f"epoch {epoch.number}: another member could not enter it")
+            self._check_whole(epoch.number)
             missing = [number for number in missing if not self._store.check([f"{place}/ready/{number}"])]
             silences = watch.silences(missing)
             left = self._left(missing)
@@ -271,7 +271,16 @@ class Membership:
             store=dist.PrefixStore(f"{place}/communicator", self._store),
             timeout=self._timeout,
             device=torch.device("cpu"),
+            beats=lambda number: self._beats(epoch.number, number),
         )
+
+    def _check_whole(self, epoch: int) -> None:
+        if self._store.check([f"epochs/{epoch}/broken"]):
+            raise dist.DistBackendError(f"epoch {epoch}: another member could not enter it")
+
+    def _beats(self, epoch: int, number: int) -> int:
+        self._check_whole(epoch)
+        return beats(self._store, number)
 
     def _break(self, lost: int | None) -> None:
         self._store.set(f"epochs/{self._epoch.number}/broken", "1")

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from dltrain_ext import _ops
 from dltrain_ext.comm import connections, transports
 from dltrain_ext.comm.connections import Connections
+from dltrain_ext.comm.groups import Members
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,8 +51,9 @@ def made(monkey, rank, name, *, version=lambda rank: "2.28.9", connects=lambda r
     monkey.setattr(_ops, "Communicator", lambda across, inside, control, members, device, *timeouts: (across, inside))
     monkey.setattr(dist, "ProcessGroupNCCL", lambda store, rank, size, timeout: "a backend", raising=False)
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
-    members = _ops.Ranks("group", "", list(range(dist.get_world_size())), dist.get_rank())
-    made = Connections(store, members, timedelta(seconds=20), transport, 2, timedelta(seconds=5), False)
+    silence, ranks = timedelta(seconds=20), list(range(dist.get_world_size()))
+    members = Members("group", "", ranks, dist.get_rank(), store, silence, torch.device("cuda", rank))
+    made = Connections(members, silence, transport, 2, timedelta(seconds=5), False)
     return made.connect(torch.device("cuda", rank))
 
 

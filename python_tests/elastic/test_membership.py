@@ -55,6 +55,15 @@ def until(sites, outer_steps):
         list(pool.map(go_on, sites))
 
 
+def train_together(site):
+    """Train until two are members, and then for three outer steps."""
+    joined = None
+    while joined is None or site.outer.outer_steps < joined + 3:
+        site.step()
+        if joined is None and len(site.members.members) == 2:
+            joined = site.outer.outer_steps
+
+
 def test_founders_with_different_parameters_get_those_of_the_first(store):
     sites = [Site(store, seed, least=2, codec="raw") for seed in (1, 2)]
     until(sites, 1)
@@ -76,13 +85,6 @@ def test_one_that_joins_has_what_all_have_bit_for_bit(store, schedule):
         lambda *_: found.append((second.outer.outer_steps, second.kept(), flat(second.model)))
     )
 
-    def train_together(site):
-        joined = None
-        while joined is None or site.outer.outer_steps < joined + 3:
-            site.step()
-            if joined is None and len(site.members.members) == 2:
-                joined = site.outer.outer_steps
-
     with ThreadPoolExecutor() as pool:
         list(pool.map(train_together, (first, second)))
     (steps, state, parameters), (_, _, after), *_ = found
@@ -93,6 +95,22 @@ def test_one_that_joins_has_what_all_have_bit_for_bit(store, schedule):
     until([second], second.outer.outer_steps + 1)
     assert second.members.members == (second.members.number,)
     second.outer.close()
+
+
+def test_one_that_was_taken_for_dead_while_it_waited_joins_again(store):
+    first, second = Site(store, 1), Site(store, 2)
+    until([first], 1)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(train_together, second)
+        while second.members.number != 2:
+            assert not joining.done()
+        first.members._bury([2])
+        train_together(first)
+        joining.result()
+    assert first.members.members == second.members.members == (1, 3)
+    assert torch.equal(first.kept(), second.kept())
+    for site in (first, second):
+        site.outer.close()
 
 
 def test_a_checkpoint_goes_on_as_a_new_job(store):
