@@ -1,6 +1,7 @@
 """Checks of the arguments of collectives."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,14 @@ def is_average(op: "str | dist.ReduceOp") -> bool:
         if isinstance(op, str | type(reduce_op) | dist.ReduceOp) and op in (name, reduce_op):
             return average
     raise ValueError(f"op: expected 'sum', 'avg', ReduceOp.SUM or ReduceOp.AVG, got {op!r}")
+
+
+def check_timeout(timeout: object, name: str, or_none: bool = False) -> None:
+    if or_none and timeout is None:
+        return
+    if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
+        others = ", or None" if or_none else ""
+        raise ValueError(f"{name}: expected a datetime.timedelta of 1 ms to 365 days{others}, got {timeout!r}")
 
 
 def _check_texts(**given: object) -> None:

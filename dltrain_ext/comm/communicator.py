@@ -27,6 +27,7 @@ from dltrain_ext.comm.arguments import (
     check_options,
     check_sent,
     check_tensors,
+    check_timeout,
     checked_device,
     is_average,
 )
@@ -114,12 +115,8 @@ class Communicator:
         answer_timeout: timedelta = timedelta(milliseconds=500),
         ranks: Sequence[int] | None = None,
     ):
-        if timeout is not None and not _is_timeout(timeout):
-            raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got {timeout!r}")
-        if not _is_timeout(answer_timeout):
-            raise ValueError(
-                f"answer_timeout: expected a datetime.timedelta of 1 ms to 365 days, got {answer_timeout!r}"
-            )
+        check_timeout(timeout, "timeout", or_none=True)
+        check_timeout(answer_timeout, "answer_timeout")
         if not isinstance(transport, str) or transport not in TRANSPORTS:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
@@ -439,10 +436,6 @@ class Communicator:
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor.numel() for tensor in tensors]
-
-
-def _is_timeout(value: object) -> bool:
-    return isinstance(value, timedelta) and timedelta(milliseconds=1) <= value <= timedelta(days=365)
 
 
 def _close(communicators: "dict[torch.device, _ops.Communicator]", connections: Connections) -> None:

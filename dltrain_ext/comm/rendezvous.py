@@ -1,31 +1,19 @@
 """Ranks rendezvous at their group's store: each stores a text there and reads the texts of all."""
 
-import atexit
 import contextlib
 import functools
 import itertools
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from dltrain_ext.comm.heart import Heart, beats
+
 _POLLS = 0.001, 0.05  # seconds between two polls of the store: at first, and at most
-_LONG = timedelta(seconds=20)  # without a heartbeat, after which a rank is taken for dead
+SILENCE = timedelta(seconds=20)  # without a heartbeat, after which a rank is taken for dead
 _BEATS = 4  # heartbeats in that time
-_AT_EXIT = 5.0  # seconds that the end of the process waits for a store
-
-_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
-
-
-@atexit.register
-def _join_threads() -> None:
-    """Waits for threads that use a store: one that returns from it while the interpreter ends aborts the process."""
-    end = time.monotonic() + _AT_EXIT
-    for thread in list(_threads):
-        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Rendezvous:
@@ -48,7 +36,7 @@ class Rendezvous:
         beats: Callable[[int], int] | None = None,
     ):
         self._store, self._ranks, self._index, self._timeout = store, ranks, index, timeout
-        self._beats, self._silence = (_no_beats, timeout) if beats is None else (beats, min(timeout, _LONG))
+        self._beats, self._silence = (_no_beats, timeout) if beats is None else (beats, min(timeout, SILENCE))
         self._numbers = itertools.count()
         self._work: JointWork | None = None
 
@@ -66,7 +54,7 @@ class Rendezvous:
     @contextlib.contextmanager
     def at_work(self) -> Iterator["JointWork"]:
         """In this context a rank is waited for as long as it is alive, and the others fail at once if it fails."""
-        silence = min(self._timeout, _LONG)
+        silence = min(self._timeout, SILENCE)
         self._work = JointWork(self._store, next(self._numbers), self._ranks, self._index, silence)
         try:
             with self._work.under_way():
@@ -99,33 +87,18 @@ class JointWork:
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """A thread sends the heartbeats. At the end it clears the store, so that the work need not wait for that."""
-        rank, over, succeeded = self._ranks[self._index], threading.Event(), False
-
-        def beat() -> None:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and so the work fails too
-                self._beat()
-                while not over.wait(self.silence.total_seconds() / _BEATS):
-                    self._beat()
-                if succeeded:
-                    self._leave()
-
-        thread = threading.Thread(target=beat, name="dltrain_ext: at work", daemon=True)
-        _threads.add(thread)
-        thread.start()
+        """Has a heart. At the end its thread clears the store, so that the work need not wait for that."""
+        rank = self._ranks[self._index]
+        heart = Heart(self.own_store, rank, self.silence.total_seconds() / _BEATS)
         try:
             yield
-            succeeded = True
+            heart.stop(then=self._leave)
         except BaseException as error:
+            heart.stop()
             said = str(error) or type(error).__name__
             with contextlib.suppress(RuntimeError):
                 self.own_store.set("failed", f"communicator of ranks {self._ranks}: rank {rank} failed: {said}")
             raise
-        finally:
-            over.set()
-
-    def _beat(self) -> None:
-        self.own_store.add(f"beats/{self._ranks[self._index]}", 1)
 
     def _leave(self) -> None:
         """The last rank that leaves deletes the keys of this work and of the exchanges before it."""
@@ -138,7 +111,7 @@ class JointWork:
         """Returns the number of a rank's heartbeats. Raises DistBackendError if a rank has failed in the work."""
         if self.own_store.check(["failed"]):
             raise dist.DistBackendError(self.own_store.get("failed").decode())
-        return self.own_store.add(f"beats/{rank}", 0)
+        return beats(self.own_store, rank)
 
 
 class SubWork:

@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext._arguments import check_number
+from dltrain_ext.comm.arguments import check_timeout
 from dltrain_ext.comm.groups import Members
-from dltrain_ext.elastic.heart import BEAT, Heart, Watch, beats
+from dltrain_ext.comm.heart import Heart, beats
+from dltrain_ext.comm.rendezvous import SILENCE
+from dltrain_ext.elastic.watch import BEAT, Watch
 
 _POLL = 0.02  # s
 _QUIET = 4 * BEAT  # s without a heartbeat, after which one whose connection has failed is taken for dead
-_SILENT = 20.0  # s after which any other is
+_SILENT = SILENCE.total_seconds()  # after which any other is
 
 _log = logging.getLogger("dltrain_ext")
 
@@ -65,15 +68,14 @@ class Membership:
         check_number(least, "least", 2**16)
         if least < 1:
             raise ValueError(f"least: expected an int of at least 1, got {least!r}")
-        if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
-            raise ValueError(f"timeout: expected a datetime.timedelta of 1 ms to 365 days, got {timeout!r}")
+        check_timeout(timeout, "timeout")
         self._name, self._least, self._timeout = name, least, timeout
         self._store = dist.PrefixStore(f"dltrain_ext/elastic/{name}", store)
         self._heart: Heart | None = None
         self._gone: set[int] = set()
         self._epoch = _Epoch(0, ())
         self._number = 0
-        self.has_state = False
+        self._has_state = False
 
     @property
     def number(self) -> int:
@@ -89,6 +91,18 @@ class Membership:
     def epoch(self) -> int:
         """How often the members have changed."""
         return self._epoch.number
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this process has the state that the members have."""
+        return self._has_state
+
+    def is_founded(self) -> bool:
+        """Returns whether a member has the state of the job. Until then one that was loaded before may become that.
+
+        :meta private:
+        """
+        return self._store.check(["founded"])
 
     def enter(self, alike: str, what: str) -> Members:
         """Joins, and returns the members when this process is one. ``alike``: what all must have in common, and the
@@ -150,9 +164,9 @@ class Membership:
 
         :meta private:
         """
-        if not self.has_state:
+        if not self._has_state:
             self._store.set("founded", "1")
-            self.has_state = True
+            self._has_state = True
 
     def leave(self) -> None:
         """Leaves the job in good order: when the others have taken the outer steps that this member has taken, or have
@@ -179,8 +193,9 @@ class Membership:
     def _join(self) -> Members:
         if self._heart is not None:
             self._heart.stop()
-        self._number = self._store.add("numbers", 1)
-        self._heart = Heart(self._store, self._number)
+        self._number, self._has_state = self._store.add("numbers", 1), False
+        own_connection: dist.Store = self._store.clone()  # type: ignore[attr-defined]
+        self._heart = Heart(own_connection, self._number, BEAT)
         newest = int(self._store.get("epoch")) if self._store.check(["epoch"]) else 0  # or an earlier one
         self._epoch = self._decided(newest) or _Epoch(0, ())
         return self._next()
@@ -191,7 +206,6 @@ class Membership:
             decided = self._await_decision()
             if decided is None or (self._number in self.members and self._number not in decided.members):
                 _log.warning("elastic: member %d was left out, and joins again", self._number)
-                self.has_state = False
                 return self._join()
             if self._number not in decided.members:
                 self._epoch = decided
@@ -205,7 +219,7 @@ class Membership:
         """Waits for the epoch after the present one, and decides on it if nobody else does. Returns None if this
         process was taken for dead."""
         following = self._epoch.number + 1
-        self._store.set(f"arrived/{following}/{self._number}", str(int(self.has_state)))
+        self._store.set(f"arrived/{following}/{self._number}", str(int(self._has_state)))
         began, watch = time.monotonic(), Watch(self._store)
         while True:
             if (decided := self._decided(following)) is not None:
@@ -236,7 +250,7 @@ class Membership:
             awaited = set()
         if awaited:
             return []
-        if any(arrived[number] for number in here) or not self._store.check(["founded"]):
+        if any(arrived[number] for number in here) or not self.is_founded():
             return here
         if self._decided(self._epoch.number + 1) is not None:
             return []

@@ -1,9 +1,7 @@
 """Outer optimizers: the sites of a run train on their own, and from time to time average what they have moved."""
 
 import contextlib
-import hashlib
 import logging
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from dltrain_ext.comm.groups import Members, group_of, members_of
 from dltrain_ext.comm.work import Work
 from dltrain_ext.elastic import Membership
 from dltrain_ext.local_sgd import checkpoint
+from dltrain_ext.local_sgd.agreement import Standing, catch_up, digest, equalize, hashed
 from dltrain_ext.local_sgd.fragments import Fragment, divide
 from dltrain_ext.local_sgd.link import Link
 from dltrain_ext.local_sgd.settings import NAMES, Settings
@@ -166,10 +165,10 @@ class DiLoCo:
             self._lay(2)  # or more sites; it is for a state that is loaded before
         else:
             self._connect(members_of(self._group))
-            if not self._link.agree(_hash(self._alike.encode())):
+            if not self._link.agree(self._alike):
                 raise ValueError(f"{NAMES}: expected the same at all sites")
         self._remember()
-        self._has_begun = False
+        self._has_begun = self._has_loaded = False
         self._beginning = inner.register_step_pre_hook(self._begin)
         self._hook = inner.register_step_post_hook(self._stepped)
 
@@ -185,9 +184,10 @@ class DiLoCo:
         self._message = torch.empty(max(each.message_bytes for each in self._fragments), dtype=torch.uint8)
 
     @property
-    def _alike(self) -> str:
-        """What all sites must have in common."""
-        return f"{self._settings} {[each.layout for fragment in self._fragments for each in fragment.trained]}"
+    def _alike(self) -> int:
+        """A number of what all sites must have in common."""
+        layouts = [each.layout for fragment in self._fragments for each in fragment.trained]
+        return hashed(f"{self._settings} {layouts}".encode())
 
     def _remember(self) -> None:
         """Takes the present parameters as those after the last outer step."""
@@ -201,24 +201,17 @@ class DiLoCo:
             return
         if self._membership is not None:
             self._enter(self._membership)
-        else:
+        elif not self._has_loaded:
             self._remember()
-            self._equalize()
+            equalize(self._link, self._fragments, self._inner)
             for part in self._parts:
                 self._share(part)
         self._has_begun = True
 
-    def _equalize(self) -> None:
-        """Gives all sites the parameters of the first one, if they differ."""
-        if not self._link.agree(self._digest(*self._fragments)):
-            for fragment in self._fragments:
-                self._link.give(fragment.backup, 0)
-                fragment.restore(self._inner)
-
     def _enter(self, membership: Membership) -> None:
-        if not membership.has_state:
+        if not self._has_loaded:
             self._remember()
-        self._go_on(membership, membership.enter(f"{_hash(self._alike.encode()):x}", NAMES))
+        self._go_on(membership, membership.enter(f"{self._alike:x}", NAMES))
         for each in self._trained:  # these gradients are those of other parameters
             if each.parameter.grad is not None:
                 each.parameter.grad.zero_()
@@ -228,8 +221,8 @@ class DiLoCo:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 self._connect(members)
-                self._catch_up(self.outer_steps if membership.has_state else -len(self._fragments))
-                if not self._link.agree(self._digest(*self._fragments)):
+                self._catch_up(membership.has_state or (self._has_loaded and not membership.is_founded()))
+                if not self._link.agree(digest(self._fragments, self.outer_steps)):
                     raise RuntimeError(
                         f"members {members.ranks}: expected one state after {self.outer_steps} outer steps"
                     )
@@ -240,11 +233,6 @@ class DiLoCo:
                     raise
                 members = membership.recover(self.lost)
         membership.keep()
-
-    def _digest(self, *fragments: Fragment) -> int:
-        """Returns a number, not 0, in which sites agree if they have taken the same outer steps of these fragments."""
-        sums = [fragment.digest() for fragment in fragments]
-        return _hash(struct.pack(f"<{len(sums) + 1}q", self.outer_steps, *sums)) | 1
 
     def _stepped(self, *_: Any) -> None:
         """Is called after each step of the inner optimizer."""
@@ -281,8 +269,8 @@ class DiLoCo:
             self._spoilt, self._flight = self._flight.fragment, None
 
     def _forget_spoilt(self) -> None:
-        for lost in self._spoilt.residuals().values() if self._spoilt else ():
-            lost.zero_()
+        if self._spoilt is not None:
+            self._spoilt.forget()
         self._spoilt = None
 
     @property
@@ -304,7 +292,9 @@ class DiLoCo:
         if not fragment.message_bytes:
             return
         began, waits = time.monotonic(), self._settings.delay == 0
-        self._flight.work = fragment.send(self._link.communicator, moved, message, self._digest(fragment), waits)
+        self._flight.work = fragment.send(
+            self._link.communicator, moved, message, digest([fragment], self.outer_steps), waits
+        )
         self._waited += time.monotonic() - began if waits else 0.0
 
     def _land(self) -> None:
@@ -402,31 +392,16 @@ class DiLoCo:
         self._abandon()
         self._forget_spoilt()
         self._connect(members_of(self._group))
-        self._catch_up(self.outer_steps)
+        self._catch_up(has_state=True)
 
-    def _catch_up(self, steps: int) -> None:
-        """Gives what the last outer steps have made to the sites that do not have it.
-
-        steps: how many this site has taken; so few that it lacks all fragments, if it has nothing of what the others
-        have. If no site has anything, they found the job with the parameters of the first one.
-        """
-        counts, dues = self._link.gather(steps), self._link.gather(self._due - self.steps)
-        most, several = max(counts), len(self._fragments)
-        if most < 0:
-            return self._equalize()
-        source = counts.index(most)
-        for behind in range(min(most - min(counts), several)):
-            index = (most - 1 - behind) % several
-            fragment = self._fragments[index]
-            for flat in (fragment.backup, fragment.momentum):
-                if flat is not None:
-                    self._link.give(flat, source)
-            if behind < most - steps:
-                fragment.restore(self._inner)
-                self._share(self._parts[index])
-        if steps < most:
-            self.outer_steps = most
-            self._due = self.steps + (dues[source] if steps < 0 else self._settings.interval)
+    def _catch_up(self, has_state: bool) -> None:
+        """Takes what others have made while this site was not with them."""
+        own = Standing(self.outer_steps, self._due - self.steps)
+        (self.outer_steps, due_in), taken = catch_up(self._link, self._fragments, self._inner, own, has_state)
+        if taken:  # one that joins has its averages when the others do
+            self._due = self.steps + (self._settings.interval if has_state else due_in)
+        for index in taken:
+            self._share(self._parts[index])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain tensors and numbers, for ``torch.save`` on every rank: counts, what all sites had after the
@@ -451,13 +426,11 @@ class DiLoCo:
             RuntimeError: an average is under way, which would write to what is loaded; :meth:`finish` waits for it.
         """
         loaded = checkpoint.check(state_dict, self._fragments, *self._place)
-        if self._membership is not None:
-            if self._has_begun:
-                raise RuntimeError("load_state_dict: expected a member that has made no step yet, got one that has")
-            self._membership.has_state = True
+        if self._membership is not None and self._has_begun:
+            raise RuntimeError("load_state_dict: expected a member that has made no step yet, got one that has")
         if self._flight is not None:
             raise RuntimeError("load_state_dict: expected no average under way, got one; call finish() first")
-        self._has_begun = self._membership is None
+        self._has_loaded = True
         checkpoint.apply(loaded, self._fragments)
         self.outer_steps, self.steps, due_in = loaded.counts
         self._due = self.steps + min(due_in, self._settings.interval)
@@ -499,7 +472,3 @@ class LocalSGD(DiLoCo):
         super().__init__(
             model, inner, sync_every=sync_every, codec=codec, lr=1.0, momentum=0.0, nesterov=False, **options
         )
-
-
-def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

@@ -101,6 +101,11 @@ class Fragment:
         found = {each: None if self._feedback is None else self._feedback.of(each.name) for each in self.trained}
         return {each.name: each.view(lost, 0) for each, lost in found.items() if lost is not None}
 
+    def forget(self) -> None:
+        """Forgets what encoding has lost."""
+        for lost in self.residuals().values():
+            lost.zero_()
+
     def send(
         self, communicator: Communicator, moved: Sequence[Tensor], message: Tensor, agreement: int, waits: bool
     ) -> Work | None:

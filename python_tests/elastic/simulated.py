@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dltrain_ext import elastic, local_sgd
-from dltrain_ext.elastic import heart, membership
+from dltrain_ext.elastic import membership, watch
 from dltrain_ext.local_sgd import diloco, fragments
 
 MOST_TURNS = 200_000  # of all members, in a schedule that does not hang
@@ -42,7 +42,7 @@ class World:
         return self._own.member
 
     def start(self, body):
-        member = Member(self, len(self.members))
+        member = Member(len(self.members))
 
         def run():
             self._own.member = member
@@ -98,7 +98,7 @@ class World:
         before, self.now = self.now, self.now + seconds
         for member in self.members:
             if member.number and not member.is_over and member.stands_until <= self.now:
-                beats = int(self.now / heart.BEAT) - int(before / heart.BEAT)
+                beats = int(self.now / watch.BEAT) - int(before / watch.BEAT)
                 key = f"beats/{member.number}"
                 self.values[key] = self.values.get(key, 0) + beats
 
@@ -111,14 +111,13 @@ class World:
 
 
 class Member:
-    def __init__(self, world, place):
+    def __init__(self, place):
         self.place, self.turn = place, threading.Semaphore(0)
         self.wakes = self.stands_until = 0.0
         self.is_over = self.is_killed = False
         self.number = 0  # whose heart beats
         self.error = None
         self.closed = set()  # the epochs whose connections it has closed
-        self.world = world
 
 
 class Store:
@@ -126,6 +125,9 @@ class Store:
 
     def __init__(self, world):
         self._world = world
+
+    def clone(self):
+        return self
 
     def _values(self):
         self._world.pause()
@@ -243,9 +245,9 @@ def simulated(world):
     patches = mock.patch.multiple(
         membership,
         time=SimpleNamespace(monotonic=lambda: world.now, sleep=lambda seconds: world.pause(5 * seconds)),
-        Heart=lambda store, number: _heart(world, number),
+        Heart=lambda store, number, interval: _heart(world, number),
     )
-    clock = mock.patch.object(heart, "time", SimpleNamespace(monotonic=lambda: world.now))
+    clock = mock.patch.object(watch, "time", SimpleNamespace(monotonic=lambda: world.now))
     link = mock.patch.object(diloco, "Link", lambda *given: Link(world, *given))
     sums = mock.patch.multiple(fragments.Fragment, send=_send, step=_step)
     prefix = mock.patch.object(dist, "PrefixStore", lambda prefix, store: store)

@@ -135,6 +135,24 @@ def test_a_checkpoint_goes_on_as_a_new_job(store):
         site.outer.close()
 
 
+def test_a_state_that_was_loaded_does_not_replace_that_of_a_job_that_runs(store):
+    """However far it is."""
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    further = Site(other, 3, codec="raw")
+    until([further], 20)
+    state = further.outer.state_dict()
+    further.outer.close()
+    first, second = (Site(store, seed, codec="raw") for seed in (1, 2))
+    until([first], 1)
+    second.outer.load_state_dict(state)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(train_together, (first, second)))
+    assert first.outer.outer_steps == second.outer.outer_steps < 20
+    assert torch.equal(first.kept(), second.kept())
+    for site in (first, second):
+        site.outer.close()
+
+
 def test_one_that_comes_after_the_end_is_told_so(store):
     first = Site(store, 1)
     until([first], 1)

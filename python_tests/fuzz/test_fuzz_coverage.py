@@ -25,8 +25,8 @@ DATA = {
         "monitor.Finding",
         "population.Winner",
         # The outer optimizers call these.
-        *(f"elastic.Membership.{name}" for name in ("enter", "announce", "changed", "recover", "keep")),
-        *(f"elastic.Membership.{name}" for name in ("number", "members", "epoch", "leave")),
+        *(f"elastic.Membership.{name}" for name in ("enter", "announce", "changed", "recover", "keep", "is_founded")),
+        *(f"elastic.Membership.{name}" for name in ("number", "members", "epoch", "leave", "has_state")),
         "comm.Communicator.connect",
         "comm.CallOptions",
         "comm.Work.then",

@@ -34,20 +34,8 @@ PARTS = {
 
 # Python module -> the modules of the package that it may use
 MODULES = {
-    "__init__": {
-        "amp",
-        "codecs",
-        "comm",
-        "ddp",
-        "elastic",
-        "kfac",
-        "local_sgd",
-        "monitor",
-        "optim",
-        "population",
-        "sim",
-    }
-    | {"_build_info"},
+    "__init__": {"amp", "codecs", "comm", "ddp", "elastic", "kfac", "local_sgd", "monitor", "optim", "population"}
+    | {"sim", "_build_info"},
     "_ops": {"_C", "_build_info"},
     "_arguments": set(),
     "reference": set(),
