@@ -6,6 +6,7 @@ Run so, it is such a process; it writes what happens as lines of JSON, with time
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import queue
@@ -204,7 +205,8 @@ def main() -> None:
             last = outer.outer_steps
             tell(outer=last, at=time.monotonic())
     done = time.monotonic()
-    tell(digest=outer._digest(*outer._fragments), completed=done)
+    kept = b"".join(value.numpy().tobytes() for value in outer.state_dict()["backup"].values())
+    tell(digest=hashlib.sha256(kept).hexdigest(), completed=done)
     with contextlib.suppress(RuntimeError):
         dist.barrier(outer.group)  # so that rank 0, which has the store, is the last to end
     os._exit(0)
