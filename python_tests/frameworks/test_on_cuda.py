@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from contributions import same_everywhere
 from ranks import on_gpu, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dltrain_ext import amp, ddp, fsdp, kfac, local_sgd, monitor, optim, ps
+from dltrain_ext import amp, comm, ddp, elastic, fsdp, kfac, local_sgd, monitor, optim, population, ps, sim
 
 pytestmark = pytest.mark.gpu
 STEPS, WIDTH, CLASSES = 12, 128, 10
@@ -56,6 +57,47 @@ def averaging(rank, world_size, device, options):
         kept_in_their_type = kept.to(next(model.parameters()).dtype).float()
         assert torch.equal(values(model), kept_in_their_type)
     return kept
+
+
+def joining(rank, world_size, device):
+    """Both are members of a job from the beginning."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    ports = [store and store.port]
+    dist.broadcast_object_list(ports)
+    own = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+    model = make(device)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    members = elastic.Membership(own, least=world_size)
+    outer = local_sgd.DiLoCo(model, optimizer, sync_every=4, codec="raw", group=members)
+    train(model, optimizer, rank, device)
+    assert outer.outer_steps == 3 and members.members == (1, 2)
+    outer.close()
+    dist.barrier()  # before the store goes
+    return values(model)
+
+
+def budgeting(rank, world_size, device):
+    model = DistributedDataParallel(make(device))
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    choices = {codec: [comm.Choice(1 << 20, "direct", 1, time, True)] for codec, time in (("raw", 2.0), ("int8", 1.0))}
+    tuning = comm.Tuning(world_size, sim.Network(), choices)
+    state = ddp.register(model, "auto", max_error=0.05, tuning=tuning, min_compress_numel=0)
+    train(model, optimizer, rank, device)
+    assert "int8" in state.state_dict()["budget"]["codecs"].values()
+    assert same_everywhere(values(model))
+    return values(model)
+
+
+def copying(rank, world_size, device):
+    """The second member becomes a copy of the first, and trains on as it does."""
+    model = make(device)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2 * (rank + 1), state_codec="int8")
+    train(model, optimizer, rank, device)
+    winner = population.exploit(model, optimizer, -rank, fraction=0.5)
+    assert (winner and winner.rank) == (None if rank == 0 else 0)
+    train(model, optimizer, 7, device)
+    assert same_everywhere(values(model))
+    return values(model)
 
 
 def sharding(rank, world_size, device, codec):
@@ -117,6 +159,9 @@ CASES = {
     "DiLoCo in int4": (averaging, {}),
     "DiLoCo with a delay": (averaging, {"delay": 1, "fragments": 2}),
     "DiLoCo of bf16": (averaging, {"dtype": torch.bfloat16, "codec": "int8"}),
+    "DiLoCo of members": (joining,),
+    "error budget": (budgeting,),
+    "population": (copying,),
     "ZeRO-1": (sharding, "raw"),
     "ZeRO-1 in int8": (sharding, "int8"),
     "FSDP2": (gathering, False),
