@@ -181,14 +181,14 @@ def main() -> None:
     runner = make_runner(side, layers_of(width), Schedule(fault.sync_every, 1, fault.delay))
     outer = runner.outer
     assert outer
-    depart, departed = outer._depart, list[float]()
+    depart, departed = outer._exchange._depart, list[float]()
 
     def told() -> None:
         departed.append(time.monotonic())
         tell(departs=len(departed), at=departed[-1])
         depart()
 
-    outer._depart = told  # type: ignore[method-assign]
+    outer._exchange._depart = told  # type: ignore[method-assign]
     x = torch.randn(settings["batch"], width, generator=torch.Generator().manual_seed(rank))
     last, until = 0, None
     while until is None or outer.outer_steps < until:

@@ -169,7 +169,7 @@ class MainThread:
         self.total, self.outer = 0.0, runner.outer
         self.before = self.outer.outer_steps if self.outer else 0
         for name in ("_depart", "_land") if self.outer else ():
-            setattr(self.outer, name, self.timed(getattr(self.outer, name)))
+            setattr(self.outer._exchange, name, self.timed(getattr(self.outer._exchange, name)))
 
     def timed(self, call: Callable[[], Any]) -> Callable[[], None]:
         def wrapped() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from dltrain_ext import elastic, local_sgd
 from dltrain_ext.elastic import membership, watch
-from dltrain_ext.local_sgd import diloco, fragments
+from dltrain_ext.local_sgd import averaging, fragments
 
 MOST_TURNS = 200_000  # of all members, in a schedule that does not hang
 LONG = 3600.0  # s, likewise
@@ -248,7 +248,7 @@ def simulated(world):
         Heart=lambda store, number, interval: _heart(world, number),
     )
     clock = mock.patch.object(watch, "time", SimpleNamespace(monotonic=lambda: world.now))
-    link = mock.patch.object(diloco, "Link", lambda *given: Link(world, *given))
+    link = mock.patch.object(averaging, "Link", lambda *given: Link(world, *given))
     sums = mock.patch.multiple(fragments.Fragment, send=_send, step=_step)
     prefix = mock.patch.object(dist, "PrefixStore", lambda prefix, store: store)
     return patches, clock, link, sums, prefix

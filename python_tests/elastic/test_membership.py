@@ -40,7 +40,7 @@ class Site:
         train(self.model, self.inner, self.seed, range(self.steps, self.steps + 1))
 
     def kept(self):
-        fragments = self.outer._fragments
+        fragments = self.outer._exchange.fragments
         return torch.cat([flat for each in fragments for flat in (each.backup, each.momentum)]).clone()
 
 

@@ -17,7 +17,9 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def digest_of(outer):
-    kept = b"".join(flat.numpy().tobytes() for each in outer._fragments for flat in (each.backup, each.momentum))
+    kept = b"".join(
+        flat.numpy().tobytes() for each in outer._exchange.fragments for flat in (each.backup, each.momentum)
+    )
     return hashlib.sha256(kept).hexdigest()
 
 
@@ -71,13 +73,13 @@ class Schedule:
             key = members.epoch, outer.outer_steps
             assert self.states.setdefault(key, digest_of(outer)) == self.states[key], f"two states: {key}"
 
-        go_on = outer._go_on
+        go_on = outer._exchange._go_on
 
         def observed(*given):
             go_on(*given)
             look()
 
-        outer._go_on = observed
+        outer._exchange._go_on = observed
         while outer.outer_steps < OUTER_STEPS * self.settings["fragments"]:
             if outer.outer_steps >= self.leaves.get(place, OUTER_STEPS * 9):
                 outer.close()

@@ -52,7 +52,7 @@ class State(NamedTuple):
 def state_of(outer, members):
     """Unlike a checkpoint it does not finish an average that is under way."""
     digest = hashlib.sha256()
-    for fragment in outer._fragments:
+    for fragment in outer._exchange.fragments:
         digest.update(fragment.backup.numpy().tobytes())
         digest.update(fragment.momentum.numpy().tobytes())
     return State(members.number, members.epoch, outer.outer_steps, digest.hexdigest())

@@ -219,11 +219,11 @@ def refuse(rank, world_size, key):
     before = copy.deepcopy(state), flat(model)
     spoil, error, match = INVALID[key]
     train(model, inner, rank, range(6, 7))
-    mine = outer.steps, outer._due, outer._flight
+    mine = outer.steps, outer._exchange._due, outer._exchange._flight
     assert mine[-1] is not None
     with pytest.raises(error, match=match):
         outer.load_state_dict(spoil(state))
-    assert (outer.steps, outer._due, outer._flight) == mine
+    assert (outer.steps, outer._exchange._due, outer._exchange._flight) == mine
     assert all(same(state[flats], before[0][flats]) for flats in ("backup", "momentum"))
     train(model, inner, rank, range(7, 12))
     return backups(outer)
@@ -240,7 +240,7 @@ def load_under_way(rank, world_size):
     train(model, inner, rank, range(1, 7))
     state = copy.deepcopy(outer.state_dict())
     train(model, inner, rank, range(7, 9))
-    assert outer._flight is not None
+    assert outer._exchange._flight is not None
     with pytest.raises(RuntimeError, match="under way"):
         outer.load_state_dict(state)
     outer.finish()

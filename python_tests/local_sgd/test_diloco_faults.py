@@ -131,7 +131,7 @@ def one_has_the_mean(rank, world_size, schedule, behind):
     step = go_on(model, inner, outer, rank, 2, 1)
     if rank == behind:
         with (
-            mock.patch.object(outer, "_step", side_effect=dist.DistBackendError("interrupted")),
+            mock.patch.object(outer._exchange, "_step", side_effect=dist.DistBackendError("interrupted")),
             pytest.raises(dist.DistBackendError, match="interrupted"),
         ):
             go_on(model, inner, outer, rank, 3, step)
@@ -159,7 +159,7 @@ def with_a_flipped_bit(rank, world_size, schedule):
     fragments = schedule.get("fragments", 1)
     step = go_on(model, inner, outer, rank, 2 * fragments, 1)
     outer.finish()
-    kept = outer._fragments[-1].backup
+    kept = outer._exchange.fragments[-1].backup
     before = kept.clone()
     if rank == 1:
         kept.view(torch.int32)[5] ^= 1 << 20
@@ -180,7 +180,7 @@ def with_swapped_values(rank, world_size):
     model, inner, outer = make()
     step = go_on(model, inner, outer, rank, 2, 1)
     if rank == 1:
-        backup = outer._fragments[0].backup
+        backup = outer._exchange.fragments[0].backup
         backup[:32] = backup[:32].roll(16)
     with pytest.raises(dist.DistBackendError, match="does not agree with rank"):
         train(model, inner, rank, range(step, step + 12))
@@ -293,7 +293,7 @@ def test_the_addresses_of_a_named_interface():
 def end(rank, world_size):
     model, inner, outer = make(delay=3)
     train(model, inner, rank, range(1, 6))
-    assert outer._flight is not None
+    assert outer._exchange._flight is not None
     dist.barrier()  # the site that closes first fails the average of one that is still to take the step
     outer.close()
     train(model, inner, rank, range(6, 30))
