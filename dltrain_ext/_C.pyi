@@ -378,7 +378,9 @@ class ServerSettings:
         delay_compensation: float,
         lockstep: bool,
         records: bool,
-    ) -> None: ...
+        grace: float,
+    ) -> None:
+        """grace: in seconds; 0 for none."""
 
 class ClientBlock:
     """A block as a worker has it: elements of one of its tensors, and its server. The residual is what encoding has
@@ -396,7 +398,8 @@ class ClientBlock:
     ) -> None: ...
 
 class Handled:
-    """A message that a server has handled. what: 0 for a push, 1 for a pull, 2 if the worker has left."""
+    """What a server has handled. what: 0 for a push, 1 for a pull, 2 if the worker has left, 4 for a pull that waits
+    until the worker's own pushes are applied; 3 for the end of a grace: the number -1, the version and the block."""
 
     def __init__(self, what: int, worker: int, clock: int, first_block: int) -> None: ...
     @property
@@ -447,8 +450,18 @@ class StoreNode:
         factor: float,
         rates: Sequence[float],
         skips: bool = False,
+        weight: float = 1.0,
+    ) -> StoreTicket:
+        """Sends factor times the values. weight: with a grace, the servers divide by the sum of those of a version."""
+    def pull(
+        self,
+        clock: int,
+        staleness: int | None,
+        keys: Sequence[int],
+        into: Sequence[Tensor],
+        *,
+        applied: bool = False,
     ) -> StoreTicket: ...
-    def pull(self, clock: int, staleness: int | None, keys: Sequence[int], into: Sequence[Tensor]) -> StoreTicket: ...
     def save(self, with_data: bool) -> StoreTicket:
         """Waits until all workers have called this. The ticket then has the states of the servers, if wanted."""
     def restore(self, server: int, updated: bool, numbers: Tensor) -> None:
@@ -456,6 +469,8 @@ class StoreNode:
     def reasons(self, ticket: StoreTicket, patience: float) -> str:
         """What a ticket waits for, in words. The servers have so many seconds to say it."""
     def record(self) -> list[Handled]: ...
+    def replayed(self) -> int:
+        """How much of the record that it replays is done."""
     def applied(self) -> list[int]: ...
     def bytes(self) -> int: ...
     def finish(self, timeout: float | None = None) -> bool:

@@ -87,6 +87,7 @@ def make_node(
             delay_compensation=settings.delay_compensation,
             lockstep=settings.lockstep,
             records=settings.records,
+            grace=settings.grace,
             is_first=is_first,
         )
     residuals: dict[tuple[int, int], Tensor] = {}

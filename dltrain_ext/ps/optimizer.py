@@ -35,8 +35,8 @@ class Optimizer(torch.optim.Optimizer):
             dicts with ``params`` and options. Parameters are float32, float16 or bfloat16, on any device; the servers
             have them in float32, so half-precision parameters need no masters.
         optimizer: a class of ``dltrain_ext.optim`` except SGLD; its options are ``options``.
-        group, servers, quorum, staleness, codec, pull_codec, error_feedback, delay_compensation, timeout, window,
-        record: as in :class:`Store`.
+        group, servers, quorum, grace, staleness, codec, pull_codec, error_feedback, delay_compensation, timeout,
+        window, record: as in :class:`Store`.
         ranks_per_host: how many consecutive ranks of the group share a host. The first of them adds up their gradients,
             pushes the sum, pulls, and gives the others the parameters. Then all hosts' first ranks serve, and a
             ``state_dict`` is made and loaded by them alone.
@@ -61,6 +61,7 @@ class Optimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
         servers: Sequence[int] | None = None,
         quorum: str | int = "all",
+        grace: timedelta | None = None,
         staleness: int | None = 0,
         codec: str = "raw",
         pull_codec: str | None = None,
@@ -90,6 +91,7 @@ class Optimizer(torch.optim.Optimizer):
             servers,
             optimizer=optimizer,
             quorum=quorum,
+            grace=grace,
             staleness=staleness,
             codec=codec,
             pull_codec=pull_codec,
@@ -147,7 +149,11 @@ class Optimizer(torch.optim.Optimizer):
             gradients = self._host.reduce(gradients)
             finite = are_finite(gradients.values())
         if self._is_worker:
-            weight = None if self._host is None or self.store.quorum else self._host.share / self.store.workers
+            weight = None
+            if self._host is not None and self.store.grace is not None:
+                weight = self._host.share
+            elif self._host is not None and not self.store.quorum:
+                weight = self._host.share / self.store.workers
             pull = self.store.push_pull(gradients, self._parameters, rates=rates, weight=weight, finite=finite)
             pull.wait()
             self._read = pull.versions

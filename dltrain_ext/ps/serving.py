@@ -80,7 +80,15 @@ class Shard:
         return values.view(key.shape) if block.numel == key.numel else values
 
     def settings(
-        self, *, quorum: int, window: int, delay_compensation: float, lockstep: bool, records: bool, is_first: bool
+        self,
+        *,
+        quorum: int,
+        window: int,
+        delay_compensation: float,
+        lockstep: bool,
+        records: bool,
+        grace: float,
+        is_first: bool,
     ) -> "_ops.ServerSettings":
         """Returns what the compiled server is made of. is_first: no block has been updated before."""
         rules, group_of = [], {}
@@ -120,4 +128,5 @@ class Shard:
             delay_compensation=delay_compensation,
             lockstep=lockstep,
             records=records,
+            grace=grace,
         )

@@ -27,6 +27,7 @@ class Settings:
         delay_compensation: the factor lambda.
         window: how many pushes of a worker may wait.
         records: whether servers record the order of what they handle.
+        grace: how many seconds a quorum waits for more contributions; 0 for none.
     """
 
     servers: tuple[int, ...]
@@ -42,6 +43,7 @@ class Settings:
     delay_compensation: float
     window: int
     records: bool
+    grace: float = 0.0
 
     def text(self) -> str:
         return json.dumps(asdict(self) | {"keys": [list(key) for key in self.keys]})

@@ -19,6 +19,7 @@ from dltrain_ext.ps.layout import Key
 from dltrain_ext.ps.replaying import Record
 from dltrain_ext.ps.serving import PLAIN, PLAIN_OPTIONS, completed, optimizer_named
 from dltrain_ext.ps.settings import SERVES, Settings
+from dltrain_ext.ps.weights import check_grace, factors
 from dltrain_ext.ps.work import Work
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,8 +42,11 @@ class Store:
     asynchronous         1         None       what is there
     ===================  ========  =========  =====================================================================
 
-    With a quorum between 1 and all, a push may be in no version for a while; a pull then waits until the servers have
-    the pushes, not until they are applied.
+    With a quorum between 1 and all, or with a ``grace``, a push may be in no version for a while; a pull then waits
+    until the servers have the pushes, and with ``applied=True`` until they are applied.
+
+    With a ``grace`` a version is made of at least ``quorum`` contributions, and of all others whose push has come by
+    the end of the grace. It is their weighted mean, sum(w v) / sum(w), where w is the ``weight`` of a push.
 
     Large tensors are divided, so each server has about as many bytes. All ranks of the group that do not call
     :func:`serve` make the store, in the same order and with the same arguments.
@@ -54,6 +58,9 @@ class Store:
         optimizer: a class of ``dltrain_ext.optim`` except SGLD, which updates the values with the pushed gradients; its
             options are ``options``. None: what is pushed is added to the values, averaged over the quorum.
         quorum: ``"all"``, or how many contributions make a version.
+        grace: how long the servers wait for more contributions to a version once a quorum of them is in. It ends when
+            all workers that are left have contributed. None: they do not wait. Not with quorum ``"all"``, and not with
+            delay compensation.
         codec: the codec of pushes and, where ``pull_codec`` is None, of pulls. With a codec that is not exact, pulls
             send the difference to what the worker holds, which its server knows bit for bit, so what one pull loses is
             in the next one. Gradients have error feedback.
@@ -80,6 +87,7 @@ class Store:
         *,
         optimizer: type | None = None,
         quorum: str | int = "all",
+        grace: timedelta | None = None,
         staleness: int | None = 0,
         codec: str = "raw",
         pull_codec: str | None = None,
@@ -104,6 +112,7 @@ class Store:
             raise ValueError(f"delay_compensation: expected a number >= 0, got {delay_compensation!r}")
         if delay_compensation and quorum != 1:
             raise ValueError(f"delay_compensation: expected 0 with quorum {quorum!r}, got {delay_compensation!r}")
+        self._grace = check_grace(grace, quorum, delay_compensation)
         check_number(window, "window", 2**20)
         self._quorum = 0 if quorum == "all" else int(quorum)
         self._staleness, self._codec, self._pull_codec = staleness, codec, pull_codec
@@ -157,6 +166,7 @@ class Store:
                 delay_compensation=self._delay_compensation,
                 window=self._window,
                 records=self._records,
+                grace=self._grace,
             ).text()
         )
         if self._quorum > len(settings.workers):
@@ -191,6 +201,11 @@ class Store:
         return self._quorum
 
     @property
+    def grace(self) -> timedelta | None:
+        """How long a quorum waits for more contributions; None if it does not."""
+        return timedelta(seconds=self._grace) if self._grace else None
+
+    @property
     def options(self) -> tuple[Mapping[str, Any], ...]:
         """The options of the optimizer for each group of keys."""
         self._made()
@@ -219,7 +234,9 @@ class Store:
             clock: how often this worker has pushed these keys before; None: it is counted.
             rates: the learning rate of each group for the versions to which this push contributes; None: as before. If
                 a version is made of several pushes, the last one's count.
-            weight: the factor of this contribution; None: one over the number of contributions of a version.
+            weight: the factor of this contribution; None: one over the number of contributions of a version. With a
+                ``grace``: its weight in the mean, a finite number > 0; None: 1. The values are multiplied by it before
+                they are encoded, so with codec ``"fp16"`` they overflow where the product is above 65504.
             finite: False: the values are not finite, and are not read. A version of which one contribution is not
                 finite changes nothing, and the workers learn it from their next pull.
 
@@ -228,11 +245,10 @@ class Store:
         """
         node = self._made()
         numbers, clock = self._named(values, "values", clock)
+        factor, weight = factors(self._settings, weight)
         self._set_rates(rates)
-        shares = self._settings.quorum or len(self._settings.workers)
-        weight = 1.0 / shares if weight is None else weight
         tensors = [_plain(value) for value in values.values()]
-        ticket = node.push(clock, numbers, tensors, factor=weight, rates=self._rates, skips=not finite)
+        ticket = node.push(clock, numbers, tensors, factor=factor, rates=self._rates, skips=not finite, weight=weight)
         for name in values:
             self._clocks[name] += 1
         return Work(f"push of clock {clock}", node, [ticket], self._wait)
@@ -244,18 +260,30 @@ class Store:
             raise ValueError(f"rates: expected {len(self._rates)}, got {rates!r}")
         self._rates = [as_number(rate, "rates") for rate in rates]
 
-    def pull(self, into: Mapping[str, Tensor], clock: int | None = None, staleness: int | str | None = "store") -> Work:
+    def pull(
+        self,
+        into: Mapping[str, Tensor],
+        clock: int | None = None,
+        staleness: int | str | None = "store",
+        *,
+        applied: bool = False,
+    ) -> Work:
         """Reads values from their servers.
 
         Args:
             into: the tensors that are written, by name, with the shapes of the keys.
             clock: how many of this worker's pushes the values must contain; None: all of them.
             staleness: how many clocks other workers may be behind; None: any number. By default the store's.
+            applied: True: with a quorum between 1 and all, or with a ``grace``, wait until this worker's own pushes
+                are applied, which is so in all other modes anyway. That may take as long as other workers do not
+                complete the version, and they may wait alike at another key. So the caller should have other work to
+                do, such as its next push, and ask ``Work.is_completed`` now and then. If other workers leave, the
+                quorum is at most those that are left.
 
         Returns:
             A :class:`Work`. When ``wait`` returns, the tensors are written, and ``versions`` says what was read.
         """
-        return self._pull(into, clock, staleness)
+        return self._pull(into, clock, staleness, applied=applied)
 
     def push_pull(
         self,
@@ -289,7 +317,13 @@ class Store:
         return work or self._pull(into, clock + 1)
 
     def _pull(
-        self, into: Mapping[str, Tensor], clock: int | None, staleness: int | str | None = "store", coming: int = 0
+        self,
+        into: Mapping[str, Tensor],
+        clock: int | None,
+        staleness: int | str | None = "store",
+        *,
+        coming: int = 0,
+        applied: bool = False,
     ) -> Work:
         """coming: how many pushes follow that the clock already counts."""
         node = self._made()
@@ -297,7 +331,8 @@ class Store:
         _check_staleness(allowed)
         numbers, clock = self._named(into, "into", clock, pulls=True, coming=coming)
         targets = [(value, _target(value)) for value in into.values()]
-        ticket = node.pull(clock, allowed, numbers, [target for _, target in targets])
+        applied = bool(applied) and (self._quorum > 1 or self._grace > 0)  # else its pushes are applied when they come
+        ticket = node.pull(clock, allowed, numbers, [target for _, target in targets], applied=applied)
 
         def write() -> None:
             with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -84,10 +85,10 @@ def test_a_record_replays_to_the_same_bits(way, tmp_path):
             assert torch.equal(replayed[name], value), name
 
 
-def end_one_after_another(rank, world_size):
+def end_one_after_another(rank, world_size, grace):
     """Return the record, and what the server holds when all workers have left."""
     values = {name: torch.nn.Parameter(value) for name, value in initial().items()}
-    options = {"quorum": 2, "staleness": None, "lr": 0.1, "timeout": FAR, "record": True}
+    options = {"quorum": 2, "grace": grace, "staleness": None, "lr": 0.1, "timeout": FAR, "record": True}
     optimizer = ps.Optimizer(values.items(), optim.Adagrad, servers=[0], **options)
     for clock in range(PUSHES + rank):
         held = {name: p.detach() for name, p in values.items()}
@@ -100,9 +101,10 @@ def end_one_after_another(rank, world_size):
     ] if rank == 0 else []
 
 
-def test_a_quorum_is_at_most_the_workers_that_are_left():
+@pytest.mark.parametrize("grace", [None, timedelta(milliseconds=1)])
+def test_a_quorum_is_at_most_the_workers_that_are_left(grace):
     """Some contributions of the last worker are versions of their own."""
-    (record, last), *_ = run_ranks(3, end_one_after_another)
+    (record, last), *_ = run_ranks(3, end_one_after_another, grace)
     pushes = sum(what == 0 for what, *_ in record.handled[0])
     assert pushes == 3 * PUSHES + 3
     for ours, value in zip(ps.replay(record, initial(), gradients).values(), last, strict=True):

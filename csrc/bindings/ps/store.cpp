@@ -57,6 +57,7 @@ struct ServerSettings {
   int64_t window;
   float delay_compensation;
   bool lockstep, records;
+  double grace;  // in seconds; 0: none
 };
 
 struct ClientBlock {
@@ -82,7 +83,9 @@ std::unique_ptr<ps::Server> make_server(const ServerSettings& given, const std::
   for (size_t group = 0; group < given.rules.size(); ++group) {
     updaters.push_back(ps::make_updater(given.rules[group], std::move(slots[group])));
   }
-  ps::Server::Options options{workers, given.quorum, given.window, &push, &pull, given.delay_compensation, given.lockstep, given.records};
+  const auto grace = std::chrono::ceil<dltrain::Clock::duration>(std::chrono::duration<double>(given.grace));
+  ps::Server::Options options{workers,        given.quorum,  given.window, &push, &pull, given.delay_compensation,
+                              given.lockstep, given.records, grace};
   return std::make_unique<ps::Server>(caller_context(at::kCPU), std::move(options), std::move(blocks), std::move(updaters));
 }
 
@@ -156,17 +159,17 @@ class StoreNode {
   bool poll() { return node_->poll(); }
 
   StoreTicket push(int64_t clock, const std::vector<int>& keys, const Tensors& gradients, float factor, const std::vector<double>& rates,
-                   bool skips) {
+                   bool skips, float weight) {
     const auto items = items_of(keys, gradients, "values", false);
     py::gil_scoped_release no_gil;
-    return {at_work([&] { return node_->push(clock, items, factor, rates, skips); })};
+    return {at_work([&] { return node_->push(clock, items, factor, rates, skips, weight); })};
   }
 
-  StoreTicket pull(int64_t clock, std::optional<int64_t> staleness, const std::vector<int>& keys, Tensors into) {
+  StoreTicket pull(int64_t clock, std::optional<int64_t> staleness, const std::vector<int>& keys, Tensors into, bool applied) {
     const auto items = items_of(keys, into, "into", true);
     const auto kept = std::make_shared<Tensors>(std::move(into));
     py::gil_scoped_release no_gil;
-    return {at_work([&] { return node_->pull(clock, staleness, items, kept); })};
+    return {at_work([&] { return node_->pull(clock, staleness, items, kept, applied); })};
   }
 
   StoreTicket save(bool with_data) {
@@ -193,6 +196,11 @@ class StoreNode {
       if (server) record = server->record();
     });
     return record;
+  }
+
+  size_t replayed() {
+    py::gil_scoped_release no_gil;
+    return node_->replayed();
   }
 
   std::vector<int64_t> applied() {
@@ -274,11 +282,11 @@ void bind_store(py::module_& module) {
            py::kw_only(), py::arg("name"), py::arg("hyper"), py::arg("states"), py::arg("maximize"));
   py::class_<ServerSettings>(module, "ServerSettings")
       .def(py::init([](std::vector<ServerBlock> blocks, std::vector<ps::Rule> rules, int quorum, int64_t window, float delay_compensation,
-                       bool lockstep, bool records) {
-             return ServerSettings{std::move(blocks), std::move(rules), quorum, window, delay_compensation, lockstep, records};
+                       bool lockstep, bool records, double grace) {
+             return ServerSettings{std::move(blocks), std::move(rules), quorum, window, delay_compensation, lockstep, records, grace};
            }),
            py::kw_only(), py::arg("blocks"), py::arg("rules"), py::arg("quorum"), py::arg("window"), py::arg("delay_compensation"),
-           py::arg("lockstep"), py::arg("records"));
+           py::arg("lockstep"), py::arg("records"), py::arg("grace"));
   py::class_<ClientBlock>(module, "ClientBlock")
       .def(py::init(
                [](int key, int64_t first, int server, int64_t numel, std::optional<at::Tensor> residual, std::optional<at::Tensor> base) {
@@ -321,12 +329,14 @@ void bind_store(py::module_& module) {
       .def("start", &StoreNode::start)
       .def("poll", &StoreNode::poll, py::call_guard<py::gil_scoped_release>())
       .def("push", &StoreNode::push, py::arg("clock"), py::arg("keys"), py::arg("values"), py::kw_only(), py::arg("factor"),
-           py::arg("rates"), py::arg("skips") = false)
-      .def("pull", &StoreNode::pull, py::arg("clock"), py::arg("staleness"), py::arg("keys"), py::arg("into"))
+           py::arg("rates"), py::arg("skips") = false, py::arg("weight") = 1.0f)
+      .def("pull", &StoreNode::pull, py::arg("clock"), py::arg("staleness"), py::arg("keys"), py::arg("into"), py::kw_only(),
+           py::arg("applied") = false)
       .def("save", &StoreNode::save, py::arg("with_data"))
       .def("restore", &StoreNode::restore, py::arg("server"), py::arg("updated"), py::arg("numbers"))
       .def("reasons", &StoreNode::reasons, py::arg("ticket"), py::arg("patience"))
       .def("record", &StoreNode::record)
+      .def("replayed", &StoreNode::replayed)
       .def("applied", &StoreNode::applied)
       .def("bytes", &StoreNode::bytes)
       .def("finish", &StoreNode::finish, py::arg("timeout") = py::none())

@@ -14,6 +14,7 @@ Core::Core(const Options& options) : options_(options), quorum_(options.quorum =
   check(options.quorum == all || (options.quorum >= 1 && options.quorum <= options.workers), "quorum: expected all (", all, ") or 1 to ",
         options.workers, ", the number of workers, got ", options.quorum);
   check(options.window >= 1, "window: expected at least 1, got ", options.window);
+  check(!options.grace || options.quorum != all, "grace: expected none with quorum all");
   keys_.resize(options.keys);
   progress_.resize(first_of(options.keys));
   candidates_.resize(progress_.size());
@@ -51,11 +52,7 @@ void Core::push(int key, const Contribution& contribution, std::vector<Action>& 
     add_candidate(key, worker);
     has_changed |= make_versions(key, actions);
   }
-  if (!has_changed) return;
-  keys_[key].last_watcher = -1;
-  for (int reader = std::exchange(keys_[key].first_watcher, -1); reader >= 0;) {
-    advance(std::exchange(reader, readers_[reader].next), actions);
-  }
+  if (has_changed) wake(key, actions);
 }
 
 void Core::pull(Pull pull, std::vector<Action>& actions) {
@@ -109,6 +106,14 @@ void Core::leave(int worker, std::vector<Action>& actions) {
   }
 }
 
+void Core::elapse(int key, int64_t version, std::vector<Action>& actions) {
+  check_key(key);
+  if (!keys_[key].in_grace || version != keys_[key].version + 1) return;
+  make_version(key, actions);
+  make_versions(key, actions);
+  wake(key, actions);
+}
+
 int64_t Core::version(int key) const {
   check_key(key);
   return keys_[key].version;
@@ -126,10 +131,12 @@ std::vector<int> Core::lacking(int64_t pull) const {
   const Pull& its = readers_[reader].pull;
   std::vector<bool> lacks(options_.workers);
   for (const int key : its.keys) {
+    // Its own push has come, and the version that will have it has not.
+    const bool is_unmade = its.applied && counted(its, key, its.worker) < its.clock && received(key, its.worker) >= its.clock;
     for (int worker = 0; worker < options_.workers; ++worker) {
       // The versions that the reader needs have the pushes of all.
       const int64_t clock = needed(its, options_.quorum == all ? its.worker : worker);
-      if (received(key, worker) < clock) lacks[worker] = true;
+      if (received(key, worker) < clock || (is_unmade && !left_[worker] && !is_candidate(key, worker))) lacks[worker] = true;
     }
   }
   std::vector<int> workers;
@@ -144,7 +151,7 @@ std::vector<int64_t> Core::state() const {
   numbers.push_back(quorum_);
   for (int k = 0; k < options_.keys; ++k) {
     const Key& key = keys_[k];
-    numbers.insert(numbers.end(), {key.version, key.limit, key.limited_by, key.candidates});
+    numbers.insert(numbers.end(), {key.version, key.limit, key.limited_by, key.candidates, key.in_grace});
     for (int i = 0; i < key.candidates; ++i) numbers.push_back(candidates_[first_of(k) + i]);
     for (int reader = key.first_watcher; reader >= 0; reader = readers_[reader].next) numbers.push_back(readers_[reader].pull.id);
     std::vector<std::pair<int64_t, std::array<int64_t, 3>>> arrived;
@@ -154,7 +161,7 @@ std::vector<int64_t> Core::state() const {
       for (int i = its.first; i >= 0; i = waiting_[i].next) {
         const auto& [clock, id, arrival, next] = waiting_[i];
         // Where versions have one worker, or all in their order, it does not count who came first.
-        arrived.push_back({options_.quorum > 1 ? arrival : 0, {worker, clock, id}});
+        arrived.push_back({options_.quorum > 1 || options_.grace ? arrival : 0, {worker, clock, id}});
       }
     }
     std::sort(arrived.begin(), arrived.end());
@@ -165,7 +172,7 @@ std::vector<int64_t> Core::state() const {
     if (!reader.waits) continue;
     const Pull& pull = reader.pull;
     const auto position = static_cast<int64_t>(reader.position);
-    numbers.insert(numbers.end(), {pull.id, pull.worker, pull.clock, pull.staleness.value_or(-1), position, reader.worker});
+    numbers.insert(numbers.end(), {pull.id, pull.worker, pull.clock, pull.staleness.value_or(-1), pull.applied, position, reader.worker});
     numbers.insert(numbers.end(), pull.keys.begin(), pull.keys.end());
   }
   return numbers;
@@ -188,9 +195,10 @@ int64_t Core::received(int key, int worker) const {
 }
 
 // How many of them a reader has.
-int64_t Core::counted(int key, int worker) const {
+int64_t Core::counted(const Pull& pull, int key, int worker) const {
   const Progress& its = progress(key, worker);
-  return options_.quorum == all || its.first < 0 ? its.applied : received(key, worker);
+  const bool is_applied = options_.quorum == all || its.first < 0 || (pull.applied && worker == pull.worker);
+  return is_applied ? its.applied : received(key, worker);
 }
 
 // How many pushes of the worker the pull waits for, of each key.
@@ -221,27 +229,52 @@ void Core::add_candidate(int key, int worker) {
   candidates[place] = worker;
 }
 
-// Returns whether there are any.
+// Of those that are left.
+bool Core::have_all_pushed(int key) const {
+  for (int worker = 0; worker < options_.workers; ++worker) {
+    if (!left_[worker] && !is_candidate(key, worker)) return false;
+  }
+  return true;
+}
+
+// Those that are due. Returns whether there are any.
 bool Core::make_versions(int key, std::vector<Action>& actions) {
   Key& its = keys_[key];
   const int64_t before = its.version;
-  while (its.candidates == quorum_) {
-    std::vector<Contribution> made;
-    made.reserve(its.candidates);
-    for (int i = 0; i < its.candidates; ++i) {
-      const int worker = candidates_[first_of(key) + i];
-      Progress& progressed = progress(key, worker);
-      made.push_back({worker, progressed.applied++, waiting_[progressed.first].id});
-      progressed.first = release(progressed.first);
-      if (progressed.first < 0) progressed.last = -1;
-    }
-    its.candidates = 0;
-    for (const Contribution& contribution : made) {
-      if (is_candidate(key, contribution.worker)) add_candidate(key, contribution.worker);
-    }
-    actions.push_back({Action::Kind::apply, key, ++its.version, std::move(made)});
+  while (its.candidates >= quorum_ && (!options_.grace || have_all_pushed(key))) make_version(key, actions);
+  if (its.candidates >= quorum_ && !its.in_grace) {
+    its.in_grace = true;
+    actions.push_back({Action::Kind::wait, key, its.version + 1, {}});
   }
   return its.version > before;
+}
+
+// Of all candidates.
+void Core::make_version(int key, std::vector<Action>& actions) {
+  Key& its = keys_[key];
+  std::vector<Contribution> made;
+  made.reserve(its.candidates);
+  for (int i = 0; i < its.candidates; ++i) {
+    const int worker = candidates_[first_of(key) + i];
+    Progress& progressed = progress(key, worker);
+    made.push_back({worker, progressed.applied++, waiting_[progressed.first].id});
+    progressed.first = release(progressed.first);
+    if (progressed.first < 0) progressed.last = -1;
+  }
+  its.candidates = 0;
+  its.in_grace = false;
+  for (const Contribution& contribution : made) {
+    if (is_candidate(key, contribution.worker)) add_candidate(key, contribution.worker);
+  }
+  actions.push_back({Action::Kind::apply, key, ++its.version, std::move(made)});
+}
+
+// Those that wait for the key look again.
+void Core::wake(int key, std::vector<Action>& actions) {
+  keys_[key].last_watcher = -1;
+  for (int reader = std::exchange(keys_[key].first_watcher, -1); reader >= 0;) {
+    advance(std::exchange(reader, readers_[reader].next), actions);
+  }
 }
 
 // Has the reader watch the first key that it lacks. What it once had it will not lack later, so it never looks back.
@@ -252,9 +285,9 @@ void Core::advance(int reader, std::vector<Action>& actions) {
   const bool own_only = options_.quorum == all || !pull.staleness || pull.clock <= *pull.staleness;
   for (; its.position < pull.keys.size(); ++its.position, its.worker = 0) {
     const int key = pull.keys[its.position];
-    bool lacks = counted(key, pull.worker) < pull.clock;
+    bool lacks = counted(pull, key, pull.worker) < pull.clock;
     if (!own_only) {
-      while (its.worker < options_.workers && counted(key, its.worker) >= needed(pull, its.worker)) ++its.worker;
+      while (its.worker < options_.workers && counted(pull, key, its.worker) >= needed(pull, its.worker)) ++its.worker;
       lacks |= its.worker < options_.workers;
     }
     if (!lacks) continue;

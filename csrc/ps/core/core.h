@@ -16,15 +16,16 @@ struct Contribution {
 };
 
 // A reader with `clock` pushes of its own. It waits for all of them and, with a staleness s, for the pushes of every other worker whose
-// clock is below clock - s. With quorum `all` and 1 it waits until these are applied. With a greater quorum it waits until they have come,
-// because what waits for a quorum could wait for ever: of 3 workers that push 3 keys to a quorum of 2, each may be left over at one key,
-// and then all three would wait for a push that another one makes only after its pull.
+// clock is below clock - s. With quorum `all`, and with 1 and no grace, it waits until these are applied. Else it waits until they have
+// come, because what waits for a quorum could wait for ever: of 3 workers that push 3 keys to a quorum of 2, each may be left over at one
+// key, and then all three would wait for a push that another one makes only after its pull.
 struct Pull {
   int64_t id = 0;  // chosen by the caller; different for all pulls that wait
   int worker = -1;
   int64_t clock = 0;
   std::optional<int64_t> staleness;
   std::vector<int> keys;
+  bool applied = false;  // it waits until its worker's own pushes are applied, for a worker that pushes more meanwhile
 };
 
 // What follows from an event.
@@ -35,10 +36,11 @@ struct Action {
     refuse,   // the contribution is too far ahead of the key's version
     answer,   // read the keys of this pull now
     fail,     // this pull can never be answered, because the worker has left
+    wait,     // the grace of the key's next version begins
   };
   Kind kind = Kind::apply;
   int key = -1;
-  int64_t version = 0;  // of the key, after it was applied
+  int64_t version = 0;  // of the key, after it was applied; wait: the one that is to be made
   std::vector<Contribution> contributions;
   int64_t pull = 0;
   int worker = -1;  // the reader that is answered, or who has left
@@ -50,6 +52,9 @@ struct Action {
 // With quorum `all`, version v + 1 of a key is made of the pushes of clock v of all workers, in the order of the workers. With a quorum of
 // k it is made as soon as k workers have a push that no version contains, of the next push of each of these workers, in the order in which
 // they came. Pushes of a worker are applied in the order of their clocks; one that comes early waits for those before it.
+//
+// With a grace a quorum only begins it. The version is made of the next push of every worker whose push has come when the grace ends, or as
+// soon as no worker is left whose push has not. The caller has the clock: it says when a grace ends.
 class Core {
  public:
   static constexpr int all = 0;
@@ -59,6 +64,7 @@ class Core {
     int keys = 1;
     int quorum = all;     // or 1 to `workers`
     int64_t window = 64;  // how many pushes of a worker and a key may wait
+    bool grace = false;   // not with quorum `all`
   };
 
   explicit Core(const Options& options);
@@ -70,6 +76,8 @@ class Core {
   // The worker is lost: its pulls fail, and what it pushed counts only if it has come, and all pushes before it have. With quorum `all`
   // no further version can be made, and pulls that need one fail. Else the others go on, with a quorum of at most those that are left.
   void leave(int worker, std::vector<Action>& actions);
+  // The grace of this version is over. It is ignored where the version is made already.
+  void elapse(int key, int64_t version, std::vector<Action>& actions);
 
   int64_t version(int key) const;
   // How many pushes of the worker the key contains.
@@ -95,6 +103,7 @@ class Core {
     int64_t limit = std::numeric_limits<int64_t>::max();  // the last version that can be made
     int limited_by = -1;                                  // the lost worker whose push the one after it lacks
     int candidates = 0;                                   // the workers whose next push has come
+    bool in_grace = false;                                // they are a quorum, and the next version waits for more
     int first_watcher = -1, last_watcher = -1;            // readers that wait for this key
   };
   struct Reader {
@@ -112,11 +121,14 @@ class Core {
   const Progress& progress(int key, int worker) const { return progress_[first_of(key) + worker]; }
   int64_t received(int key, int worker) const;
   int64_t needed(const Pull& pull, int worker) const;
-  int64_t counted(int key, int worker) const;
+  int64_t counted(const Pull& pull, int key, int worker) const;
   bool is_candidate(int key, int worker) const;
   int find(int64_t pull) const;
   void add_candidate(int key, int worker);
+  bool have_all_pushed(int key) const;
   bool make_versions(int key, std::vector<Action>& actions);
+  void make_version(int key, std::vector<Action>& actions);
+  void wake(int key, std::vector<Action>& actions);
   void advance(int reader, std::vector<Action>& actions);
   void finish(int reader, Action::Kind kind, int worker, std::vector<Action>& actions);
   void drop(int key, int worker, int64_t from, std::vector<Contribution>& dropped);

@@ -115,7 +115,7 @@ int64_t Client::open_part(const Lock&, const std::shared_ptr<Ticket>& ticket, Pa
 }
 
 std::shared_ptr<Ticket> Client::push(int64_t clock, std::span<const Item> gradients, float factor, const std::vector<double>& rates,
-                                     bool skips, Sender& sender) {
+                                     bool skips, float weight, Sender& sender) {
   const std::shared_ptr<Ticket> ticket(new Ticket);
   ticket->add_part();  // until all are sent
   const std::vector<std::vector<Bundle>> by_server = bundles(gradients, false);
@@ -133,7 +133,7 @@ std::shared_ptr<Ticket> Client::push(int64_t clock, std::span<const Item> gradie
     for (size_t server = 0; server < by_server.size(); ++server) {
       if (i >= by_server[server].size()) continue;
       ++left;
-      Message message{.kind = Kind::push, .id = Message::no_id, .clock = clock, .skips = skips, .rates = rates};
+      Message message{.kind = Kind::push, .id = Message::no_id, .clock = clock, .weight = weight, .skips = skips, .rates = rates};
       if (i + 1 == by_server[server].size()) message.id = ids[server];
       const Data data = encode(by_server[server][i], factor, message, sender);
       sender.send(options_.ranks[server], message, data);
@@ -170,12 +170,12 @@ Data Client::encode(const Bundle& items, float factor, Message& message, Sender&
 }
 
 std::shared_ptr<Ticket> Client::pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Item> into,
-                                     std::shared_ptr<const void> kept, Sender& sender) {
+                                     std::shared_ptr<const void> kept, bool applied, Sender& sender) {
   const std::shared_ptr<Ticket> ticket(new Ticket(std::move(kept)));
   ticket->add_part();
   std::vector<std::vector<Bundle>> by_server = bundles(into, options_.together);
   for (int server = 0; server < std::ssize(by_server); ++server) {
-    Message message{.kind = Kind::pull, .id = Message::no_id, .clock = clock, .staleness = staleness};
+    Message message{.kind = Kind::pull, .id = Message::no_id, .clock = clock, .staleness = staleness, .applied = applied};
     {
       const Lock lock(mutex_);
       for (Bundle& items : by_server[static_cast<size_t>(server)]) {

@@ -83,12 +83,13 @@ class Client {
 
   Client(const ExecutionContext& context, Options options, std::vector<Block> blocks);
 
-  // Sends factor times the gradients. When it returns, they may change. skips: they are not finite, and are not read.
+  // Sends factor times the gradients. When it returns, they may change. skips: they are not finite, and are not read. weight: with a grace,
+  // what the server divides by, summed over the contributions of a version.
   std::shared_ptr<Ticket> push(int64_t clock, std::span<const Item> gradients, float factor, const std::vector<double>& rates, bool skips,
-                               Sender& sender);
-  // Writes into the items when the values come, and keeps their memory until then.
+                               float weight, Sender& sender);
+  // Writes into the items when the values come, and keeps their memory until then. applied: it waits until this worker's own pushes are.
   std::shared_ptr<Ticket> pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Item> into,
-                               std::shared_ptr<const void> kept, Sender& sender);
+                               std::shared_ptr<const void> kept, bool applied, Sender& sender);
 
   std::shared_ptr<Ticket> save(bool with_data, Sender& sender);
 

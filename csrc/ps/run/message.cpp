@@ -10,13 +10,15 @@ namespace dltrain::ps {
 
 namespace {
 
-constexpr uint32_t mark = 0x31537044;  // of this version of the format
+constexpr uint32_t mark = 0x32537044;  // of this version of the format
 
 struct Fixed {
   uint32_t mark = ps::mark;
   Kind kind = Kind::push;
   int64_t id = 0, clock = 0, staleness = -1;
-  uint32_t skips = 0, differs = 0, with_data = 0, unused = 0;
+  uint32_t skips = 0, differs = 0, with_data = 0, applied = 0;
+  float weight = 1.0f;
+  uint32_t unused = 0;
   std::array<int64_t, 4> counts{};  // of blocks, numbers, rates, and bytes of text
 };
 static_assert(std::is_trivially_copyable_v<Fixed>);
@@ -32,6 +34,8 @@ std::vector<std::byte> pack(const Message& message) {
   fixed.skips = message.skips;
   fixed.differs = message.differs;
   fixed.with_data = message.with_data;
+  fixed.applied = message.applied;
+  fixed.weight = message.weight;
   fixed.counts = {std::ssize(message.blocks), std::ssize(message.numbers), std::ssize(message.rates), std::ssize(message.text)};
   std::vector<std::byte> bytes;
   const auto append = [&](const void* data, size_t count) {
@@ -75,6 +79,8 @@ Unpacked unpack(std::span<const std::byte> bytes) {
   message.skips = fixed.skips != 0;
   message.differs = fixed.differs != 0;
   message.with_data = fixed.with_data != 0;
+  message.applied = fixed.applied != 0;
+  message.weight = fixed.weight;
   take_all(message.blocks, fixed.counts[0]);
   take_all(message.numbers, fixed.counts[1]);
   take_all(message.rates, fixed.counts[2]);

@@ -48,6 +48,8 @@ struct Message {
   int64_t id = 0;     // of the push or the pull that it is about; of a pull's first part; or no_id
   int64_t clock = 0;  // of the worker
   std::optional<int64_t> staleness = {};
+  bool applied = false;    // pull: it waits until the worker's own pushes are applied
+  float weight = 1.0f;     // push: with a grace, what the gradients are multiplied by
   bool skips = false;      // push: the gradients are not finite, and nothing follows; values: the last version of a block was skipped
   bool with_data = false;  // save: the worker wants the state, too, and not only to wait for the other workers
   bool differs = false;    // values: what is to be added to what the worker holds, not the values themselves

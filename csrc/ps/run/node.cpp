@@ -20,7 +20,8 @@ constexpr milliseconds retry(1);
 
 // In lockstep the order of pulls makes no difference, and a worker may pull what it then pushes.
 std::vector<Handled> ordered(std::vector<Handled> record, const Server* server) {
-  if (server && server->is_lockstep()) std::erase_if(record, [](const Handled& each) { return each.what == Handled::What::pull; });
+  const auto is_pull = [](const Handled& each) { return each.what == Handled::What::pull || each.what == Handled::What::applied_pull; };
+  if (server && server->is_lockstep()) std::erase_if(record, is_pull);
   return record;
 }
 
@@ -70,13 +71,19 @@ class Node::Handling {
 
 void Node::run() {
   while (!mailbox_->is_closed()) {
-    auto event = mailbox_->receive(flush() ? Deadline::max() : Clock::now() + retry);
+    end_graces();
+    Deadline deadline = flush() ? Deadline::max() : Clock::now() + retry;
+    if (runs_graces()) {
+      const Handling handling(*this);
+      deadline = std::min(deadline, next_grace_end());
+    }
+    auto event = mailbox_->receive(deadline);
     if (event) handle(std::move(*event));
   }
 }
 
 bool Node::poll() {
-  bool found = false;
+  bool found = end_graces();
   flush();
   for (; auto event = mailbox_->receive(Clock::now()); found = true) handle(std::move(*event));
   return found;
@@ -113,9 +120,7 @@ void Node::take(int rank, Unpacked message, std::shared_ptr<const void> memory) 
     if (!for_server) return client_->handle(server, message);
     if (given.kind == Kind::done) return leave(worker, "it has closed its store");
     const bool has_order = given.kind == Kind::push || (given.kind == Kind::pull && !server_->is_lockstep());
-    const Handled described{given.kind == Kind::push ? Handled::What::push : Handled::What::pull, worker, given.clock,
-                            given.blocks.empty() ? -1 : given.blocks.front()};
-    arrived_.push_back({described, !has_order, worker, std::move(message), std::move(memory), {}});
+    arrived_.push_back({described(given, worker), !has_order, worker, std::move(message), std::move(memory), {}});
   } catch (const std::exception& error) {
     return reject(rank, for_server ? worker : none, for_server ? none : server, error.what());
   }
@@ -135,23 +140,50 @@ void Node::serve_in_order() {
     return each.has_no_order || next_replayed_ >= replayed_.size() || each.described == replayed_[next_replayed_];
   };
   for (;;) {
+    for (; next_replayed_ < replayed_.size() && replayed_[next_replayed_].what == Handled::What::grace; ++next_replayed_) {
+      const Handled& grace = replayed_[next_replayed_];
+      serve(none, [&] { server_->end_grace(grace.first_block, grace.clock, *this); });
+    }
     const auto next = std::find_if(arrived_.begin(), arrived_.end(), may_be_next);
     if (next == arrived_.end()) return;
     Arrived taken = std::move(*next);
     arrived_.erase(next);
     if (!taken.has_no_order && next_replayed_ < replayed_.size()) ++next_replayed_;
-    try {
+    serve(taken.worker, [&] {
       if (taken.described.what == Handled::What::leave) {
         server_->leave(taken.worker, taken.why, *this);
       } else {
         server_->handle(taken.worker, taken.message, taken.memory, *this);
       }
-    } catch (const std::invalid_argument& error) {
-      reject(ranks_.workers[static_cast<size_t>(taken.worker)], taken.worker, none, error.what());
-    } catch (const std::exception& error) {  // of the server itself
-      for (const int rank : ranks_.workers) reject(rank, worker_of_[static_cast<size_t>(rank)], none, error.what());
-    }
+    });
   }
+}
+
+// worker: whose message the event is, or none.
+void Node::serve(int worker, const std::function<void()>& event) {
+  const auto reject_all = [&](const std::exception& error) {
+    for (const int rank : ranks_.workers) reject(rank, worker_of_[static_cast<size_t>(rank)], none, error.what());
+  };
+  try {
+    event();
+  } catch (const std::invalid_argument& error) {
+    if (worker == none) return reject_all(error);
+    reject(ranks_.workers[static_cast<size_t>(worker)], worker, none, error.what());
+  } catch (const std::exception& error) {  // of the server itself
+    reject_all(error);
+  }
+}
+
+// When the next one ends; while no message is handled.
+Deadline Node::next_grace_end() { return runs_graces() ? server_->next_grace_end() : Deadline::max(); }
+
+// Returns whether there were any that are over.
+bool Node::end_graces() {
+  if (!runs_graces()) return false;
+  const Handling handling(*this);
+  bool found = false;
+  serve(none, [&] { found = server_->end_graces(Clock::now(), *this); });
+  return found;
 }
 
 void Node::leave(int worker, const std::string& why) {
@@ -183,13 +215,13 @@ bool Node::finish(Deadline deadline) {
 }
 
 std::shared_ptr<Ticket> Node::push(int64_t clock, std::span<const Client::Item> gradients, float factor, const std::vector<double>& rates,
-                                   bool skips) {
-  return client_->push(clock, gradients, factor, rates, skips, *this);
+                                   bool skips, float weight) {
+  return client_->push(clock, gradients, factor, rates, skips, weight, *this);
 }
 
 std::shared_ptr<Ticket> Node::pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Client::Item> into,
-                                   std::shared_ptr<const void> kept) {
-  return client_->pull(clock, staleness, into, std::move(kept), *this);
+                                   std::shared_ptr<const void> kept, bool applied) {
+  return client_->pull(clock, staleness, into, std::move(kept), applied, *this);
 }
 
 std::shared_ptr<Ticket> Node::save(bool with_data) { return client_->save(with_data, *this); }
@@ -205,6 +237,11 @@ std::string Node::reasons(const std::shared_ptr<Ticket>& ticket, milliseconds pa
 void Node::with_server(const std::function<void(Server*)>& visit) {
   const std::lock_guard lock(handling_);
   visit(server_.get());
+}
+
+size_t Node::replayed() {
+  const std::lock_guard lock(handling_);
+  return next_replayed_;
 }
 
 int64_t Node::bytes() {
@@ -246,11 +283,15 @@ void Node::send_to_self(const Message& message, const Data& data) {
   if (mailbox_->is_closed()) return;
   const auto take_it = [&] { take(mailbox_->rank(), {message, {data.bytes, static_cast<size_t>(data.count)}}, data.keep); };
   if (is_handling()) return take_it();
+  bool wakes = false;
   {
     const Handling handling(*this);
+    const Deadline before = next_grace_end();
     take_it();
+    wakes = next_grace_end() < before;  // so that the node's thread waits no longer than until then
   }
-  if (!flush()) mailbox_->send(mailbox_->rank(), {});  // wakes the node's thread, which tries again
+  wakes |= !flush();  // so that it tries again
+  if (wakes) mailbox_->send(mailbox_->rank(), {});
 }
 
 // Returns whether nothing is left to be sent.

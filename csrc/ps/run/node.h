@@ -21,7 +21,8 @@ namespace dltrain::ps {
 // What one rank is in a store: a server, a worker, or both, over one mailbox. A thread carries messages between the mailbox and them. What
 // a rank sends to itself does not use the mailbox: the thread that sends it handles it.
 //
-// With a record to replay, the server handles the messages of the workers in the order of the record, and then as they come.
+// With a record to replay, the server handles the messages of the workers in the order of the record, and then as they come. Graces end
+// where the record says, and not by the clock.
 class Node final : public Sender {
  public:
   struct Ranks {
@@ -34,13 +35,13 @@ class Node final : public Sender {
 
   // From now on a thread handles the messages. Without it, poll() does.
   void start();
-  // Handles the messages that are there. Returns whether there were any.
+  // Handles the messages that are there, and ends the graces that are over. Returns whether there were any.
   bool poll();
 
   std::shared_ptr<Ticket> push(int64_t clock, std::span<const Client::Item> gradients, float factor, const std::vector<double>& rates,
-                               bool skips);
+                               bool skips, float weight = 1.0f);
   std::shared_ptr<Ticket> pull(int64_t clock, std::optional<int64_t> staleness, std::span<const Client::Item> into,
-                               std::shared_ptr<const void> kept);
+                               std::shared_ptr<const void> kept, bool applied = false);
   // Waits until all workers have called this; the ticket then has the states of the servers, if they are wanted.
   std::shared_ptr<Ticket> save(bool with_data);
   // Gives a server the numbers of a state. updated: some step has been made with them.
@@ -53,6 +54,8 @@ class Node final : public Sender {
 
   // Calls visit while no message is handled. Null where this rank is no server.
   void with_server(const std::function<void(Server*)>& visit);
+  // How much of the record that it replays is done.
+  size_t replayed();
   // The memory of this rank's server and worker, without that of the mailbox.
   int64_t bytes();
 
@@ -85,6 +88,10 @@ class Node final : public Sender {
   void lose(int rank, const std::string& why);
   void reject(int rank, int worker, int server, const std::string& why);
   void serve_in_order();
+  void serve(int worker, const std::function<void()>& event);
+  bool runs_graces() const { return server_ && server_->has_grace() && replayed_.empty(); }
+  bool end_graces();
+  Deadline next_grace_end();
   void leave(int worker, const std::string& why);
   comm::Mailbox::SendResult try_send(int rank, const Outgoing& message);
   bool flush();

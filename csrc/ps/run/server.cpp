@@ -1,6 +1,7 @@
 #include "ps/run/server.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -13,10 +14,17 @@ namespace dltrain::ps {
 namespace {
 
 Core::Options core_options(const Server::Options& options, size_t blocks) {
-  return {static_cast<int>(options.ranks.size()), static_cast<int>(blocks), options.quorum, options.window};
+  const bool has_grace = options.grace > Clock::duration();
+  return {static_cast<int>(options.ranks.size()), static_cast<int>(blocks), options.quorum, options.window, has_grace};
 }
 
 }  // namespace
+
+Handled described(const Message& message, int worker) {
+  using enum Handled::What;
+  const auto what = message.kind == Kind::push ? push : message.applied ? applied_pull : pull;
+  return {what, worker, message.clock, message.blocks.empty() ? -1 : message.blocks.front()};
+}
 
 Server::Server(const ExecutionContext& context, Options options, std::vector<Block> blocks, std::vector<std::unique_ptr<Updater>> updaters)
     : context_(context),
@@ -24,10 +32,12 @@ Server::Server(const ExecutionContext& context, Options options, std::vector<Blo
       blocks_(std::move(blocks)),
       updaters_(std::move(updaters)),
       core_(core_options(options_, blocks_.size())),
+      graces_(options_.grace),
       in_applied_(blocks_.size()),
       skipped_(blocks_.size(), -1),
       saving_(options_.ranks.size()),
       lost_(options_.ranks.size()) {
+  check(!has_grace() || options_.delay_compensation == 0.0f, "grace: expected none with delay compensation");
   int64_t first = 0;
   for (const Block& block : blocks_) {
     firsts_.push_back(first);
@@ -59,9 +69,7 @@ void Server::handle(int worker, const Unpacked& message, const std::shared_ptr<c
   check(!given.blocks.empty(), "blocks: expected at least one, got none");
   check(given.clock >= 0, "clock: expected at least 0, got ", given.clock);
   is_push ? check_push(message) : check_pull(given);
-  if (options_.records) {
-    record_.push_back({is_push ? Handled::What::push : Handled::What::pull, worker, given.clock, given.blocks.front()});
-  }
+  if (options_.records) record_.push_back(described(given, worker));
   is_push ? push(worker, message, memory, sender) : pull(worker, given, sender);
 }
 
@@ -69,6 +77,7 @@ void Server::handle(int worker, const Unpacked& message, const std::shared_ptr<c
 void Server::check_push(const Unpacked& message) const {
   const Message& given = message.message;
   check(given.rates.size() == updaters_.size(), "rates: expected ", updaters_.size(), ", got ", given.rates.size());
+  check(std::isfinite(given.weight) && given.weight > 0.0f, "weight: expected a finite number > 0, got ", given.weight);
   int64_t bytes = 0;
   for (const int block : given.blocks) {
     bytes += given.skips ? 0 : aligned(options_.push_codec->bytes(blocks_[static_cast<size_t>(block)].numel));
@@ -91,7 +100,7 @@ void Server::push(int worker, const Unpacked& message, const std::shared_ptr<con
   int64_t at = 0;
   for (const int block : given.blocks) {
     const int64_t bytes = given.skips ? 0 : options_.push_codec->bytes(blocks_[static_cast<size_t>(block)].numel);
-    held_[next_id_] = {memory, reinterpret_cast<const uint8_t*>(message.data.data()) + at, bytes, rates, given.skips};
+    held_[next_id_] = {memory, reinterpret_cast<const uint8_t*>(message.data.data()) + at, bytes, rates, given.skips, given.weight};
     core_.push(block, {worker, given.clock, next_id_++}, actions_);
     at += aligned(bytes);
   }
@@ -112,7 +121,7 @@ void Server::pull(int worker, const Message& message, Sender& sender) {
     const auto end = block + message.numbers[static_cast<size_t>(part)];
     const int64_t id = next_id_++;
     waiting_[id] = {worker, message.id + part, {block, end}};
-    core_.pull({id, worker, message.clock, message.staleness, waiting_[id].blocks}, actions_);
+    core_.pull({id, worker, message.clock, message.staleness, waiting_[id].blocks, message.applied}, actions_);
     block = end;
   }
   perform(sender);
@@ -234,9 +243,15 @@ void Server::perform(Sender& sender) {
   for (Action& action : actions) {
     const auto key = static_cast<size_t>(action.key);
     if (action.kind == Action::Kind::apply) {
-      if (in_applied_[key] || (!applied_.empty() && rates_of(action) != rates_of(applied_.front()))) apply();
+      const bool differs =
+          !applied_.empty() && (rates_of(action) != rates_of(applied_.front()) || divisor_of(action) != divisor_of(applied_.front()));
+      if (in_applied_[key] || differs) apply();
       in_applied_[key] = true;
       applied_.push_back(std::move(action));
+      continue;
+    }
+    if (action.kind == Action::Kind::wait) {
+      graces_.begin(action.key, action.version);
       continue;
     }
     apply();
@@ -258,7 +273,7 @@ void Server::perform(Sender& sender) {
 
 const std::vector<double>& Server::rates_of(const Action& action) const { return *held_.at(action.contributions.back().id).rates; }
 
-// Makes the versions that the actions in applied_ ask for, each of another block, and all at the same rates.
+// Makes the versions that the actions in applied_ ask for, each of another block, and all at the same rates and with the same divisor.
 void Server::apply() {
   if (applied_.empty()) return;
   std::vector<Sum> sums;
@@ -292,8 +307,9 @@ void Server::apply() {
     if (list.size() > 0) for_each(context_, list, Compensate{options_.delay_compensation});
   }
   const std::vector<double>& rates = rates_of(applied_.front());
+  const double divisor = divisor_of(applied_.front());
   for (size_t group = 0; group < updaters_.size(); ++group) {
-    if (!items[group].empty()) updaters_[group]->step(context_, items[group], rates[group]);
+    if (!items[group].empty()) updaters_[group]->step(context_, items[group], rates[group], divisor);
   }
   for (const Action& action : applied_) {
     for (const Contribution& contribution : action.contributions) held_.erase(contribution.id);

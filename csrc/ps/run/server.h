@@ -9,24 +9,28 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/clock.h"
 #include "core/execution_context.h"
 #include "core/memory.h"
 #include "kernels/codec.h"
 #include "ps/core/core.h"
+#include "ps/run/graces.h"
 #include "ps/run/message.h"
 #include "ps/run/updater.h"
 
 namespace dltrain::ps {
 
-// One message that a server has handled, in a record of their order. What a server does depends on nothing else.
+// One message that a server has handled, in a record of their order, or the end of a grace that has made a version. What a server does
+// depends on nothing else.
 struct Handled {
-  enum class What : int32_t { push, pull, leave };
+  enum class What : int32_t { push, pull, leave, grace, applied_pull };
   What what = What::push;
-  int32_t worker = -1;
-  int64_t clock = 0;
-  int32_t first_block = -1;
+  int32_t worker = -1;       // grace: none
+  int64_t clock = 0;         // grace: the version
+  int32_t first_block = -1;  // grace: the block
   bool operator==(const Handled&) const = default;
 };
+Handled described(const Message& message, int worker);
 
 // A server of a store: it adds up the gradients that workers push, updates its blocks, and sends them to the workers that pull. Its Core
 // decides when. It has no thread: whoever calls it has one.
@@ -47,6 +51,7 @@ class Server {
     float delay_compensation = 0.0f;  // lambda
     bool lockstep = false;            // all workers pull each version once, so they hold the same, and get the same message
     bool records = false;
+    Clock::duration grace{};  // how long a quorum waits for more contributions
   };
 
   Server(const ExecutionContext& context, Options options, std::vector<Block> blocks, std::vector<std::unique_ptr<Updater>> updaters);
@@ -54,9 +59,16 @@ class Server {
   // A message of a worker. The memory of its data is released when its gradients are applied.
   void handle(int worker, const Unpacked& message, const std::shared_ptr<const void>& memory, Sender& sender);
   void leave(int worker, const std::string& why, Sender& sender);
+  // The grace of this version of a block is over; it is ignored if the version is made already.
+  void end_grace(int block, int64_t version, Sender& sender);
+  // Ends all graces that are over by now. Returns whether there were any.
+  bool end_graces(Deadline now, Sender& sender);
+  // When the next grace is over.
+  Deadline next_grace_end();
 
   const std::vector<Handled>& record() const { return record_; }
   bool is_lockstep() const { return options_.lockstep; }
+  bool has_grace() const { return options_.grace > Clock::duration(); }
   // How many pushes of each worker are in all blocks.
   std::vector<int64_t> applied() const;
   // The memory of the values, the state, the pushes that wait, and of what workers hold.
@@ -70,6 +82,7 @@ class Server {
     int64_t bytes = 0;
     std::shared_ptr<const std::vector<double>> rates;
     bool skips = false;
+    float weight = 1.0f;
   };
   struct Waiting {
     int worker = -1;
@@ -99,7 +112,10 @@ class Server {
   template <class Visit>
   void for_each_number_of(int block, Visit&& visit);
   void perform(Sender& sender);
+  void elapse(int block, int64_t version);
+  const Graces::Grace* next_grace();
   const std::vector<double>& rates_of(const Action& action) const;
+  double divisor_of(const Action& action) const;
   void apply();
   const float* gradient_of(const Action& action, float* sum, std::vector<Sum>& sums, std::vector<std::vector<const uint8_t*>>& lists);
   void answer(const Waiting& pull, Sender& sender);
@@ -119,6 +135,7 @@ class Server {
   Core core_;
   std::vector<Action> actions_;
   std::vector<Action> applied_;  // that are applied together
+  Graces graces_;
   std::vector<bool> in_applied_;
   std::vector<int64_t> skipped_;  // of each block: the last version that was skipped, or -1
   std::unordered_map<int64_t, Held> held_;

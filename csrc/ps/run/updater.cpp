@@ -24,8 +24,8 @@ class UpdaterOf final : public Updater {
 
   std::vector<Slot>& slots() override { return slots_; }
 
-  void step(const ExecutionContext& context, std::span<const Item> items, double lr) override {
-    const Step step{lr, maximize_, {}};
+  void step(const ExecutionContext& context, std::span<const Item> items, double lr, double divisor) override {
+    const Step step{lr, maximize_, {.grad_scale = &divisor}};
     for (const bool flag : {false, true}) {
       ListOf<Operation> list;
       CountersOf<Rule> counts;

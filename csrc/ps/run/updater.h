@@ -29,7 +29,8 @@ class Updater {
 
   virtual ~Updater() = default;
   virtual std::vector<Slot>& slots() = 0;
-  virtual void step(const ExecutionContext& context, std::span<const Item> items, double lr) = 0;
+  // Gradients are divided by the divisor.
+  virtual void step(const ExecutionContext& context, std::span<const Item> items, double lr, double divisor) = 0;
 };
 
 struct Rule {

@@ -32,7 +32,11 @@ class Rules {
   using Kind = Action::Kind;
 
   explicit Rules(const Core::Options& options)
-      : options_(options), applied_(options.keys, std::vector<int64_t>(options.workers)), waiting_(options.keys), versions_(options.keys) {}
+      : options_(options),
+        applied_(options.keys, std::vector<int64_t>(options.workers)),
+        waiting_(options.keys),
+        versions_(options.keys),
+        in_grace_(options.keys) {}
 
   void push(int key, const Contribution& contribution, const std::vector<Action>& actions) {
     const auto [worker, clock, id] = contribution;
@@ -59,6 +63,14 @@ class Rules {
     follow(actions);
   }
 
+  void elapse(int key, int64_t version, const std::vector<Action>& actions) {
+    if (!in_grace_[key] || version != versions_[key] + 1) return require(actions.empty(), "a grace that is over has no end");
+    elapsed_ = key;
+    follow(actions);
+    elapsed_ = -1;
+    require(versions_[key] >= version, "the end of a grace makes its version");
+  }
+
   // Checks what a core tells of itself.
   template <class Machine>
   void compare(const Machine& core) const {
@@ -79,11 +91,11 @@ class Rules {
   // All that later checks depend on.
   void state(std::vector<int64_t>& numbers) const {
     for (int key = 0; key < options_.keys; ++key) {
-      numbers.push_back(versions_[key]);
+      numbers.insert(numbers.end(), {versions_[key], in_grace_[key]});
       numbers.insert(numbers.end(), applied_[key].begin(), applied_[key].end());
       std::vector<std::array<int64_t, 3>> waiting;
       for (const auto& [worker, clock, id] : waiting_[key]) waiting.push_back({worker, clock, id});
-      if (options_.quorum <= 1) std::sort(waiting.begin(), waiting.end());
+      if (options_.quorum <= 1 && !options_.grace) std::sort(waiting.begin(), waiting.end());
       for (const auto& its : waiting) numbers.insert(numbers.end(), its.begin(), its.end());
       numbers.push_back(-1);
     }
@@ -130,15 +142,35 @@ class Rules {
   }
 
   // How many pushes of the worker a reader has.
-  int64_t counted(int key, int worker) const { return options_.quorum > 1 ? received(key, worker) : applied_[key][worker]; }
+  int64_t counted(const Pull& pull, int key, int worker) const {
+    const bool may_wait = options_.quorum > 1 || options_.grace;
+    return may_wait && !(pull.applied && worker == pull.worker) ? received(key, worker) : applied_[key][worker];
+  }
+
+  // The workers whose next push has come.
+  std::size_t candidates(int key) const {
+    std::size_t candidates = 0;
+    for (int worker = 0; worker < options_.workers; ++worker) candidates += received(key, worker) > applied_[key][worker];
+    return candidates;
+  }
+
+  bool may_come(int key, int worker) const { return !has_left(worker) && received(key, worker) == applied_[key][worker]; }
+  bool have_all_come(int key) const {
+    for (int worker = 0; worker < options_.workers; ++worker) {
+      if (may_come(key, worker)) return false;
+    }
+    return true;
+  }
 
   std::vector<int> lacking(const Pull& pull) const {
     std::vector<int> workers;
     for (int worker = 0; worker < options_.workers; ++worker) {
       const int64_t clock = options_.quorum == Core::all ? pull.clock : needed(pull, worker);
-      if (std::any_of(pull.keys.begin(), pull.keys.end(), [&](int key) { return received(key, worker) < clock; })) {
-        workers.push_back(worker);
-      }
+      const auto lacks = [&](int key) {
+        const bool waits = received(key, pull.worker) >= pull.clock && counted(pull, key, pull.worker) < pull.clock;
+        return received(key, worker) < clock || (waits && may_come(key, worker));
+      };
+      if (std::any_of(pull.keys.begin(), pull.keys.end(), lacks)) workers.push_back(worker);
     }
     return workers;
   }
@@ -146,7 +178,7 @@ class Rules {
   bool may_be_answered(const Pull& pull) const {
     for (const int key : pull.keys) {
       for (int worker = 0; worker < options_.workers; ++worker) {
-        if (counted(key, worker) < needed(pull, worker)) return false;
+        if (counted(pull, key, worker) < needed(pull, worker)) return false;
       }
     }
     return true;
@@ -160,12 +192,12 @@ class Rules {
         case Kind::refuse: throw Violation("refuse of a contribution that is in time");
         case Kind::answer:
         case Kind::fail: finish(action); break;
+        case Kind::wait: wait(action); break;
       }
     }
     for (int key = 0; key < options_.keys; ++key) {
-      std::size_t candidates = 0;
-      for (int worker = 0; worker < options_.workers; ++worker) candidates += received(key, worker) > applied_[key][worker];
-      require(candidates < quorum(), "a version of key ", key, " is due");
+      const bool waits = in_grace_[key] && !have_all_come(key);
+      require(candidates(key) < quorum() || waits, "a version of key ", key, ", or its grace, is due");
       for (const auto& [worker, clock, id] : waiting_[key]) {
         require(!is_hopeless(key, worker, clock), "push ", clock, " of worker ", worker, " waits in vain");
       }
@@ -179,7 +211,11 @@ class Rules {
   void apply(const Action& action) {
     const int key = action.key;
     require(action.version == ++versions_[key], "version ", action.version, " follows ", versions_[key] - 1);
-    require(action.contributions.size() == quorum(), "a version of ", action.contributions.size(), " contributions");
+    const std::size_t count = action.contributions.size();
+    require(options_.grace ? count >= quorum() && count == candidates(key) : count == quorum(), "a version of ", count, " contributions");
+    require(!options_.grace || key == elapsed_ || have_all_come(key), "the grace of key ", key, " is not over");
+    in_grace_[key] = false;
+    elapsed_ = -1;
     std::vector<std::ptrdiff_t> arrivals;
     std::vector<int> workers;
     for (const auto& [worker, clock, id] : action.contributions) {
@@ -198,6 +234,13 @@ class Rules {
       waiting_[key].erase(find(key, worker, clock));
       ++applied_[key][worker];
     }
+  }
+
+  void wait(const Action& action) {
+    const int key = action.key;
+    require(options_.grace && !in_grace_[key] && action.version == versions_[key] + 1, "wait for version ", action.version);
+    require(candidates(key) >= quorum() && !have_all_come(key), "wait for key ", key, ", which is not in need of it");
+    in_grace_[key] = true;
   }
 
   void discard(const Action& action) {
@@ -225,6 +268,8 @@ class Rules {
   std::vector<std::vector<int64_t>> applied_;
   std::vector<std::vector<Contribution>> waiting_;  // of each key, as they came
   std::vector<int64_t> versions_;
+  std::vector<bool> in_grace_;  // of each key
+  int elapsed_ = -1;            // the key whose grace is over now
   std::vector<Pull> pulls_;
   std::vector<int> left_;  // as they left
 };
@@ -244,6 +289,9 @@ class Checked {
   }
   const std::vector<Action>& leave(int worker) {
     return checked([&](auto& of, auto& actions) { of.leave(worker, actions); });
+  }
+  const std::vector<Action>& elapse(int key, int64_t version) {
+    return checked([&](auto& of, auto& actions) { of.elapse(key, version, actions); });
   }
 
   const std::vector<Pull>& pulls() const { return rules_.pulls(); }
@@ -274,6 +322,7 @@ struct Setting {
   int64_t clocks = 3;  // how often each worker pushes
   int64_t period = 1;  // how often it pushes between two pulls
   int kills = 0;
+  bool applied = false;  // pulls wait until the own pushes are applied, and workers push more meanwhile
 
   // Where a worker may wait for a quorum that will not be, its pushes are refused when too many wait.
   bool may_stall() const { return core.quorum > 1 && core.window < clocks; }
@@ -281,14 +330,14 @@ struct Setting {
 
 // What is done, and to which of those that it may be done to.
 struct Step {
-  enum class Kind { work, deliver, repeat, drop, kill };
+  enum class Kind { work, deliver, repeat, drop, kill, elapse };
   Kind kind;
   uint32_t choice;
 };
 
 // How often what happened. events: of the core.
 struct Counts {
-  int64_t events = 0, applied = 0, discarded = 0, refused = 0, answered = 0, failed = 0;
+  int64_t events = 0, applied = 0, discarded = 0, refused = 0, answered = 0, failed = 0, waited = 0;
 };
 
 // Workers that pull and push and send again what is not acknowledged, a network that loses and repeats, and a server around a core. Without
@@ -304,6 +353,7 @@ class Model {
       const int worker = static_cast<int>(step.choice % workers_.size());
       return step.kind == Step::Kind::work ? work(worker, step.choice / workers_.size()) : kill(worker);
     }
+    if (step.kind == Step::Kind::elapse) return elapse(step.choice);
     if (network_.empty()) return;
     const std::size_t place = step.choice % network_.size();
     if (step.kind == Step::Kind::deliver) return deliver(place);
@@ -321,6 +371,7 @@ class Model {
         for (std::size_t i = workers_[worker].unacknowledged.size() + 1; i-- > 0;) step({Step::Kind::work, choice(worker, i)});
       }
       while (!network_.empty()) step({Step::Kind::deliver, 0});
+      while (!graces_.empty()) end_grace(0);
     }
     while (!network_.empty()) step({Step::Kind::deliver, 0});
     require(core_.pulls().empty(), "pulls wait for ever");
@@ -343,6 +394,11 @@ class Model {
     bool is_done = false;
     std::vector<std::pair<int, int64_t>> unacknowledged;  // keys and clocks
   };
+  struct Grace {
+    int key;
+    int64_t version;
+    int times = 0;  // it was told to be over
+  };
   struct Reply {
     int worker;
     bool is_made = false, failed = false;
@@ -364,6 +420,9 @@ class Model {
     } else if (!its.has_pulled && (is_last || its.clock % setting_.period == 0)) {
       its.awaited = next_id_++;
       send_pull(worker);
+      if (!setting_.applied) return;
+      its.awaited = -1;
+      its.has_pulled = true;
     } else if (!is_last) {
       for (int key = 0; key < setting_.core.keys; ++key) {
         its.unacknowledged.emplace_back(key, its.clock);
@@ -392,6 +451,24 @@ class Model {
 
   void send_pull(int worker) { network_.push_back({Message::Kind::pull, worker, 0, workers_[worker].clock, workers_[worker].awaited}); }
 
+  // One of the last graces, so that most are not over.
+  void elapse(uint32_t choice) {
+    constexpr std::size_t last = 6;
+    if (!graces_.empty()) end_grace(graces_.size() - 1 - choice % std::min(graces_.size(), last));
+  }
+
+  // Some come again, and late.
+  void end_grace(std::size_t place) {
+    const auto [key, version, times] = graces_[place];
+    if (times > 1) {
+      graces_.erase(graces_.begin() + place);
+    } else {
+      ++graces_[place].times;
+    }
+    if (log_) log_->push_back(text("the grace of key ", key, " and version ", version, " is over"));
+    act(core_.elapse(key, version));
+  }
+
   void send_reply(int64_t pull) {
     const Reply& reply = replies_.at(pull);
     network_.push_back({Message::Kind::reply, reply.worker, 0, 0, pull, reply.failed});
@@ -417,7 +494,7 @@ class Model {
           if (log_) log_->push_back(text("pull: worker ", worker, ", clock ", clock, ", id ", id));
           std::vector<int> keys;
           for (int i = 0; i < setting_.core.keys; ++i) keys.push_back((i + worker) % setting_.core.keys);
-          act(core_.pull({id, worker, clock, setting_.staleness, keys}));
+          act(core_.pull({id, worker, clock, setting_.staleness, keys, setting_.applied}));
         } else if (reply->second.is_made) {
           send_reply(id);
         }
@@ -450,6 +527,8 @@ class Model {
       counts_.refused += action.kind == refuse;
       counts_.answered += action.kind == answer;
       counts_.failed += action.kind == fail;
+      counts_.waited += action.kind == wait;
+      if (action.kind == wait) graces_.push_back({action.key, action.version});
       if (action.kind != answer && action.kind != fail) continue;
       replies_.at(action.pull).is_made = true;
       replies_.at(action.pull).failed = action.kind == fail;
@@ -463,6 +542,7 @@ class Model {
   Checked<Machine> core_;
   std::vector<Worker> workers_;
   std::vector<Message> network_;
+  std::vector<Grace> graces_;
   std::map<int64_t, Reply> replies_;  // to all pulls that have come
   int64_t next_id_ = 0;
   int kills_ = 0;
@@ -505,11 +585,12 @@ inline Setting random_setting(std::mt19937_64& random) {
   Setting setting;
   const int workers = static_cast<int>(pick(1, 4));
   const int quorum = static_cast<int>(pick(0, 2) == 0 ? pick(1, workers) : pick(0, 1));
-  setting.core = {workers, static_cast<int>(pick(1, 3)), quorum, pick(1, 6)};
+  setting.core = {workers, static_cast<int>(pick(1, 3)), quorum, pick(1, 6), quorum != Core::all && pick(0, 1) == 0};
   if (pick(0, 3) > 0) setting.staleness = pick(0, 2);
   setting.clocks = pick(1, 6);
   setting.period = pick(1, 3);
   setting.kills = static_cast<int>(pick(0, 3) / 2 * pick(1, 2));
+  setting.applied = pick(0, 3) == 0;
   return setting;
 }
 
@@ -519,7 +600,8 @@ inline std::vector<Step> random_schedule(std::mt19937_64& random) {
   for (Step& step : schedule) {
     const uint64_t of_a_thousand = random() % 1000;
     step.kind = of_a_thousand < 400   ? work
-                : of_a_thousand < 830 ? deliver
+                : of_a_thousand < 790 ? deliver
+                : of_a_thousand < 830 ? elapse
                 : of_a_thousand < 900 ? repeat
                 : of_a_thousand < 990 ? drop
                                       : kill;
@@ -529,9 +611,10 @@ inline std::vector<Step> random_schedule(std::mt19937_64& random) {
 }
 
 inline std::string describe(const Setting& setting) {
-  const auto& [workers, keys, quorum, window] = setting.core;
-  return text(workers, " workers, ", keys, " keys, quorum ", quorum, ", window ", window, ", staleness ", setting.staleness.value_or(-1),
-              ", ", setting.clocks, " clocks, a pull every ", setting.period);
+  const auto& [workers, keys, quorum, window, grace] = setting.core;
+  return text(workers, " workers, ", keys, " keys, quorum ", quorum, grace ? " and a grace" : "", ", window ", window, ", staleness ",
+              setting.staleness.value_or(-1), ", ", setting.clocks, " clocks, a pull every ", setting.period,
+              setting.applied ? ", until the own pushes are applied" : "");
 }
 
 // Runs schedules until the cores have had so many events, all of which are checked. Returns the first violation with the shortest schedule

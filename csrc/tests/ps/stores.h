@@ -67,25 +67,30 @@ class Store {
 
   Node& node(int rank) const { return *nodes[rank]; }
 
-  std::shared_ptr<Ticket> push(int rank, int64_t clock, const Blocks& gradients, float factor = 1.0f, double lr = 1.0, bool skips = false) {
+  std::shared_ptr<Ticket> push(int rank, int64_t clock, const Blocks& gradients, float factor = 1.0f, double lr = 1.0, bool skips = false,
+                               float weight = 1.0f) {
     std::vector<Client::Item> items;
     for (size_t i = 0; i < gradients.size(); ++i) {
       items.push_back({static_cast<int>(i), {const_cast<float*>(gradients[i].data()), Dtype::fp32}});
     }
-    return node(rank).push(clock, items, factor, {lr}, skips);
+    return node(rank).push(clock, items, factor, {lr}, skips, weight);
+  }
+  std::shared_ptr<Ticket> push_weighted(int rank, int64_t clock, const Blocks& gradients, float weight) {
+    return push(rank, clock, gradients, weight, 1.0, false, weight);
   }
 
   struct Pulled {
     std::shared_ptr<Ticket> ticket;
     std::shared_ptr<Blocks> values;
   };
-  Pulled begin_pull(int rank, int64_t clock, std::optional<int64_t> staleness = 0) {
+  Pulled begin_pull(int rank, int64_t clock, std::optional<int64_t> staleness = 0, bool applied = false) {
     const auto into = std::make_shared<Blocks>();
     for (const Floats& value : setup.values) into->emplace_back(value.size(), -1.0f);
     std::vector<Client::Item> items;
     for (size_t i = 0; i < into->size(); ++i) items.push_back({static_cast<int>(i), {(*into)[i].data(), Dtype::fp32}});
-    return {node(rank).pull(clock, staleness, items, into), into};
+    return {node(rank).pull(clock, staleness, items, into, applied), into};
   }
+  Pulled begin_applied_pull(int rank, int64_t clock) { return begin_pull(rank, clock, {}, true); }
   Blocks pull(int rank, int64_t clock, std::optional<int64_t> staleness = 0) {
     const Pulled pulled = begin_pull(rank, clock, staleness);
     wait(pulled.ticket);

@@ -16,6 +16,8 @@ Message full_message() {
           .id = -7,
           .clock = 1LL << 40,
           .staleness = 3,
+          .applied = true,
+          .weight = 0.25f,
           .skips = true,
           .with_data = true,
           .differs = true,
@@ -30,6 +32,8 @@ void expect_equal(const Message& left, const Message& right) {
   EXPECT_EQ(left.id, right.id);
   EXPECT_EQ(left.clock, right.clock);
   EXPECT_EQ(left.staleness, right.staleness);
+  EXPECT_EQ(left.applied, right.applied);
+  EXPECT_EQ(left.weight, right.weight);
   EXPECT_EQ(left.skips, right.skips);
   EXPECT_EQ(left.with_data, right.with_data);
   EXPECT_EQ(left.differs, right.differs);

@@ -653,7 +653,7 @@ class Failing final : public Updater {
  public:
   explicit Failing(std::vector<Slot> slots) : slots_(std::move(slots)) {}
   std::vector<Slot>& slots() override { return slots_; }
-  void step(const ExecutionContext&, std::span<const Item>, double) override { throw std::runtime_error("it has no memory"); }
+  void step(const ExecutionContext&, std::span<const Item>, double, double) override { throw std::runtime_error("it has no memory"); }
 
  private:
   std::vector<Slot> slots_;
@@ -702,6 +702,9 @@ TEST(PsNode, AWorkerLearnsThatItsMessageIsMalformed) {
       {changed([](Message& its) { its.blocks.clear(); }), none, "blocks: expected at least one"},
       {changed([](Message& its) { its.clock = -1; }), some, "clock: expected at least 0, got -1"},
       {changed([](Message& its) { its.rates.clear(); }), some, "rates: expected 1, got 0"},
+      {changed([](Message& its) { its.weight = 0.0f; }), some, "weight: expected a finite number > 0, got 0"},
+      {changed([](Message& its) { its.weight = -1.0f; }), some, "weight: expected a finite number > 0, got -1"},
+      {changed([](Message& its) { its.weight = std::nanf(""); }), some, "weight: expected a finite number > 0, got nan"},
       {changed([](Message& its) { its.skips = true; }), some, "push: expected 0 bytes, got 128"},
       {pack(push), start_of(some, 127), "push: expected 128 bytes, got 127"},
       {pack(push), none, "push: expected 128 bytes, got 0"},
