@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,39 +104,69 @@ def lose_one(rank: int, ranks: int, fault: Fault, width: int, batch: int, step: 
     dist.broadcast_object_list(place)
     settings = {"rank": rank, "ranks": ranks, "init": f"tcp://{host}:{place[0]}", "width": width, "batch": batch}
     settings["fault"] = fault._asdict()
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, json.dumps(settings)],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    trainer = Trainer(__name__, settings)
     try:
-        return listen(process, rank == ranks - 1, fault, step)
+        return listen(trainer, rank == ranks - 1, fault, step)
     finally:
-        process.kill()
-        process.wait()
+        trainer.end()
         dist.barrier()
 
 
-def listen(process: "subprocess.Popen[str]", is_victim: bool, fault: Fault, step: float) -> dict[str, Any]:
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    errors: list[str] = []
-    assert process.stdout and process.stderr
-    for read in (lambda: _forward(process.stdout, lines.put), lambda: errors.extend(process.stderr or ())):
-        threading.Thread(target=read, daemon=True).start()
+class Trainer:
+    """A process that runs a module of the benchmarks, and what it tells."""
+
+    def __init__(self, module: str, settings: dict[str, Any]):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(settings)],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._errors: list[str] = []
+        for read in (self._read, lambda: self._errors.extend(self._process.stderr or ())):
+            threading.Thread(target=read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def next(self) -> dict[str, Any] | None:
+        """Return the next event; None if the process has ended. Raises TimeoutError if it is stuck."""
+        try:
+            line = self._lines.get(timeout=PATIENCE)
+        except queue.Empty:
+            raise TimeoutError(f"it has reported nothing for {PATIENCE:.0f} s") from None
+        return None if line is None else dict(json.loads(line))
+
+    def why_ended(self) -> str:
+        self._process.wait()
+        return f"it has ended: {''.join(self._errors[-3:])}".strip()
+
+    def kill(self) -> float:
+        """Kill it, and return when."""
+        at = time.monotonic()
+        self._process.send_signal(signal.SIGKILL)
+        return at
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def listen(trainer: Trainer, is_victim: bool, fault: Fault, step: float) -> dict[str, Any]:
     events: dict[str, Any] = {}
     departed, took = 0.0, 0.0
     while True:
         try:
-            line = lines.get(timeout=PATIENCE)
-        except queue.Empty:
-            return {"wrong": f"it has reported nothing for {PATIENCE:.0f} s after {[*events]}"}
-        if line is None:
-            process.wait()
-            return events if "completed" in events else {"wrong": f"it has ended: {''.join(errors[-3:])}".strip()}
-        event = json.loads(line)
+            event = trainer.next()
+        except TimeoutError as stuck:
+            return {"wrong": f"{stuck} after {[*events]}"}
+        if event is None:
+            return events if "completed" in events else {"wrong": trainer.why_ended()}
         events |= event
         if not is_victim:
             continue
@@ -144,24 +174,12 @@ def listen(process: "subprocess.Popen[str]", is_victim: bool, fault: Fault, step
             departed = event["at"]
             if event["departs"] == FIRST and fault.when == SENDING:
                 time.sleep(0.4 * took)
-                return {"killed": kill(process)}
+                return {"killed": trainer.kill()}
         if "outer" in event:
             took = event["at"] - departed
             if event["outer"] == FIRST - 1 and fault.when == TRAINING:
                 time.sleep(0.4 * (fault.sync_every - fault.delay) * step)
-                return {"killed": kill(process)}
-
-
-def _forward(lines: Any, put: Callable[[str | None], None]) -> None:
-    for line in lines:
-        put(line)
-    put(None)
-
-
-def kill(process: "subprocess.Popen[str]") -> float:
-    at = time.monotonic()
-    process.send_signal(signal.SIGKILL)
-    return at
+                return {"killed": trainer.kill()}
 
 
 # The process that trains
@@ -169,6 +187,12 @@ def kill(process: "subprocess.Popen[str]") -> float:
 
 def tell(**event: Any) -> None:
     print(json.dumps(event), flush=True)
+
+
+def digest(state: dict[str, Any], *names: str) -> str:
+    """Return a hash of what all sites should have of a state."""
+    kept = b"".join(value.numpy().tobytes() for name in names for value in state[name].values())
+    return hashlib.sha256(kept).hexdigest()
 
 
 def main() -> None:
@@ -205,8 +229,7 @@ def main() -> None:
             last = outer.outer_steps
             tell(outer=last, at=time.monotonic())
     done = time.monotonic()
-    kept = b"".join(value.numpy().tobytes() for value in outer.state_dict()["backup"].values())
-    tell(digest=hashlib.sha256(kept).hexdigest(), completed=done)
+    tell(digest=digest(outer.state_dict(), "backup"), completed=done)
     with contextlib.suppress(RuntimeError):
         dist.barrier(outer.group)  # so that rank 0, which has the store, is the last to end
     os._exit(0)
