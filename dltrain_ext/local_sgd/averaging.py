@@ -301,10 +301,11 @@ class Averaging(Exchange):
     def save(self) -> dict[str, Any]:
         self.finish()
         counts = checkpoint.Counts(self.outer_steps, self.steps, self._due - self.steps)
-        return checkpoint.save(self.fragments, counts, *self._place)
+        flats, lost = checkpoint.flats_of(self.fragments), checkpoint.lost_of(self.fragments)
+        return checkpoint.save(flats, lost, counts, *self._place)
 
     def load(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        loaded = checkpoint.check(state_dict, self.fragments, *self._place)
+        loaded = checkpoint.check(state_dict, self.fragments, self._settings.momentum != 0, *self._place)
         if self._membership is not None and self._has_begun:
             raise RuntimeError("load_state_dict: expected a member that has made no step yet, got one that has")
         if self._flight is not None:

@@ -30,21 +30,30 @@ class Loaded(NamedTuple):
     residuals: dict[str, Tensor]
 
 
-def save(fragments: Sequence[Fragment], counts: Counts, rank: int, world_size: int) -> dict[str, Any]:
-    def collect(as_they_are: bool) -> dict[str, Tensor]:
-        return {name: lost.clone() for fragment in fragments for name, lost in fragment.residuals().items()}
+def save(
+    flats: Mapping[str, dict[str, Tensor]], lost: dict[str, Tensor], counts: Counts, rank: int, world_size: int
+) -> dict[str, Any]:
+    """Returns a state of what all sites have, by "backup" and "momentum" and by parameter, and of what encoding has
+    lost of this rank's movements. The tensors are its own."""
+    saved = residuals.save(lambda as_they_are: lost, counts.outer, rank, world_size, None)
+    return {**saved, "inner_steps": counts.inner, "due_in": counts.due_in, **flats}
 
-    flats = {
+
+def flats_of(fragments: Sequence[Fragment]) -> dict[str, dict[str, Tensor]]:
+    return {
         key: {name: value.clone() for fragment in fragments for name, value in _named(fragment, key).items()}
         for key in _FLATS
     }
-    saved = residuals.save(collect, counts.outer, rank, world_size, None)
-    return {**saved, "inner_steps": counts.inner, "due_in": counts.due_in, **flats}
+
+
+def lost_of(fragments: Sequence[Fragment]) -> dict[str, Tensor]:
+    return {name: lost.clone() for fragment in fragments for name, lost in fragment.residuals().items()}
 
 
 def check(
     state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     fragments: Sequence[Fragment],
+    has_momentum: bool,
     rank: int,
     world_size: int,
 ) -> Loaded:
@@ -62,7 +71,7 @@ def check(
             raise ValueError(f"state_dict: expected {name} of at least {least}, got {number!r}")
     flats = {}
     for key in _FLATS:
-        wanted = [name for fragment in fragments for name in _named(fragment, key)]
+        wanted = list(shapes) if key == "backup" or has_momentum else []
         given = state.get(key)
         if not isinstance(given, Mapping) or sorted(map(str, given)) != sorted(wanted):
             raise ValueError(

@@ -1,5 +1,6 @@
 """Outer optimizers: the sites of a run train on their own, and from time to time average what they have moved."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -8,10 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from dltrain_ext import ps
 from dltrain_ext.elastic import Membership
 from dltrain_ext.local_sgd.averaging import Averaging
+from dltrain_ext.local_sgd.decoupled import Decoupled
 from dltrain_ext.local_sgd.exchange import Exchange
 from dltrain_ext.local_sgd.settings import Settings
+from dltrain_ext.local_sgd.sites import check_alone
 from dltrain_ext.local_sgd.trained import trained
 
 
@@ -64,6 +68,15 @@ class DiLoCo:
             site is lost the others go on by themselves.
         timeout: how long an average may wait for the other sites; the group's own timeout if None.
         allow_public: send over public addresses, although nothing is encrypted or authenticated (docs/security.md).
+        store: one without keys, whose servers average what the sites have moved, and take the outer steps. Then no site
+            waits for others, see ``quorum``. The sites, of one rank each, are the workers of the store; ``group``,
+            ``timeout``, ``min_compress_numel`` and ``allow_public`` are for sites without a store.
+        quorum: with a store, how many sites' movements make a version of a fragment, or ``"all"``. A site that has sent
+            a fragment takes the version which that is a part of at the end of ``delay``, or goes on and takes it after
+            a later step if it is not there yet; it sends that fragment again only then.
+        grace: with a store, how long a version of ``quorum`` movements waits for more. The mean is then weighted by
+            steps. A site waits as long for its version. None: not at all.
+        weight: with a grace, the weight of this site's steps in the mean, such as its batch size over those of others.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or differs between the sites.
@@ -89,6 +102,10 @@ class DiLoCo:
         timeout: timedelta | None = None,
         min_compress_numel: int = 1024,
         allow_public: bool = False,
+        store: ps.Store | None = None,
+        quorum: str | int = "all",
+        grace: timedelta | None = None,
+        weight: float = 1.0,
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -104,7 +121,22 @@ class DiLoCo:
             raise ValueError(
                 f"fragments: expected at most the number of trained parameters, {len(parameters)}, got {fragments}"
             )
-        self._exchange: Exchange = Averaging(model, parameters, inner, settings, group, timeout, allow_public)
+        self._exchange: Exchange
+        if store is None:
+            _expect_defaults("without a store", quorum=quorum, grace=grace, weight=weight)
+            self._exchange = Averaging(model, parameters, inner, settings, group, timeout, allow_public)
+        else:
+            if not isinstance(store, ps.Store):
+                raise TypeError(f"store: expected a dltrain_ext.ps.Store, got {type(store).__name__}")
+            _expect_defaults(
+                "with a store",
+                group=group,
+                timeout=timeout,
+                min_compress_numel=min_compress_numel,
+                allow_public=allow_public,
+            )
+            check_alone(model, parameters)
+            self._exchange = Decoupled(parameters, inner, settings, store, quorum, grace, weight)
         self._hooks = [
             inner.register_step_pre_hook(self._exchange.begin),
             inner.register_step_post_hook(self._exchange.stepped),
@@ -123,6 +155,11 @@ class DiLoCo:
     def finish(self) -> None:
         """Waits for the average that is under way, if there is one, and takes its outer step at once."""
         self._exchange.finish()
+
+    @property
+    def store(self) -> ps.Store | None:
+        """The store on which the outer optimizer runs, with keys from the first step on; None without one."""
+        return self._exchange.store if isinstance(self._exchange, Decoupled) else None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -183,7 +220,7 @@ class DiLoCo:
     def metrics(self) -> dict[str, float]:
         """Returns numbers for a logger: ``outer/steps``; ``outer/waited``, the seconds in which training stood still
         for averages; ``outer/nonfinite``, the outer steps whose mean was not finite everywhere; and
-        ``outer/wire_bytes``, what this rank has sent."""
+        ``outer/wire_bytes``, what this rank has sent, or with a store has pushed."""
         return {
             "outer/steps": self.outer_steps,
             "outer/waited": self._exchange.waited,
@@ -196,6 +233,13 @@ class DiLoCo:
         for hook in self._hooks:
             hook.remove()
         self._exchange.close()
+
+
+def _expect_defaults(where: str, **options: Any) -> None:
+    for name, value in options.items():
+        default = inspect.signature(DiLoCo).parameters[name].default
+        if value != default:
+            raise ValueError(f"{name}: expected {default!r} {where}, got {value!r}")
 
 
 class LocalSGD(DiLoCo):

@@ -52,8 +52,7 @@ def site_of(model: nn.Module, trained: Sequence[Trained], group: dist.ProcessGro
     """Returns the site of this rank. Raises ValueError if the group has two ranks of a site. Without a group a site has
     one rank."""
     if group is None:
-        if isinstance(model, DistributedDataParallel) or any(hasattr(t.parameter, "device_mesh") for t in trained):
-            raise ValueError("group: expected a process group for sites of several ranks, got a membership")
+        check_alone(model, trained)
         return Site(None, 1)
     here = {dist.get_rank()}
     site = None
@@ -71,3 +70,12 @@ def site_of(model: nn.Module, trained: Sequence[Trained], group: dist.ProcessGro
             "mesh of two dimensions, as in the class's documentation, and pass the group across the sites"
         )
     return Site(site, len(here))
+
+
+def check_alone(model: nn.Module, trained: Sequence[Trained]) -> None:
+    """Raises ValueError if the model is one of several ranks."""
+    if isinstance(model, DistributedDataParallel) or any(hasattr(each.parameter, "device_mesh") for each in trained):
+        raise ValueError(
+            "model: expected that of a site of one rank with a membership or a store, got DDP's or one on a device mesh; "
+            "sites of several ranks need a process group"
+        )

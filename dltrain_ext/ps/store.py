@@ -1,5 +1,6 @@
 """A key-value store of tensors that is divided among servers."""
 
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -98,6 +99,7 @@ class Store:
         record: bool = False,
         **options: Any,
     ):
+        self._given = {name: value for name, value in locals().items() if name not in ("self", "options")} | options
         self._name = PLAIN if optimizer is None else _name_of(optimizer)
         self._options = {**PLAIN_OPTIONS, **options} if optimizer is None else options
         self._group, self._servers, self._timeout = group, servers, timeout
@@ -123,6 +125,19 @@ class Store:
             _ops.check_feedback(pull_codec, False, "pull_codec: expected another one")
         self._delay_compensation, self._window, self._records = float(delay_compensation), window, record
         self._node: _ops.StoreNode | None = None
+
+    def with_options(self, **options: Any) -> "Store":
+        """Returns a store of the same ranks, which has these options, where this one has the defaults.
+
+        :meta private:
+        """
+        if self._node is not None:
+            raise ValueError("store: expected one without keys, got one on which init was called")
+        defaults = {each.name: each.default for each in inspect.signature(Store).parameters.values()}
+        for name in options:
+            if self._given.get(name, defaults.get(name)) != defaults.get(name):
+                raise ValueError(f"store: expected one with the default {name}, got {self._given[name]!r}")
+        return Store(**{**self._given, **options})
 
     def init(
         self, values: Mapping[str, Tensor], groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]] | None = None
@@ -194,6 +209,12 @@ class Store:
         """The number of workers."""
         self._made()
         return len(self._settings.workers)
+
+    @property
+    def worker(self) -> int:
+        """The number of this worker, from 0 on."""
+        self._made()
+        return self._settings.workers.index(self._connection.rank)
 
     @property
     def quorum(self) -> int:

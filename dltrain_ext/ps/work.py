@@ -1,5 +1,6 @@
 """The handle of a push or a pull that is under way."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
@@ -59,6 +60,15 @@ class Work:
             self._write()
             self._write = None
         return True
+
+    def completes_within(self, timeout: timedelta) -> bool:
+        """Waits at most that long, and returns whether it is complete; :meth:`wait` then returns at once.
+
+        Raises:
+            torch.distributed.DistBackendError: a server or a worker that it needs is lost.
+        """
+        until = time.monotonic() + timeout.total_seconds()
+        return all(ticket.wait(max(0.0, until - time.monotonic())) for ticket in self._tickets)
 
     def is_completed(self) -> bool:
         """Returns whether it is complete or has failed."""

@@ -204,7 +204,5 @@ def test_what_needs_a_process_group_is_refused(store):
     parallel = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(parallel)
     parallel.module = network()
-    with pytest.raises(
-        ValueError, match="group: expected a process group for sites of several ranks, got a membership"
-    ):
+    with pytest.raises(ValueError, match="model: expected that of a site of one rank"):
         local_sgd.DiLoCo(parallel, site.inner, group=site.members)

@@ -17,9 +17,8 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def digest_of(outer):
-    kept = b"".join(
-        flat.numpy().tobytes() for each in outer._exchange.fragments for flat in (each.backup, each.momentum)
-    )
+    flats = [flat for each in outer._exchange.fragments for flat in (each.backup, each.momentum)]
+    kept = b"".join(flat.numpy().tobytes() for flat in flats)
     return hashlib.sha256(kept).hexdigest()
 
 

@@ -27,6 +27,10 @@ OPTIONS = {
     "timeout": st.none(),
     "min_compress_numel": st.integers(0, 100),
     "allow_public": st.booleans(),
+    "store": st.none(),
+    "quorum": st.just("all"),
+    "grace": st.none(),
+    "weight": st.just(1.0),
 }
 RULE = {"lr": st.floats(0.1, 1), "momentum": st.floats(0.1, 0.9), "nesterov": st.booleans()}
 
@@ -48,6 +52,7 @@ def train(model, inner, steps=5):
     *("local_sgd.DiLoCo", "local_sgd.LocalSGD", "local_sgd.DiLoCo.close", "local_sgd.DiLoCo.metrics"),
     *("local_sgd.DiLoCo.group", "local_sgd.DiLoCo.lost", "local_sgd.DiLoCo.finish", "comm.Communicator.culprit"),
     *(f"local_sgd.LocalSGD.{name}" for name in ("close", "metrics", "group", "lost", "finish")),
+    *(f"local_sgd.{kind}.{name}" for kind in ("DiLoCo", "LocalSGD") for name in ("steps", "outer_steps", "store")),
     examples=80,
 )
 @given(st.data())
@@ -65,7 +70,7 @@ def test_outer_optimizers(data):
         train(model, inner)
         made.finish()
         assert made.lost is None and made.outer_steps == arguments["fragments"]
-        assert made.metrics()["outer/nonfinite"] == 0 and made.group is not None
+        assert made.metrics()["outer/nonfinite"] == 0 and made.group is not None and made.store is None
     made.close()
 
 

@@ -50,7 +50,7 @@ MODULES = {
     "population": {"comm", "_arguments"},
     "monitor": {"compress", "comm", "_arguments"},
     "elastic": {"comm", "_arguments"},
-    "local_sgd": {"elastic", "compress", "comm", "optim", "_ops", "_arguments"},
+    "local_sgd": {"elastic", "ps", "compress", "comm", "optim", "_ops", "_arguments"},
     "ps": {"amp", "optim", "comm", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "local_sgd", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
