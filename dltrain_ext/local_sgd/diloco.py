@@ -70,7 +70,8 @@ class DiLoCo:
         allow_public: send over public addresses, although nothing is encrypted or authenticated (docs/security.md).
         store: one without keys, whose servers average what the sites have moved, and take the outer steps. Then no site
             waits for others, see ``quorum``. The sites, of one rank each, are the workers of the store; ``group``,
-            ``timeout``, ``min_compress_numel`` and ``allow_public`` are for sites without a store.
+            ``timeout``, ``min_compress_numel`` and ``allow_public`` are for sites without a store. The first step is a
+            collective call of all sites and of the ranks that serve.
         quorum: with a store, how many sites' movements make a version of a fragment, or ``"all"``. A site that has sent
             a fragment takes the version which that is a part of at the end of ``delay``, or goes on and takes it after
             a later step if it is not there yet; it sends that fragment again only then.

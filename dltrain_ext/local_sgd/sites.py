@@ -76,6 +76,6 @@ def check_alone(model: nn.Module, trained: Sequence[Trained]) -> None:
     """Raises ValueError if the model is one of several ranks."""
     if isinstance(model, DistributedDataParallel) or any(hasattr(each.parameter, "device_mesh") for each in trained):
         raise ValueError(
-            "model: expected that of a site of one rank with a membership or a store, got DDP's or one on a device mesh; "
-            "sites of several ranks need a process group"
+            "model: expected that of a site of one rank with a membership or a store, got DDP's or one on a device "
+            "mesh; sites of several ranks need a process group"
         )

@@ -45,7 +45,8 @@ def values(model):
 def averaging(rank, world_size, device, options):
     model = make(device).to(options.pop("dtype", torch.float32))
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    outer = local_sgd.DiLoCo(model, optimizer, sync_every=4, **options)
+    store = ps.Store() if options.pop("has_store", False) else None
+    outer = local_sgd.DiLoCo(model, optimizer, sync_every=4, store=store, **options)
     if next(model.parameters()).dtype == torch.float32:
         train(model, optimizer, rank, device, amp.LossScaler(device))
     else:
@@ -160,6 +161,7 @@ CASES = {
     "DiLoCo with a delay": (averaging, {"delay": 1, "fragments": 2}),
     "DiLoCo of bf16": (averaging, {"dtype": torch.bfloat16, "codec": "int8"}),
     "DiLoCo of members": (joining,),
+    "DiLoCo on a store": (averaging, {"codec": "raw", "has_store": True}),
     "error budget": (budgeting,),
     "population": (copying,),
     "ZeRO-1": (sharding, "raw"),
