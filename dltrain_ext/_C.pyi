@@ -472,6 +472,10 @@ class StoreNode:
     def replayed(self) -> int:
         """How much of the record that it replays is done."""
     def applied(self) -> list[int]: ...
+    def state(self) -> tuple[list[int], Tensor]:
+        """The versions and the numbers of the blocks of this rank's server, at one moment."""
+    def gone(self) -> list[int]:
+        """The ranks of the workers that are done or lost, where this rank serves."""
     def bytes(self) -> int: ...
     def finish(self, timeout: float | None = None) -> bool:
         """Tells the servers that this worker is done, and returns whether this rank's server has no worker left in so

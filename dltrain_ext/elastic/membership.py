@@ -114,22 +114,30 @@ class Membership:
 
         :meta private:
         """
-        first = self._store.compare_set("alike", "", alike).decode()
-        if first != alike:
-            raise ValueError(f"{what}: expected the same as the members of job {self._name!r} have")
+        self.check_alike(alike, what)
         return self._join()
 
-    def announce(self) -> None:
-        """Lets in those who wait, after the outer step that is about to be taken: the first of the members decides
-        before it sends its part, so all others know it when they have the result.
+    def check_alike(self, alike: str, what: str) -> None:
+        """Raises ValueError if others, who call this with the same ``what``, have something else in common.
 
         :meta private:
         """
-        if self._number != min(self.members):
+        if self._store.compare_set(f"alike/{what}", "", alike).decode() != alike:
+            raise ValueError(f"{what}: expected the same as the members of job {self._name!r} have")
+
+    def announce(self, among: Iterable[int] = (), lost: Iterable[int] = ()) -> None:
+        """Lets in those who wait, in the next epoch. The first of the members decides; after an outer step it does so
+        before it sends its part, so all others know it when they have the result. ``among``: the members of which the
+        first decides, if not all. ``lost``: members that are known to be lost, if it decides.
+
+        :meta private:
+        """
+        if self._number != min(among, default=min(self.members)):
             return
         waiting = self._arrived(self._others(self.members))
         if not waiting:
             return
+        self._bury(lost)
         watch = Watch(self._store)
         watch.silences(waiting)
         time.sleep(2 * BEAT)
@@ -137,14 +145,31 @@ class Membership:
         if self._decided(self._epoch.number + 1) is None:
             self._bury(set(waiting) - set(alive))
         if alive:
-            self._decide(self._epoch.number + 1, [*self.members, *alive])
+            self._decide(self._epoch.number + 1, {*self.members, *alive} - self._left(self.members))
 
-    def changed(self, steps: int) -> Members | None:
+    def is_over(self) -> bool:
+        """Returns whether the members are about to change, or one of them cannot go on as they are.
+
+        :meta private:
+        """
+        following, place = self._epoch.number + 1, f"epochs/{self._epoch.number}"
+        return self._store.check([f"{place}/broken"]) or self._store.check([f"epochs/{following}/members"])
+
+    def has_left(self, number: int) -> bool:
+        """Returns whether this one has left in good order.
+
+        :meta private:
+        """
+        key = f"gone/{number}"
+        return self._store.check([key]) and self._store.get(key) == b"left"
+
+    def changed(self, steps: int | None = None) -> Members | None:
         """Returns the members after so many outer steps if they are others than before.
 
         :meta private:
         """
-        self._store.set(f"steps/{self._number}", str(steps))
+        if steps is not None:
+            self._store.set(f"steps/{self._number}", str(steps))
         decided = self._decided(self._epoch.number + 1)
         if decided is not None and self._number not in decided.members:
             raise dist.DistBackendError(f"member {self._number} was left out after it had stood still")
@@ -254,7 +279,7 @@ class Membership:
             return here
         if self._decided(self._epoch.number + 1) is not None:
             return []
-        all_left = not before and all(self._store.get(f"gone/{number}") == b"left" for number in self.members)
+        all_left = not before and all(self.has_left(number) for number in self.members)
         why = "has ended: all members have left" if all_left else "has lost all members that had its state"
         raise dist.DistBackendError(
             f"job {self._name!r} {why}; its last members were {list(self.members)}. Start it again, from a checkpoint"

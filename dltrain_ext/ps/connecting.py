@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.codecs import error_bound
-from dltrain_ext.comm.groups import members_of
+from dltrain_ext.comm.groups import Members, members_of
 from dltrain_ext.comm.rendezvous import Rendezvous
 from dltrain_ext.comm.transports import Site
 from dltrain_ext.ps.layout import Block, lay_out
@@ -19,23 +19,27 @@ from dltrain_ext.ps.settings import Settings, agreed
 
 
 class Group:
-    """The ranks of a process group, which rendezvous to make a store."""
+    """The ranks of a process group, or the members of a job, which rendezvous to make a store."""
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None):
+    def __init__(self, group: dist.ProcessGroup | Members | None, timeout: timedelta | None):
         members = members_of(group)
         self.ranks, self.rank = members.ranks, members.index
         self.timeout = members.timeout if timeout is None else timeout
         self._site = Site(members.store, self.timeout)
         rendezvous = dist.PrefixStore("rendezvous", members.store)
-        self._rendezvous = Rendezvous(rendezvous, self.ranks, self.rank, self.timeout)
+        self._rendezvous = Rendezvous(rendezvous, self.ranks, self.rank, self.timeout, members.beats)
+
+    def exchange(self, text: str) -> list[str]:
+        """Returns what all ranks say."""
+        return self._rendezvous.exchange(text)
 
     def agree(self, text: str) -> Settings:
         """Returns the settings of the store, of which this rank says what it has."""
-        return agreed(self._rendezvous.exchange(text), range(len(self.ranks)))
+        return agreed(self.exchange(text), range(len(self.ranks)))
 
-    def connect(self, first: int, give: Callable[["_ops.Mailbox"], None]) -> "_ops.Mailbox":
-        """Connects all ranks. ``give(mailbox)`` then brings the values of the rank ``first`` to the servers, before any
-        rank goes on."""
+    def connect(self, give: Callable[["_ops.Mailbox"], None]) -> "_ops.Mailbox":
+        """Connects all ranks. ``give(mailbox)`` then brings the first values to the servers, before any rank goes
+        on."""
         with self._rendezvous.at_work() as work:
             part = work.part("mailbox")
             mailbox = _ops.Mailbox(self._site.gloo(part, threads=0))

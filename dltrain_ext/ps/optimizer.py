@@ -1,5 +1,6 @@
 """A torch optimizer whose step runs on the servers of a store."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,7 @@ from dltrain_ext import _ops, optim
 from dltrain_ext._arguments import as_number
 from dltrain_ext.amp import note_skipped
 from dltrain_ext.comm.groups import group_of
+from dltrain_ext.elastic import Membership
 from dltrain_ext.optim.masters import MASTER
 from dltrain_ext.ps.checkpoint import complete
 from dltrain_ext.ps.gradients import are_finite
@@ -20,6 +22,9 @@ from dltrain_ext.ps.replaying import Record
 from dltrain_ext.ps.serving import completed
 from dltrain_ext.ps.store import Store
 from dltrain_ext.ps.work import Versions
+
+
+_log = logging.getLogger("dltrain_ext")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -58,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
         named_parameters: Iterable[Any],
         optimizer: type = optim.AdamW,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Membership | None = None,
         servers: Sequence[int] | None = None,
         quorum: str | int = "all",
         grace: timedelta | None = None,
@@ -80,6 +85,8 @@ class Optimizer(torch.optim.Optimizer):
         if type(ranks_per_host) is not int or ranks_per_host < 1:
             raise ValueError(f"ranks_per_host: expected an int of at least 1, got {ranks_per_host!r}")
         if ranks_per_host > 1:
+            if isinstance(group, Membership):
+                raise ValueError(f"ranks_per_host: expected 1 with a membership, got {ranks_per_host}")
             if servers is not None:
                 raise ValueError(f"servers: expected None with ranks_per_host of {ranks_per_host}, got {servers!r}")
             whole = group_of(group)
@@ -125,7 +132,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def version(self) -> int:
         """The lowest version of the parameters that the last step has read."""
-        return self._before + self._read.lowest
+        return self._before + self.store.version_before + self._read.lowest
 
     @property
     def versions(self) -> Versions:
@@ -154,9 +161,17 @@ class Optimizer(torch.optim.Optimizer):
                 weight = self._host.share
             elif self._host is not None and not self.store.quorum:
                 weight = self._host.share / self.store.workers
-            pull = self.store.push_pull(gradients, self._parameters, rates=rates, weight=weight, finite=finite)
-            pull.wait()
-            self._read = pull.versions
+            if self.store.renew():
+                self._read = Versions(0, 0, False)
+            try:
+                pull = self.store.push_pull(gradients, self._parameters, rates=rates, weight=weight, finite=finite)
+                pull.wait()
+                self._read = pull.versions
+            except dist.DistBackendError as error:
+                if not self.store.renew(failed=True):
+                    raise
+                _log.warning("ps: a step was given up, and is a part of the values of some servers at most: %s", error)
+                self._read = Versions(0, 0, False)
         self._share_parameters()
         if self._read.skipped and self._scaler is not None:
             note_skipped(self._scaler, self)

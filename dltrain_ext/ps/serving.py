@@ -1,7 +1,7 @@
 """The part of a server: the blocks that it has, as parameters of an optimizer of dltrain_ext.optim."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,25 @@ class Shard:
         key = self.keys[block.key]
         return values.view(key.shape) if block.numel == key.numel else values
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields all numbers of this server: of each block its values, its states and its counters, as 1-dimensional
+        tensors that can be written. It is the order in which servers send their state."""
+        group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        for parameter, values in zip(self.parameters, self.values, strict=True):
+            state = self.optimizer.state[parameter]
+            yield values
+            yield from (state[key].view(-1) for key in self._states(group_of[parameter]))
+            yield from (state[counter.key].view(1) for counter in self.optimizer._rule.counters)
+
+    def is_updated(self) -> bool:
+        """Returns whether some update has left a trace in the states or counters."""
+        own = {values.data_ptr() for values in self.values}
+        return any(bool(each.any()) for each in self.tensors() if each.data_ptr() not in own)
+
+    def _states(self, group: dict[str, Any]) -> list[str]:
+        optional = self.optimizer._optional_states(group)
+        return [state.key for state in self.optimizer._rule.states if not state.optional or state.key in optional]
+
     def settings(
         self,
         *,
@@ -94,8 +113,7 @@ class Shard:
         rules, group_of = [], {}
         for number, group in enumerate(self.optimizer.param_groups):
             rule = self.optimizer._rule
-            optional = self.optimizer._optional_states(group)
-            states = [state.key for state in rule.states if not state.optional or state.key in optional]
+            states = self._states(group)
             hyper = {name: float(value) for name, value in self.optimizer._hyper(group).items()}
             rules.append(_ops.ServerRule(name=rule.name, hyper=hyper, states=states, maximize=bool(group["maximize"])))
             for parameter in group["params"]:

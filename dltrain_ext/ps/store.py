@@ -1,9 +1,14 @@
 """A key-value store of tensors that is divided among servers."""
 
+import hashlib
 import inspect
+import logging
+import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,18 +18,24 @@ from torch import Tensor
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense, check_number
 from dltrain_ext.codecs import CODECS
+from dltrain_ext.comm.arguments import check_timeout
+from dltrain_ext.elastic import Membership
 from dltrain_ext.optim.fused import FusedStep
 from dltrain_ext.ps.checkpoint import Whole, assemble, divide, local_optimizer
 from dltrain_ext.ps.connecting import Group, blocks_of, is_lossy, make_node, receive_values, send_values, shard_of
+from dltrain_ext.ps.epochs import Epoch, Epochs, Working
 from dltrain_ext.ps.layout import Key
 from dltrain_ext.ps.replaying import Record
-from dltrain_ext.ps.serving import PLAIN, PLAIN_OPTIONS, completed, optimizer_named
+from dltrain_ext.ps.serving import PLAIN, PLAIN_OPTIONS, Shard, completed, optimizer_named
+from dltrain_ext.ps.serving_members import serve_members
 from dltrain_ext.ps.settings import SERVES, Settings
 from dltrain_ext.ps.weights import check_grace, factors
 from dltrain_ext.ps.work import Work
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _GRACE = 5.0  # s in which the peers receive the last messages
+
+_log = logging.getLogger("dltrain_ext")
 
 
 class Store:
@@ -53,9 +64,10 @@ class Store:
     :func:`serve` make the store, in the same order and with the same arguments.
 
     Args:
-        group: the process group, with any backend; the default group if None. Messages travel over Gloo.
+        group: the process group, with any backend; the default group if None. Messages travel over Gloo. With a
+            :class:`dltrain_ext.elastic.Membership` workers and servers come and go, see :meth:`renew`.
         servers: the ranks in the group that serve; None: all of them. A rank that serves may be a worker, too; one that
-            calls :func:`serve` is none.
+            calls :func:`serve` is none. With a membership those that call :func:`serve`, and no others.
         optimizer: a class of ``dltrain_ext.optim`` except SGLD, which updates the values with the pushed gradients; its
             options are ``options``. None: what is pushed is added to the values, averaged over the quorum.
         quorum: ``"all"``, or how many contributions make a version.
@@ -83,7 +95,7 @@ class Store:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Membership | None = None,
         servers: Sequence[int] | None = None,
         *,
         optimizer: type | None = None,
@@ -125,6 +137,15 @@ class Store:
             _ops.check_feedback(pull_codec, False, "pull_codec: expected another one")
         self._delay_compensation, self._window, self._records = float(delay_compensation), window, record
         self._node: _ops.StoreNode | None = None
+        self._residuals: dict[tuple[int, int], Tensor] = {}
+        self._membership = group if isinstance(group, Membership) else None
+        # Workers that come and go are a quorum of all, which falls when one leaves; so a pull says what it waits for.
+        self._pulls_applied = self._membership is not None and quorum == "all"
+        self._version_before = 0
+        if self._membership is not None and servers is not None:
+            raise ValueError(f"servers: expected None with a membership, whose servers call serve, got {servers!r}")
+        if self._membership is not None and record:
+            raise ValueError(f"record: expected False with a membership, got {record!r}")
 
     def with_options(self, **options: Any) -> "Store":
         """Returns a store of the same ranks, which has these options, where this one has the defaults.
@@ -133,6 +154,8 @@ class Store:
         """
         if self._node is not None:
             raise ValueError("store: expected one without keys, got one on which init was called")
+        if self._membership is not None:
+            raise ValueError("store: expected one of a process group, got one of a membership")
         defaults = {each.name: each.default for each in inspect.signature(Store).parameters.values()}
         for name in options:
             if self._given.get(name, defaults.get(name)) != defaults.get(name):
@@ -161,29 +184,32 @@ class Store:
         group_of = {name: number for number, (_, names) in enumerate(given) for name in names}
         if group_of.keys() != values.keys():
             raise ValueError(f"groups: expected each key of values once, got {sorted(group_of)}")
+        keys = tuple(Key(name, tuple(value.shape), group_of[name]) for name, value in values.items())
+        own = Settings(
+            servers=(),
+            workers=(),
+            keys=keys,
+            optimizer=self._name,
+            groups=tuple(completed(self._name, {**self._options, **options}) for options, _ in given),
+            staleness=self._staleness,
+            quorum=self._quorum,
+            lockstep=self._quorum == 0 and self._staleness == 0,
+            push_codec=self._codec,
+            pull_codec=self._pull_codec,
+            delay_compensation=self._delay_compensation,
+            window=self._window,
+            records=self._records,
+            grace=self._grace,
+        )
+        if isinstance(self._group, Membership):
+            self._join(self._group, own, values)
+            return
         self._connection = connection = Group(self._group, self._timeout)
         ranks = range(len(connection.ranks))
         servers = tuple(ranks if self._servers is None else self._servers)
         if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(ranks):
             raise ValueError(f"servers: expected different ranks below {len(ranks)}, got {self._servers!r}")
-        self._settings = settings = connection.agree(
-            Settings(
-                servers=servers,
-                workers=(),
-                keys=tuple(Key(name, tuple(value.shape), group_of[name]) for name, value in values.items()),
-                optimizer=self._name,
-                groups=tuple(completed(self._name, {**self._options, **options}) for options, _ in given),
-                staleness=self._staleness,
-                quorum=self._quorum,
-                lockstep=self._quorum == 0 and self._staleness == 0,
-                push_codec=self._codec,
-                pull_codec=self._pull_codec,
-                delay_compensation=self._delay_compensation,
-                window=self._window,
-                records=self._records,
-                grace=self._grace,
-            ).text()
-        )
+        self._settings = settings = connection.agree(replace(own, servers=servers).text())
         if self._quorum > len(settings.workers):
             raise ValueError(f"quorum: expected at most the {len(settings.workers)} workers, got {self._quorum}")
         self._blocks = blocks = blocks_of(settings)
@@ -196,13 +222,73 @@ class Store:
             if shard is not None:
                 receive_values(mailbox, shard, connection.timeout)
 
-        mailbox = connection.connect(first, give)
-        self._node, self._residuals = make_node(
-            mailbox, connection.rank, settings, blocks, shard, error_feedback=self._error_feedback
-        )
-        self._begin(self._node, connection.timeout)
-        self._node.start()
+        self._begin(connection.connect(give), shard)
         self.pull(values).wait()
+
+    def _join(self, membership: Membership, settings: Settings, values: Mapping[str, Tensor]) -> None:
+        membership.check_alike(hashlib.sha256(settings.text().encode()).hexdigest(), "values and options of the store")
+        self._values = values
+        self._epochs = Epochs(membership, Working(settings, values), self._timeout)
+        try:
+            self._take_part(*self._epochs.enter())
+        except BaseException:
+            membership.leave()
+            raise
+
+    def _take_part(self, epoch: Epoch, mailbox: "_ops.Mailbox") -> None:
+        """Takes part in an epoch, or in the next one that does not fail before this worker has the values."""
+        while True:
+            self._connection, self._settings = epoch.connection, epoch.settings
+            self._blocks = blocks_of(epoch.settings)
+            self._version_before = epoch.version
+            lost = self._residuals
+            self._begin(mailbox, None)
+            for key, residual in self._residuals.items():
+                if key in lost:
+                    residual.copy_(lost[key])
+            try:
+                self.pull(self._values).wait()
+                return
+            except dist.DistBackendError as error:
+                _log.warning("ps: the values of epoch %d have not come: %s", epoch.number, error)
+            self._finalizer()
+            epoch, mailbox = self._epochs.renew()
+
+    def renew(self, *, failed: bool = False) -> bool:
+        """With a membership, takes part in the next epoch if the members have changed, or if a call has failed.
+
+        A worker calls it between a pull and the next push, when nothing that it has sent is under way. The
+        ``values`` that were given to :meth:`init` are then pulled, and all clocks are 0 again. Those that leave are not
+        waited for, and what they have sent counts. After a failure it may be in the values of some servers only.
+
+        Args:
+            failed: whether a call has raised DistBackendError.
+
+        Returns:
+            Whether an epoch has begun. Without a membership there is no other.
+
+        Raises:
+            torch.distributed.DistBackendError: a server is missing for longer than the timeout, or the job has ended.
+        """
+        node = self._made()
+        if self._membership is None or not (failed or self._membership.is_over()):
+            return False
+        if failed:
+            node.close(0.0)
+        else:
+            node.finish(self._wait.total_seconds())
+            node.close(_GRACE)
+        self._finalizer.detach()
+        self._take_part(*self._epochs.renew())
+        return True
+
+    @property
+    def version_before(self) -> int:
+        """The version that the values had when the present epoch began; 0 without a membership.
+
+        :meta private:
+        """
+        return self._version_before
 
     @property
     def workers(self) -> int:
@@ -232,12 +318,17 @@ class Store:
         self._made()
         return self._settings.groups
 
-    def _begin(self, node: "_ops.StoreNode", timeout: timedelta) -> None:
+    def _begin(self, mailbox: "_ops.Mailbox", shard: Shard | None) -> None:
+        rank, timeout = self._connection.rank, self._connection.timeout
+        self._node, self._residuals = node, _ = make_node(
+            mailbox, rank, self._settings, self._blocks, shard, error_feedback=self._error_feedback
+        )
         self._numbers = {key.name: number for number, key in enumerate(self._settings.keys)}
         self._clocks = dict.fromkeys(self._numbers, 0)
         self._rates = [float(group["lr"]) for group in self._settings.groups]
         self._wait = timeout
         self._finalizer = weakref.finalize(self, node.close, 0.0)
+        node.start()
 
     def push(
         self,
@@ -352,7 +443,8 @@ class Store:
         _check_staleness(allowed)
         numbers, clock = self._named(into, "into", clock, pulls=True, coming=coming)
         targets = [(value, _target(value)) for value in into.values()]
-        applied = bool(applied) and (self._quorum > 1 or self._grace > 0)  # else its pushes are applied when they come
+        # Else its pushes are applied when they come.
+        applied = self._pulls_applied or (bool(applied) and (self._quorum > 1 or self._grace > 0))
         ticket = node.pull(clock, allowed, numbers, [target for _, target in targets], applied=applied)
 
         def write() -> None:
@@ -414,6 +506,10 @@ class Store:
         :meta private:
         """
         node = self._made()
+        if self._membership is not None:
+            raise RuntimeError(
+                "load_state_dict: expected a store of a process group; servers of a membership load theirs"
+            )
         if any(self._clocks.values()):
             raise RuntimeError("load_state_dict: expected an optimizer that has made no step yet")
         if self._connection.rank == self._settings.workers[0]:
@@ -466,6 +562,8 @@ class Store:
         """
         if self._node is None or not self._finalizer.alive:
             return
+        if self._membership is not None:
+            self._membership.leave()
         seconds = (self._wait if timeout is None else timeout).total_seconds()
         done = self._node.finish(seconds)
         self._finalizer.detach()
@@ -474,22 +572,48 @@ class Store:
             raise dist.DistBackendError(f"close: a worker has not closed its store in {seconds:g} s")
 
 
-def serve(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> Record:
+def serve(
+    group: dist.ProcessGroup | Membership | None = None,
+    *,
+    timeout: timedelta | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: timedelta = timedelta(minutes=1),
+) -> Record:
     """Serves a store on this rank, which is no worker of it, until all its workers have closed it or are lost.
 
     It is a collective call with :meth:`Store.init` of the workers, which name this rank among their ``servers``.
 
+    With a membership it serves until no worker is left, of which at least one has closed its store; when all are lost,
+    it waits for another one. The values are divided among those that serve in the beginning. One that comes later takes
+    the place of one that is lost, or waits until there is one. It takes the shard from its checkpoint, and a warning
+    says how many versions are lost. A job whose servers all find a checkpoint goes on from there.
+
     Args:
         group: that of the store.
-        timeout: how long the other ranks are waited for in the beginning; the group's own timeout if None.
+        timeout: how long the other ranks are waited for in the beginning; the group's own timeout if None. With a
+            membership also how long a lost server, or a worker, is waited for.
+        checkpoint: with a membership, the folder in which this server writes the values and the optimizer's state of
+            its shard, and from which it takes them; servers on several hosts may share it. None: it writes none, and
+            cannot take the place of another one.
+        checkpoint_every: after how much time it writes it again; also at the end of an epoch.
 
     Returns:
-        The order in which it has handled messages; it is empty without ``record=True`` of the workers.
+        The order in which it has handled messages; it is empty without ``record=True`` of the workers, and with a
+        membership.
 
     Raises:
-        ValueError: this rank is not among the servers.
+        ValueError: this rank is not among the servers, or the checkpoint is not that of this store, or there is none
+            although the others have values.
         torch.distributed.DistBackendError: a rank did not come.
     """
+    if isinstance(group, Membership):
+        if timeout is not None:
+            check_timeout(timeout, "timeout")
+        check_timeout(checkpoint_every, "checkpoint_every")
+        folder = None if checkpoint is None else Path(checkpoint)
+        return Record(serve_members(group, timeout, folder, checkpoint_every), {})
+    if checkpoint is not None:
+        raise ValueError(f"checkpoint: expected None without a membership, got {checkpoint!r}")
     connection = Group(group, timeout)
     settings = connection.agree(SERVES)
     blocks = blocks_of(settings)
@@ -499,7 +623,7 @@ def serve(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None =
     def give(mailbox: "_ops.Mailbox") -> None:
         receive_values(mailbox, shard, connection.timeout)
 
-    mailbox = connection.connect(settings.workers[0], give)
+    mailbox = connection.connect(give)
     node, _ = make_node(mailbox, connection.rank, settings, blocks, shard)
     node.start()
     try:

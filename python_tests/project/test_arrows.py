@@ -51,7 +51,7 @@ MODULES = {
     "monitor": {"compress", "comm", "_arguments"},
     "elastic": {"comm", "_arguments"},
     "local_sgd": {"elastic", "ps", "compress", "comm", "optim", "_ops", "_arguments"},
-    "ps": {"amp", "optim", "comm", "codecs", "_ops", "_arguments"},
+    "ps": {"elastic", "amp", "optim", "comm", "codecs", "_ops", "_arguments"},
     "lightning": {"ddp", "local_sgd", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
     "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},

@@ -212,6 +212,25 @@ class StoreNode {
     return applied;
   }
 
+  // The versions and the numbers of this rank's server.
+  std::tuple<std::vector<int64_t>, at::Tensor> state() {
+    std::vector<int64_t> versions;
+    at::Tensor numbers;
+    py::gil_scoped_release no_gil;
+    node_->with_server([&](ps::Server* server) {
+      if (!server) return;
+      versions = server->versions();
+      numbers = at::empty({server->state_numel()}, at::kFloat);
+      server->copy_state(numbers.mutable_data_ptr<float>());
+    });
+    return {std::move(versions), std::move(numbers)};
+  }
+
+  std::vector<int> gone() {
+    py::gil_scoped_release no_gil;
+    return node_->gone();
+  }
+
   int64_t bytes() {
     py::gil_scoped_release no_gil;
     return node_->bytes();
@@ -338,6 +357,8 @@ void bind_store(py::module_& module) {
       .def("record", &StoreNode::record)
       .def("replayed", &StoreNode::replayed)
       .def("applied", &StoreNode::applied)
+      .def("state", &StoreNode::state)
+      .def("gone", &StoreNode::gone)
       .def("bytes", &StoreNode::bytes)
       .def("finish", &StoreNode::finish, py::arg("timeout") = py::none())
       .def("close", &StoreNode::close, py::arg("grace") = 1.0);

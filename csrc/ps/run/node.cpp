@@ -214,6 +214,15 @@ bool Node::finish(Deadline deadline) {
   return are_told;
 }
 
+std::vector<int> Node::gone() {
+  std::vector<int> gone;
+  const std::lock_guard lock(handling_);
+  for (size_t worker = 0; worker < is_gone_.size(); ++worker) {
+    if (is_gone_[worker]) gone.push_back(ranks_.workers[worker]);
+  }
+  return gone;
+}
+
 std::shared_ptr<Ticket> Node::push(int64_t clock, std::span<const Client::Item> gradients, float factor, const std::vector<double>& rates,
                                    bool skips, float weight) {
   return client_->push(clock, gradients, factor, rates, skips, weight, *this);

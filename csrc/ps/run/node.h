@@ -52,6 +52,9 @@ class Node final : public Sender {
   // Tells the servers that this worker is done, and returns when this rank's server has no worker left, or false at the deadline.
   bool finish(Deadline deadline);
 
+  // The ranks of the workers that are done or lost, where this rank serves.
+  std::vector<int> gone();
+
   // Calls visit while no message is handled. Null where this rank is no server.
   void with_server(const std::function<void(Server*)>& visit);
   // How much of the record that it replays is done.

@@ -158,14 +158,31 @@ std::vector<int64_t> Server::applied() const {
 }
 
 int64_t Server::bytes() {
-  int64_t bytes = sums_.bytes() + differences_.bytes();
-  for (int block = 0; block < std::ssize(blocks_); ++block) {
-    for_each_number_of(block, [&](const float*, int64_t numel) { bytes += numel * static_cast<int64_t>(sizeof(float)); });
-  }
+  int64_t bytes = sums_.bytes() + differences_.bytes() + state_numel() * static_cast<int64_t>(sizeof(float));
   for (const Shadow& shadow : shadows_) bytes += shadow.values.bytes();
   for (const auto& [id, held] : held_) bytes += held.bytes;
   for (const auto& [block, reply] : replies_) bytes += reply.data.count;
   return bytes;
+}
+
+std::vector<int64_t> Server::versions() const {
+  std::vector<int64_t> versions;
+  for (int block = 0; block < std::ssize(blocks_); ++block) versions.push_back(core_.version(block));
+  return versions;
+}
+
+int64_t Server::state_numel() {
+  int64_t total = 0;
+  for (int block = 0; block < std::ssize(blocks_); ++block) {
+    for_each_number_of(block, [&](const float*, int64_t numel) { total += numel; });
+  }
+  return total;
+}
+
+void Server::copy_state(float* to) {
+  for (int block = 0; block < std::ssize(blocks_); ++block) {
+    for_each_number_of(block, [&](const float* numbers, int64_t numel) { to = std::copy_n(numbers, numel, to); });
+  }
 }
 
 void Server::save(int worker, const Message& message, Sender& sender) {
@@ -181,25 +198,13 @@ void Server::send_states(Sender& sender) {
     if (!asked && lost_[worker].empty()) return;
     is_asked |= asked && asked->with_data;
   }
-  Message state{.kind = Kind::state};
-  int64_t count = 0;
-  for (int block = 0; block < std::ssize(blocks_); ++block) {
-    state.blocks.push_back(block);
-    state.numbers.push_back(core_.version(block));
-    for_each_number_of(block, [&](const float*, int64_t numel) { count += numel; });
-  }
+  Message state{.kind = Kind::state, .numbers = versions()};
+  for (int block = 0; block < std::ssize(blocks_); ++block) state.blocks.push_back(block);
   Data data;
   if (is_asked) {
-    data.count = count * static_cast<int64_t>(sizeof(float));
+    data.count = state_numel() * static_cast<int64_t>(sizeof(float));
     const std::shared_ptr<std::byte> memory = sender.allocate(data.count);
-    std::byte* to = memory.get();
-    for (const int block : state.blocks) {
-      for_each_number_of(block, [&](const float* numbers, int64_t numel) {
-        const size_t bytes = static_cast<size_t>(numel) * sizeof(float);
-        std::memcpy(to, numbers, bytes);
-        to += bytes;
-      });
-    }
+    copy_state(reinterpret_cast<float*>(memory.get()));
     data.bytes = memory.get();
     data.keep = memory;
   }
@@ -213,11 +218,10 @@ void Server::send_states(Sender& sender) {
 }
 
 void Server::restore(const Unpacked& message) {
-  int64_t bytes = 0;
-  for (int block = 0; block < std::ssize(blocks_); ++block) {
-    check(core_.version(block) == 0, "restore: expected a store into which nothing was pushed, got version ", core_.version(block));
-    for_each_number_of(block, [&](const float*, int64_t numel) { bytes += numel * static_cast<int64_t>(sizeof(float)); });
+  for (const int64_t version : versions()) {
+    check(version == 0, "restore: expected a store into which nothing was pushed, got version ", version);
   }
+  const int64_t bytes = state_numel() * static_cast<int64_t>(sizeof(float));
   check(bytes == std::ssize(message.data), "restore: expected ", bytes, " bytes, got ", message.data.size());
   const std::byte* from = message.data.data();
   for (int block = 0; block < std::ssize(blocks_); ++block) {

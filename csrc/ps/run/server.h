@@ -71,6 +71,11 @@ class Server {
   bool has_grace() const { return options_.grace > Clock::duration(); }
   // How many pushes of each worker are in all blocks.
   std::vector<int64_t> applied() const;
+  // Of all blocks, in their order.
+  std::vector<int64_t> versions() const;
+  // Writes the state_numel() numbers of all blocks: of each its values, its states and its counters.
+  int64_t state_numel();
+  void copy_state(float* to);
   // The memory of the values, the state, the pushes that wait, and of what workers hold.
   int64_t bytes();
 

@@ -1,0 +1,138 @@
+"""A server of a store whose ranks are the members of a job, with a checkpoint of its shard."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dltrain_ext import _ops
+from dltrain_ext.elastic import Membership
+from dltrain_ext.ps.connecting import blocks_of, make_node, receive_values, shard_of
+from dltrain_ext.ps.epochs import Epoch, Epochs, Part, Said
+from dltrain_ext.ps.serving import Shard
+from dltrain_ext.ps.settings import Settings
+
+_POLL = 0.2  # s
+_GRACE = 5.0  # s in which the peers receive the last messages
+
+
+class Serving(Part):
+    """Serves one shard, or none as long as all have servers.
+
+    Args:
+        folder: of the checkpoints, or None.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._folder, self._shards = folder, 0
+        self._number: int | None = None
+        self._shard: Shard | None = None
+        self._version: int | None = None
+
+    def says(self) -> Said:
+        return Said(self._shards, shard=self._number, version=self._version or 0)
+
+    def prepare(self, epoch: Epoch) -> int | None:
+        self._shards = len(epoch.settings.servers)
+        if epoch.shard != self._number:
+            self._number, self._version = epoch.shard, None
+            self._shard = shard_of(epoch.connection.rank, epoch.settings, blocks_of(epoch.settings))
+            if self._shard is not None and (path := self._path()) is not None and path.exists():
+                self._version = _load(path, self._shard, _identity(epoch.settings, self._number))
+        return self._version
+
+    def give(self, epoch: Epoch, mailbox: "_ops.Mailbox", is_new: bool) -> None:
+        if is_new and self._shard is not None:
+            receive_values(mailbox, self._shard, epoch.connection.timeout)
+
+    def node(self, epoch: Epoch, mailbox: "_ops.Mailbox") -> "_ops.StoreNode":
+        """Returns the node of this server, which goes on from where that of the epoch before was."""
+        assert self._shard is not None
+        self._epoch, self._version = epoch, epoch.version
+        rank, settings = epoch.connection.rank, epoch.settings
+        is_first = not self._shard.is_updated()
+        node, _ = make_node(mailbox, rank, settings, blocks_of(settings), self._shard, is_first=is_first)
+        node.start()
+        return node
+
+    def note(self, node: "_ops.StoreNode") -> Tensor:
+        """Notes the version that a node has, and returns its numbers."""
+        versions, numbers = node.state()
+        self._version = self._epoch.version + min(versions, default=0)
+        return numbers
+
+    def save(self, node: "_ops.StoreNode") -> None:
+        """Writes a checkpoint, or leaves the one before as it is."""
+        numbers = self.note(node)
+        path = self._path()
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.new")
+        torch.save(_identity(self._epoch.settings, self._number) | {"version": self._version, "numbers": numbers}, new)
+        os.replace(new, path)
+
+    def _path(self) -> Path | None:
+        return None if self._folder is None else self._folder / f"shard-{self._number}-of-{self._shards}.pt"
+
+
+def _identity(settings: Settings, number: int | None) -> dict[str, Any]:
+    """Returns what a checkpoint and a store must have in common."""
+    keys = [[key.name, list(key.shape), key.group] for key in settings.keys]
+    return {"shard": number, "shards": len(settings.servers), "optimizer": settings.optimizer, "keys": keys}
+
+
+def _load(path: Path, shard: Shard, identity: dict[str, Any]) -> int:
+    """Returns the version of a checkpoint, when the shard has its numbers. Raises ValueError if it is another one's."""
+    saved = torch.load(path, weights_only=True)
+    for name, expected in identity.items():
+        if saved.get(name) != expected:
+            raise ValueError(f"{path}, whose {name} is another one")
+    tensors = list(shard.tensors())
+    numbers = saved["numbers"].split([each.numel() for each in tensors])
+    for own, loaded in zip(tensors, numbers, strict=True):
+        own.copy_(loaded)
+    return int(saved["version"])
+
+
+def serve_members(membership: Membership, timeout: timedelta | None, folder: Path | None, every: timedelta) -> Settings:
+    """Serves from one epoch to the next, until no worker of one is left and one of them has closed its store. Returns
+    the settings of the last epoch."""
+    part = Serving(folder)
+    epochs = Epochs(membership, part, timeout)
+    try:
+        epoch, mailbox = epochs.enter()
+        while not _serve(membership, part, epoch, mailbox, every.total_seconds()):
+            epoch, mailbox = epochs.renew()
+        return epoch.settings
+    finally:
+        membership.leave()
+
+
+def _serve(membership: Membership, part: Serving, epoch: Epoch, mailbox: "_ops.Mailbox", every: float) -> bool:
+    """Serves until no worker of this epoch is left. Returns whether the job has ended."""
+    workers, servers = epoch.numbers(epoch.settings.workers), epoch.numbers(epoch.settings.servers)
+    if epoch.shard is None:
+        has_ended = False
+        while not has_ended and not membership.is_over():
+            time.sleep(_POLL)
+            has_ended = all(map(membership.has_left, servers))
+        mailbox.close(0.0)
+        return has_ended
+    node = part.node(epoch, mailbox)
+    try:
+        saved = time.monotonic()
+        while not node.finish(_POLL):
+            if not membership.is_over():
+                membership.announce(among=servers, lost=epoch.numbers(node.gone()))
+            if time.monotonic() - saved > every:
+                part.save(node)
+                saved = time.monotonic()
+        part.save(node)
+    finally:
+        node.close(_GRACE)
+    return any(map(membership.has_left, workers))
