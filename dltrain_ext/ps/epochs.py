@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
-
 from torch import Tensor
 
 from dltrain_ext import _ops

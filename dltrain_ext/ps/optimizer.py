@@ -23,7 +23,6 @@ from dltrain_ext.ps.serving import completed
 from dltrain_ext.ps.store import Store
 from dltrain_ext.ps.work import Versions
 
-
 _log = logging.getLogger("dltrain_ext")
 
 

@@ -507,9 +507,7 @@ class Store:
         """
         node = self._made()
         if self._membership is not None:
-            raise RuntimeError(
-                "load_state_dict: expected a store of a process group; servers of a membership load theirs"
-            )
+            raise RuntimeError("load_state_dict: expected a store without membership, whose servers load theirs")
         if any(self._clocks.values()):
             raise RuntimeError("load_state_dict: expected an optimizer that has made no step yet")
         if self._connection.rank == self._settings.workers[0]:
