@@ -600,13 +600,15 @@ def serve(
         membership.
 
     Raises:
+        TypeError: checkpoint is no path.
         ValueError: this rank is not among the servers, or the checkpoint is not that of this store, or there is none
             although the others have values.
         torch.distributed.DistBackendError: a rank did not come.
     """
+    if not isinstance(checkpoint, str | os.PathLike | None):
+        raise TypeError(f"checkpoint: expected a path or None, got {checkpoint!r}")
     if isinstance(group, Membership):
-        if timeout is not None:
-            check_timeout(timeout, "timeout")
+        check_timeout(timeout, "timeout", or_none=True)
         check_timeout(checkpoint_every, "checkpoint_every")
         folder = None if checkpoint is None else Path(checkpoint)
         return Record(serve_members(group, timeout, folder, checkpoint_every), {})

@@ -275,3 +275,51 @@ def test_a_worker_with_other_settings_does_not_join(make_job):
     job.steps_more([worker])
     job.stop()
     assert (server.error, worker.error) == ("", "")
+
+
+def test_a_checkpoint_of_another_store_is_refused(make_job):
+    job = make_job(2)
+    job.server(), job.worker()
+    job.until(lambda: list(job.folder.glob("*.pt")))
+    job.stop()
+    (path,) = job.folder.glob("*.pt")
+    torch.save(torch.load(path) | {"optimizer": "SGD"}, path)
+    again = make_job(2)
+    server, worker = again.server(), again.worker()
+    again.until(lambda: server.is_over)
+    assert "whose optimizer is another one" in server.error
+    other = again.server(checkpoint=None)
+    again.steps_more([worker])
+    again.stop()
+    assert (other.error, worker.error) == ("", "")
+
+
+@pytest.fixture
+def alone():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return elastic.Membership(store)
+
+
+def test_what_a_membership_excludes(alone):
+    named = nn.Linear(2, 2).named_parameters()
+    with pytest.raises(ValueError, match="servers: expected None with a membership, whose servers call serve, got "):
+        ps.Store(alone, servers=[0])
+    with pytest.raises(ValueError, match="record: expected False with a membership, got True"):
+        ps.Store(alone, record=True)
+    with pytest.raises(ValueError, match="ranks_per_host: expected 1 with a membership, got 2"):
+        ps.Optimizer(named, group=alone, ranks_per_host=2)
+    with pytest.raises(ValueError, match="store: expected one of a process group, got one of a membership"):
+        ps.Store(alone).with_options(quorum=1)
+    with pytest.raises(RuntimeError, match="store: expected one with keys, call init first"):
+        ps.Store(alone).renew()
+
+
+def test_arguments_of_serve(alone, tmp_path):
+    with pytest.raises(TypeError, match="checkpoint: expected a path or None, got 3"):
+        ps.serve(alone, checkpoint=3)
+    with pytest.raises(ValueError, match="checkpoint: expected None without a membership, got "):
+        ps.serve(checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="checkpoint_every: expected a datetime.timedelta of 1 ms to 365 days, got 1"):
+        ps.serve(alone, checkpoint_every=1)
+    with pytest.raises(ValueError, match="timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got 1"):
+        ps.serve(alone, timeout=1)
