@@ -17,6 +17,8 @@ from dltrain_ext.ps.layout import Block, lay_out
 from dltrain_ext.ps.serving import Shard, needs_norms
 from dltrain_ext.ps.settings import Settings, agreed
 
+GRACE = 5.0  # s in which the peers receive the last messages
+
 
 class Group:
     """The ranks of a process group, or the members of a job, which rendezvous to make a store."""

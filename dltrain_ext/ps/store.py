@@ -3,12 +3,10 @@
 import hashlib
 import inspect
 import logging
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,22 +16,28 @@ from torch import Tensor
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense, check_number
 from dltrain_ext.codecs import CODECS
-from dltrain_ext.comm.arguments import check_timeout
 from dltrain_ext.elastic import Membership
 from dltrain_ext.optim.fused import FusedStep
 from dltrain_ext.ps.checkpoint import Whole, assemble, divide, local_optimizer
-from dltrain_ext.ps.connecting import Group, blocks_of, is_lossy, make_node, receive_values, send_values, shard_of
+from dltrain_ext.ps.connecting import (
+    GRACE,
+    Group,
+    blocks_of,
+    is_lossy,
+    make_node,
+    receive_values,
+    send_values,
+    shard_of,
+)
 from dltrain_ext.ps.epochs import Epoch, Epochs, Working
 from dltrain_ext.ps.layout import Key
 from dltrain_ext.ps.replaying import Record
 from dltrain_ext.ps.serving import PLAIN, PLAIN_OPTIONS, Shard, completed, optimizer_named
-from dltrain_ext.ps.serving_members import serve_members
-from dltrain_ext.ps.settings import SERVES, Settings
+from dltrain_ext.ps.settings import Settings
 from dltrain_ext.ps.weights import check_grace, factors
 from dltrain_ext.ps.work import Work
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_GRACE = 5.0  # s in which the peers receive the last messages
 
 _log = logging.getLogger("dltrain_ext")
 
@@ -277,7 +281,7 @@ class Store:
             node.close(0.0)
         else:
             node.finish(self._wait.total_seconds())
-            node.close(_GRACE)
+            node.close(GRACE)
         self._finalizer.detach()
         self._take_part(*self._epochs.renew())
         return True
@@ -565,72 +569,9 @@ class Store:
         seconds = (self._wait if timeout is None else timeout).total_seconds()
         done = self._node.finish(seconds)
         self._finalizer.detach()
-        self._node.close(_GRACE)
+        self._node.close(GRACE)
         if not done:
             raise dist.DistBackendError(f"close: a worker has not closed its store in {seconds:g} s")
-
-
-def serve(
-    group: dist.ProcessGroup | Membership | None = None,
-    *,
-    timeout: timedelta | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: timedelta = timedelta(minutes=1),
-) -> Record:
-    """Serves a store on this rank, which is no worker of it, until all its workers have closed it or are lost.
-
-    It is a collective call with :meth:`Store.init` of the workers, which name this rank among their ``servers``.
-
-    With a membership it serves until no worker is left, of which at least one has closed its store; when all are lost,
-    it waits for another one. The values are divided among those that serve in the beginning. One that comes later takes
-    the place of one that is lost, or waits until there is one. It takes the shard from its checkpoint, and a warning
-    says how many versions are lost. A job whose servers all find a checkpoint goes on from there.
-
-    Args:
-        group: that of the store.
-        timeout: how long the other ranks are waited for in the beginning; the group's own timeout if None. With a
-            membership also how long a lost server, or a worker, is waited for.
-        checkpoint: with a membership, the folder in which this server writes the values and the optimizer's state of
-            its shard, and from which it takes them; servers on several hosts may share it. None: it writes none, and
-            cannot take the place of another one.
-        checkpoint_every: after how much time it writes it again; also at the end of an epoch.
-
-    Returns:
-        The order in which it has handled messages; it is empty without ``record=True`` of the workers, and with a
-        membership.
-
-    Raises:
-        TypeError: checkpoint is no path.
-        ValueError: this rank is not among the servers, or the checkpoint is not that of this store, or there is none
-            although the others have values.
-        torch.distributed.DistBackendError: a rank did not come.
-    """
-    if not isinstance(checkpoint, str | os.PathLike | None):
-        raise TypeError(f"checkpoint: expected a path or None, got {checkpoint!r}")
-    if isinstance(group, Membership):
-        check_timeout(timeout, "timeout", or_none=True)
-        check_timeout(checkpoint_every, "checkpoint_every")
-        folder = None if checkpoint is None else Path(checkpoint)
-        return Record(serve_members(group, timeout, folder, checkpoint_every), {})
-    if checkpoint is not None:
-        raise ValueError(f"checkpoint: expected None without a membership, got {checkpoint!r}")
-    connection = Group(group, timeout)
-    settings = connection.agree(SERVES)
-    blocks = blocks_of(settings)
-    shard = shard_of(connection.rank, settings, blocks)
-    assert shard is not None
-
-    def give(mailbox: "_ops.Mailbox") -> None:
-        receive_values(mailbox, shard, connection.timeout)
-
-    mailbox = connection.connect(give)
-    node, _ = make_node(mailbox, connection.rank, settings, blocks, shard)
-    node.start()
-    try:
-        node.finish(None)
-        return Record.of(node, connection.rank, settings)
-    finally:
-        node.close(_GRACE)
 
 
 def check_values(values: Any, argument: str) -> None:

@@ -1,4 +1,4 @@
-"""A server of a store whose ranks are the members of a job, with a checkpoint of its shard."""
+"""A rank that only serves: that of a process group, or a member of a job with a checkpoint of its shard."""
 
 import os
 import time
@@ -7,17 +7,82 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext import _ops
+from dltrain_ext.comm.arguments import check_timeout
 from dltrain_ext.elastic import Membership
-from dltrain_ext.ps.connecting import blocks_of, make_node, receive_values, shard_of
+from dltrain_ext.ps.connecting import GRACE, Group, blocks_of, make_node, receive_values, shard_of
 from dltrain_ext.ps.epochs import Epoch, Epochs, Part, Said
+from dltrain_ext.ps.replaying import Record
 from dltrain_ext.ps.serving import Shard
-from dltrain_ext.ps.settings import Settings
+from dltrain_ext.ps.settings import SERVES, Settings
 
 _POLL = 0.2  # s
-_GRACE = 5.0  # s in which the peers receive the last messages
+
+
+def serve(
+    group: dist.ProcessGroup | Membership | None = None,
+    *,
+    timeout: timedelta | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: timedelta = timedelta(minutes=1),
+) -> Record:
+    """Serves a store on this rank, which is no worker of it, until all its workers have closed it or are lost.
+
+    It is a collective call with :meth:`Store.init` of the workers, which name this rank among their ``servers``.
+
+    With a membership it serves until no worker is left, of which at least one has closed its store; when all are lost,
+    it waits for another one. The values are divided among those that serve in the beginning. One that comes later takes
+    the place of one that is lost, or waits until there is one. It takes the shard from its checkpoint, and a warning
+    says how many versions are lost. A job whose servers all find a checkpoint goes on from there.
+
+    Args:
+        group: that of the store.
+        timeout: how long the other ranks are waited for in the beginning; the group's own timeout if None. With a
+            membership also how long a lost server, or a worker, is waited for.
+        checkpoint: with a membership, the folder in which this server writes the values and the optimizer's state of
+            its shard, and from which it takes them; servers on several hosts may share it. None: it writes none, and
+            cannot take the place of another one.
+        checkpoint_every: after how much time it writes it again; also at the end of an epoch.
+
+    Returns:
+        The order in which it has handled messages; it is empty without ``record=True`` of the workers, and with a
+        membership.
+
+    Raises:
+        TypeError: checkpoint is no path.
+        ValueError: this rank is not among the servers, or the checkpoint is not that of this store, or there is none
+            although the others have values.
+        torch.distributed.DistBackendError: a rank did not come.
+    """
+    if not isinstance(checkpoint, str | os.PathLike | None):
+        raise TypeError(f"checkpoint: expected a path or None, got {checkpoint!r}")
+    if isinstance(group, Membership):
+        check_timeout(timeout, "timeout", or_none=True)
+        check_timeout(checkpoint_every, "checkpoint_every")
+        folder = None if checkpoint is None else Path(checkpoint)
+        return Record(_serve_members(group, timeout, folder, checkpoint_every), {})
+    if checkpoint is not None:
+        raise ValueError(f"checkpoint: expected None without a membership, got {checkpoint!r}")
+    connection = Group(group, timeout)
+    settings = connection.agree(SERVES)
+    blocks = blocks_of(settings)
+    shard = shard_of(connection.rank, settings, blocks)
+    assert shard is not None
+
+    def give(mailbox: "_ops.Mailbox") -> None:
+        receive_values(mailbox, shard, connection.timeout)
+
+    mailbox = connection.connect(give)
+    node, _ = make_node(mailbox, connection.rank, settings, blocks, shard)
+    node.start()
+    try:
+        node.finish(None)
+        return Record.of(node, connection.rank, settings)
+    finally:
+        node.close(GRACE)
 
 
 class Serving(Part):
@@ -99,7 +164,9 @@ def _load(path: Path, shard: Shard, identity: dict[str, Any]) -> int:
     return int(saved["version"])
 
 
-def serve_members(membership: Membership, timeout: timedelta | None, folder: Path | None, every: timedelta) -> Settings:
+def _serve_members(
+    membership: Membership, timeout: timedelta | None, folder: Path | None, every: timedelta
+) -> Settings:
     """Serves from one epoch to the next, until no worker of one is left and one of them has closed its store. Returns
     the settings of the last epoch."""
     part = Serving(folder)
@@ -134,5 +201,5 @@ def _serve(membership: Membership, part: Serving, epoch: Epoch, mailbox: "_ops.M
                 saved = time.monotonic()
         part.save(node)
     finally:
-        node.close(_GRACE)
+        node.close(GRACE)
     return any(map(membership.has_left, workers))
