@@ -175,13 +175,13 @@ class Membership:
             raise dist.DistBackendError(f"member {self._number} was left out after it had stood still")
         return None if decided is None else self._begin(decided)
 
-    def recover(self, lost: int | None) -> Members:
-        """Returns the members that go on when those before could not. ``lost``: who is responsible, if that is known.
+    def recover(self, *lost: int | None) -> Members:
+        """Returns the members that go on when those before could not. ``lost``: those who are responsible, if that is known.
         Where the others have gone on without this process, it joins again, and has no state.
 
         :meta private:
         """
-        self._break(lost)
+        self._break(*lost)
         return self._next()
 
     def keep(self) -> None:
@@ -321,10 +321,11 @@ class Membership:
         self._check_whole(epoch)
         return beats(self._store, number)
 
-    def _break(self, lost: int | None) -> None:
+    def _break(self, *lost: int | None) -> None:
         self._store.set(f"epochs/{self._epoch.number}/broken", "1")
-        if lost is not None:
-            self._store.set(f"suspected/{lost}", "1")
+        for number in lost:
+            if number is not None:
+                self._store.set(f"suspected/{number}", "1")
 
     def _patience(self, number: int) -> float:
         """Returns the seconds without a heartbeat after which it is taken for dead."""

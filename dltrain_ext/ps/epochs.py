@@ -100,17 +100,18 @@ class Epochs:
         """
         return self._connected(Group(self.membership.enter("store", "group"), self._timeout))
 
-    def renew(self) -> tuple[Epoch, "_ops.Mailbox"]:
-        """Returns the next epoch. If it is not decided on yet, the present one is given up."""
-        return self._connected(self._next())
+    def renew(self, lost: Sequence[int] = ()) -> tuple[Epoch, "_ops.Mailbox"]:
+        """Returns the next epoch. If it is not decided on yet, the present one is given up; ``lost``: the numbers of
+        those who are to blame."""
+        return self._connected(self._next(lost))
 
-    def _next(self) -> Group:
+    def _next(self, lost: Sequence[int] = ()) -> Group:
         try:
             members = self.membership.changed() if self.membership.is_over() else None
         except dist.DistBackendError as error:
             _log.warning("ps: %s", error)
             members = None
-        return Group(members or self.membership.recover(None), self._timeout)
+        return Group(members or self.membership.recover(*lost), self._timeout)
 
     def _connected(self, connection: Group) -> tuple[Epoch, "_ops.Mailbox"]:
         while True:
@@ -118,7 +119,7 @@ class Epochs:
                 found = self._connect(connection)
             except dist.DistBackendError as error:
                 _log.warning("ps: epoch %d of the store has failed: %s", self.membership.epoch, error)
-                connection = Group(self.membership.recover(None), self._timeout)
+                connection = Group(self.membership.recover(), self._timeout)
                 continue
             if isinstance(found, tuple):
                 self.membership.keep()

@@ -245,18 +245,17 @@ class Store:
             self._connection, self._settings = epoch.connection, epoch.settings
             self._blocks = blocks_of(epoch.settings)
             self._version_before = epoch.version
-            lost = self._residuals
+            before = self._residuals
             self._begin(mailbox, None)
             for key, residual in self._residuals.items():
-                if key in lost:
-                    residual.copy_(lost[key])
+                if key in before:
+                    residual.copy_(before[key])
             try:
                 self.pull(self._values).wait()
                 return
             except dist.DistBackendError as error:
                 _log.warning("ps: the values of epoch %d have not come: %s", epoch.number, error)
-            self._finalizer()
-            epoch, mailbox = self._epochs.renew()
+            epoch, mailbox = self._epochs.renew(self._end(failed=True))
 
     def renew(self, *, failed: bool = False) -> bool:
         """With a membership, takes part in the next epoch if the members have changed, or if a call has failed.
@@ -274,17 +273,21 @@ class Store:
         Raises:
             torch.distributed.DistBackendError: a server is missing for longer than the timeout, or the job has ended.
         """
-        node = self._made()
+        self._made()
         if self._membership is None or not (failed or self._membership.is_over()):
             return False
-        if failed:
-            node.close(0.0)
-        else:
-            node.finish(self._wait.total_seconds())
-            node.close(GRACE)
-        self._finalizer.detach()
-        self._take_part(*self._epochs.renew())
+        self._take_part(*self._epochs.renew(self._end(failed)))
         return True
+
+    def _end(self, failed: bool) -> list[int]:
+        """Ends an epoch, and returns the numbers of the servers that are lost."""
+        node = self._made()
+        lost = [self._connection.ranks[rank] for rank in node.gone()]
+        if not failed:
+            node.finish(self._wait.total_seconds())
+        self._finalizer.detach()
+        node.close(0.0 if failed else GRACE)
+        return lost
 
     @property
     def version_before(self) -> int:

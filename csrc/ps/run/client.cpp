@@ -294,6 +294,15 @@ void Client::give_up(const Lock&, int server, const std::string& why) {
   answered_.notify_all();
 }
 
+std::vector<int> Client::lost() {
+  std::vector<int> lost;
+  const Lock lock(mutex_);
+  for (size_t server = 0; server < lost_.size(); ++server) {
+    if (!lost_[server].empty()) lost.push_back(options_.ranks[server]);
+  }
+  return lost;
+}
+
 void Client::fail_all(const std::string& why) {
   const Lock lock(mutex_);
   for (std::string& lost : lost_) {

@@ -100,6 +100,8 @@ class Client {
   // The server is lost: what it has not answered fails, and so do later calls that need it.
   void lose(int server, const std::string& why);
   void fail_all(const std::string& why);
+  // The ranks of the servers that are lost.
+  std::vector<int> lost();
 
   // Asks the servers what the ticket waits for, and returns a sentence for each that has not answered.
   std::string reasons(const std::shared_ptr<Ticket>& ticket, Deadline deadline, Sender& sender);

@@ -216,6 +216,7 @@ bool Node::finish(Deadline deadline) {
 
 std::vector<int> Node::gone() {
   std::vector<int> gone;
+  if (client_) gone = client_->lost();
   const std::lock_guard lock(handling_);
   for (size_t worker = 0; worker < is_gone_.size(); ++worker) {
     if (is_gone_[worker]) gone.push_back(ranks_.workers[worker]);

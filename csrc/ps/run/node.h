@@ -52,7 +52,7 @@ class Node final : public Sender {
   // Tells the servers that this worker is done, and returns when this rank's server has no worker left, or false at the deadline.
   bool finish(Deadline deadline);
 
-  // The ranks of the workers that are done or lost, where this rank serves.
+  // The ranks of the workers that are done or lost, if this rank serves, and of the servers that are lost, if it is a worker.
   std::vector<int> gone();
 
   // Calls visit while no message is handled. Null where this rank is no server.
