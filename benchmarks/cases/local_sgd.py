@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import local_sgd_work, saved_results
-from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
+from benchmarks import local_sgd_slow, local_sgd_work, saved_results
+from benchmarks.harness import Failure, Keep, Progress, Row, Spread, Table, at_least, choices
 from benchmarks.local_sgd_faults import SENDING, TRAINING, Fault, Outcome
 from benchmarks.local_sgd_members import Changes, Kills
 from benchmarks.local_sgd_ranks import DEADLINE, FEW, PAUSE, WINDOW, Calibration, Job, Result, median, work
@@ -22,7 +22,7 @@ from benchmarks.machine.signals import catch_signals
 from benchmarks.sweep import Listener, rates
 from dltrain_ext import codecs
 
-PARTS = ["share", "bytes", "burst", "peers", "work", "faults", "members"]
+PARTS = ["share", "bytes", "burst", "peers", "work", "faults", "members", "slow_site"]
 TRAINED = PARTS[:4]  # those that are measured while ranks train
 RATES = ["100mbit", "10mbit"]
 OVERVIEW = ["--rate", "none", "--elements", "100000", "--sync-every", "20", "--delay", "2", "--milliseconds", "5",
@@ -52,6 +52,14 @@ MEMBER_NOTE = (
     "the call of its first inner.step() until the newcomer was a member; gap s: from the last outer step with the "
     "killed one to the first without; usual s: between two outer steps before; lost steps: of all survivors, over all "
     "times. #wrong: members that differ, or a newcomer that has taken other bits than they have"
+)
+SLOW_NOTE = (
+    f"slow_site: over loopback, what comes before inner.step() takes {1e3 * local_sgd_slow.STEP:g} ms on all sites, "
+    f"{local_sgd_slow.SLOWER} times as long on the last one, and is mostly slept; digits, 4,810 parameters, delay "
+    f"{local_sgd_slow.DELAY}. A sample is the mean time of an inner step of the others in one turn; versions/s: outer "
+    "steps in a second; loss, accuracy: of the held-out digits, with the parameters that the first site had after its "
+    "last outer step within the turn, whose time is the same for all sides (median, quartiles; a loss is "
+    f"{local_sgd_slow.MOST:g} at most). #wrong: elements that differ between the sites afterwards"
 )
 WORK_NOTE = (
     "outer step: encode backup - parameter, decode, momentum, backup and parameter, in one process, without a network; "
@@ -89,7 +97,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--milliseconds", type=at_least(1), help="time of an inner step (default: 100, --quick: 3)")
     parser.add_argument("--rounds", type=at_least(1), help="rounds in a turn (default: 2, --quick: 1)")
     parser.add_argument(
-        "--turns", type=at_least(1), help="turns, and times that a rank is lost (default: 3, --quick: 1)"
+        "--turns",
+        type=at_least(1),
+        help="turns, and times that a rank is lost (default: 3, slow_site: 5, --quick: 1)",
     )
     parser.add_argument(
         "--kills", type=at_least(1), help="times that a member is killed, and another joins (default: 8, --quick: 1)"
@@ -106,13 +116,15 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         notes=[*(NOTES if set(TRAINED) & {*options.only} else [])],
         check_heading="#wrong",
     )
-    about = {"faults": FAULT_NOTE, "members": MEMBER_NOTE, "work": WORK_NOTE}
+    about = {"faults": FAULT_NOTE, "members": MEMBER_NOTE, "slow_site": SLOW_NOTE, "work": WORK_NOTE}
     table.notes += [note for part, note in about.items() if part in options.only]
-    if lost := [part for part in ("faults", "members") if part in options.only]:
-        table.notes.append(f"{' and '.join(lost)}: averages every {few_steps(options)} steps")
+    if often := [part for part in ("faults", "members", "slow_site") if part in options.only]:
+        table.notes.append(f"{', '.join(often)}: averages every {few_steps(options)} steps")
     keep(table)
     if "work" in options.only and not given_rank():
         table.rows += work_rows(options, progress)
+    if "slow_site" in options.only and not given_rank():
+        add_slow_rows(options, ranks, table, progress)
     if not {*TRAINED, "faults", "members"} & {*options.only}:
         return
     if options.rate and not given_rank():
@@ -130,6 +142,7 @@ def settle(options: argparse.Namespace) -> None:
         raise Failure(f"--sync-every {options.sync_every}: expected a multiple of --fragments {options.fragments}")
     options.milliseconds = options.milliseconds or (3 if quick else 100)
     options.rounds = options.rounds or (1 if quick else 2)
+    options.slow_turns = options.turns or (1 if quick else 5)
     options.turns = options.turns or (1 if quick else 3)
     options.kills = options.kills or (1 if quick else 8)
     options.width = math.isqrt((options.elements or (40_000 if quick else 10_000_000)) // LAYERS)
@@ -173,7 +186,7 @@ def sides_of(options: argparse.Namespace, delay: int) -> list[Side]:
 
 
 def few_steps(options: argparse.Namespace) -> int:
-    """Return the steps between two averages where ranks or members are lost."""
+    """Return the steps between two averages where ranks or members are lost, or a site is slow."""
     return 4 if options.quick else 10
 
 
@@ -251,7 +264,7 @@ class Shown(Listener):
 
 def inner_options(options: argparse.Namespace, rate: str) -> list[str]:
     given = {
-        "--only": ",".join(part for part in options.only if part != "work"),
+        "--only": ",".join(part for part in options.only if part not in ("work", "slow_site")),
         "--rate": rate,
         "--elements": LAYERS * options.width**2,
         "--sync-every": options.sync_every,
@@ -374,3 +387,31 @@ def work_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
                 if row.ours and plain and plain.time and row.time:
                     row.figures["torch raw/this"] = plain.time.median / row.time.median
             yield from rows.values()
+
+
+def add_slow_rows(options: argparse.Namespace, ranks: int, table: Table, progress: Progress) -> None:
+    workload = "slow site, loopback"
+    try:
+        import examples.tasks  # noqa: F401
+    except ModuleNotFoundError as missing:
+        table.rows.append(Row.missing(OURS, f"no module {missing.name}; pip install '.[examples]'", workload))
+        return
+
+    def take(found: tuple[local_sgd_slow.Way, list[local_sgd_slow.Turn]]) -> None:
+        way, turns = found
+        wrong = int(sum(turn.wrong for turn in turns))
+        row = Row(workload, way.name, True, wrong == 0, str(wrong), [turn.seconds for turn in turns])
+        loss = Spread.of([turn.loss for turn in turns])
+        row.figures = {
+            "steps/s": statistics.median(1 / turn.seconds for turn in turns),
+            "slow steps/s": statistics.median(1 / turn.slow for turn in turns),
+            "versions/s": statistics.median(turn.versions for turn in turns),
+            "loss": loss.median,
+            "loss q1": loss.q1,
+            "loss q3": loss.q3,
+            "accuracy %": 100 * statistics.median(turn.accuracy for turn in turns),
+        }
+        table.rows.append(row)
+
+    job = local_sgd_slow.Job(few_steps(options), options.codecs[0], 0.3 if options.quick else 2.5, options.slow_turns)
+    on_ranks(local_sgd_slow.work, ranks, job, take=take, progress=progress, deadline=DEADLINE)

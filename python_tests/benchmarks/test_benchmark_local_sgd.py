@@ -1,6 +1,7 @@
 """Small runs of the benchmark local_sgd: sides and figures, lost ranks and members, and that each check can fail."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,28 @@ def test_a_killed_member_is_left_out_and_another_one_joins(tmp_path: Path) -> No
         assert len(row["samples"]) == 2 and row["figures"]["worst s"] == max(row["samples"]) > 0
     assert killed["figures"]["worst gap s"] >= killed["figures"]["gap s"] > 0 < killed["figures"]["usual s"]
     assert killed["figures"]["lost steps"] == 0
+
+
+@pytest.mark.needs("sklearn")
+def test_sites_train_beside_a_slow_one(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--only", "slow_site", "--ranks", 3)
+    sides = ["no store", "store, quorum all", "store, quorum 2", "store, quorum 2, grace 10 ms", "store, quorum 1"]
+    sides.append("store, quorum 1, outer lr 0.175, momentum 0.6")
+    assert [row["side"] for row in rows] == [f"{OURS}, int4, {side}" for side in sides]
+    for row in rows:
+        assert row["workload"] == "slow site, loopback" and row["correct"] and len(row["samples"]) == 1
+        figures = row["figures"]
+        assert figures["steps/s"] == pytest.approx(1 / row["samples"][0]) and figures["slow steps/s"] > 0
+        assert figures["versions/s"] > 0 < figures["loss"] and 0 <= figures["accuracy %"] <= 100
+
+
+def test_without_the_data_set_sites_beside_a_slow_one_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.hide(monkeypatch, "sklearn")
+    monkeypatch.delitem(sys.modules, "examples.tasks", raising=False)
+    (row,) = rows_of(tmp_path, "--only", "slow_site")
+    assert row["left_out"] and "no module sklearn" in row["check"]
 
 
 @pytest.mark.xdist_group("machine")
