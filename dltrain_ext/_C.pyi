@@ -475,8 +475,8 @@ class StoreNode:
     def state(self) -> tuple[list[int], Tensor]:
         """The versions and the numbers of the blocks of this rank's server, at one moment."""
     def gone(self) -> list[int]:
-        """The ranks of the workers that are done or lost, if this rank serves, and of the servers that are lost, if it is
-        a worker."""
+        """The ranks of the workers that are done or lost, if this rank serves, and of the servers that are lost, if it
+        is a worker."""
     def bytes(self) -> int: ...
     def finish(self, timeout: float | None = None) -> bool:
         """Tells the servers that this worker is done, and returns whether this rank's server has no worker left in so

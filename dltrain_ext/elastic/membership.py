@@ -176,8 +176,8 @@ class Membership:
         return None if decided is None else self._begin(decided)
 
     def recover(self, *lost: int | None) -> Members:
-        """Returns the members that go on when those before could not. ``lost``: those who are responsible, if that is known.
-        Where the others have gone on without this process, it joins again, and has no state.
+        """Returns the members that go on when those before could not. ``lost``: those who are responsible, if that is
+        known. Where the others have gone on without this process, it joins again, and has no state.
 
         :meta private:
         """
