@@ -35,7 +35,8 @@ EXAMPLES = {
 
 
 # These have tests of their own.
-ELSEWHERE = {"elastic.py", "hogwild.py", "monitoring.py", "pipeline.py", "population.py", "schedules.py"} | {
+ELSEWHERE = {"elastic.py", "hogwild.py", "membership.py", "monitoring.py", "pipeline.py", "population.py"} | {
+    "schedules.py",
     "tensor_parallel.py",
     "with_accelerate.py",
     "with_fabric.py",
