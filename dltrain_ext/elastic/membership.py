@@ -175,13 +175,23 @@ class Membership:
             raise dist.DistBackendError(f"member {self._number} was left out after it had stood still")
         return None if decided is None else self._begin(decided)
 
+    def give_up(self, *lost: int | None) -> None:
+        """Lets all know that the members cannot go on as they are; the present ones then meet in :meth:`recover`.
+
+        :meta private:
+        """
+        self._store.set(f"epochs/{self._epoch.number}/broken", "1")
+        for number in lost:
+            if number is not None:
+                self._store.set(f"suspected/{number}", "1")
+
     def recover(self, *lost: int | None) -> Members:
         """Returns the members that go on when those before could not. ``lost``: those who are responsible, if that is
         known. Where the others have gone on without this process, it joins again, and has no state.
 
         :meta private:
         """
-        self._break(*lost)
+        self.give_up(*lost)
         return self._next()
 
     def keep(self) -> None:
@@ -298,7 +308,7 @@ class Membership:
             left = self._left(missing)
             lost = [number for number in missing if number in left or silences[number] > self._patience(number)]
             if lost:
-                self._break(lost[0])
+                self.give_up(lost[0])
                 raise dist.DistBackendError(f"epoch {epoch.number}: member {lost[0]} did not come")
             if missing:
                 time.sleep(_POLL)
@@ -320,12 +330,6 @@ class Membership:
     def _beats(self, epoch: int, number: int) -> int:
         self._check_whole(epoch)
         return beats(self._store, number)
-
-    def _break(self, *lost: int | None) -> None:
-        self._store.set(f"epochs/{self._epoch.number}/broken", "1")
-        for number in lost:
-            if number is not None:
-                self._store.set(f"suspected/{number}", "1")
 
     def _patience(self, number: int) -> float:
         """Returns the seconds without a heartbeat after which it is taken for dead."""

@@ -202,4 +202,6 @@ def _serve(membership: Membership, part: Serving, epoch: Epoch, mailbox: "_ops.M
         part.save(node)
     finally:
         node.close(GRACE)
-    return any(map(membership.has_left, workers))
+    have_left = [*map(membership.has_left, workers)]
+    # Those that have closed their store only for the next epoch go on.
+    return all(have_left) or (any(have_left) and not membership.is_over())

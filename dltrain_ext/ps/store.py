@@ -283,7 +283,9 @@ class Store:
         """Ends an epoch, and returns the numbers of the servers that are lost."""
         node = self._made()
         lost = [self._connection.ranks[rank] for rank in node.gone()]
-        if not failed:
+        if failed and self._membership is not None:
+            self._membership.give_up(*lost)  # before the servers miss this worker, and may think that the job has ended
+        else:
             node.finish(self._wait.total_seconds())
         self._finalizer.detach()
         node.close(0.0 if failed else GRACE)
