@@ -163,6 +163,20 @@ class Membership:
         key = f"gone/{number}"
         return self._store.check([key]) and self._store.get(key) == b"left"
 
+    def end(self) -> None:
+        """Ends the job, so that nobody waits any longer to become a member.
+
+        :meta private:
+        """
+        self._store.set("ended", "1")
+
+    def has_ended(self) -> bool:
+        """Returns whether the job was ended.
+
+        :meta private:
+        """
+        return self._store.check(["ended"])
+
     def changed(self, steps: int | None = None) -> Members | None:
         """Returns the members after so many outer steps if they are others than before.
 
@@ -261,6 +275,8 @@ class Membership:
                 return decided
             if self._number not in self.members and self._left([self._number]):
                 return None
+            if self.has_ended():
+                raise dist.DistBackendError(f"job {self._name!r} has ended")
             chosen = self._choose(watch, time.monotonic() - began)
             if chosen:
                 self._decide(following, chosen)  # perhaps after another one
@@ -289,7 +305,7 @@ class Membership:
             return here
         if self._decided(self._epoch.number + 1) is not None:
             return []
-        all_left = not before and all(self.has_left(number) for number in self.members)
+        all_left = all(self.has_left(number) for number in self.members if number != self._number)
         why = "has ended: all members have left" if all_left else "has lost all members that had its state"
         raise dist.DistBackendError(
             f"job {self._name!r} {why}; its last members were {list(self.members)}. Start it again, from a checkpoint"

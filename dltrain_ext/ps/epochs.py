@@ -18,6 +18,7 @@ from dltrain_ext.ps.settings import Settings, agreed
 
 _POLL = 0.05  # s
 _NO_WAIT = 1.0  # s of grace with a quorum of all workers; it is never waited for, since nobody is left to contribute
+_WORKER = "a worker"  # is missing
 
 _log = logging.getLogger("dltrain_ext")
 
@@ -90,6 +91,7 @@ class Epochs:
 
     def __init__(self, membership: Membership, part: Part, timeout: timedelta | None):
         self.membership, self._part, self._timeout = membership, part, timeout
+        self._workers: list[int] = []  # of the last epoch
 
     def enter(self) -> tuple[Epoch, "_ops.Mailbox"]:
         """Joins, and returns the epoch and the connections of this member when it has all it needs.
@@ -123,6 +125,7 @@ class Epochs:
                 continue
             if isinstance(found, tuple):
                 self.membership.keep()
+                self._workers = found[0].numbers(found[0].settings.workers)
                 return found
             self._await_others(connection, found)
             connection = self._next()
@@ -131,6 +134,10 @@ class Epochs:
         _log.warning("ps: the store waits for %s", missing)
         until = time.monotonic() + connection.timeout.total_seconds()
         while not self.membership.is_over():
+            if missing == _WORKER and any(map(self.membership.has_left, self._workers)):
+                self.membership.end()
+            if self.membership.has_ended():
+                raise dist.DistBackendError("the job has ended")
             self.membership.announce()
             if time.monotonic() > until:
                 raise dist.DistBackendError(f"the store has waited for {missing} for {connection.timeout}")
@@ -204,7 +211,7 @@ def _settings_of(said: Sequence[Said]) -> Settings | str:
     serving = [rank for rank, each in enumerate(said) if each.settings is None]
     shards = max(each.shards for each in said) or len(serving)
     if not workers:
-        return "a worker"
+        return _WORKER
     holders: dict[int, int] = {}
     for rank in sorted(serving, key=lambda rank: (-said[rank].version, rank)):
         shard = said[rank].shard

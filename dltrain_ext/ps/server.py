@@ -28,7 +28,7 @@ def serve(
     timeout: timedelta | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: timedelta = timedelta(minutes=1),
-) -> Record:
+) -> Record | None:
     """Serves a store on this rank, which is no worker of it, until all its workers have closed it or are lost.
 
     It is a collective call with :meth:`Store.init` of the workers, which name this rank among their ``servers``.
@@ -48,8 +48,8 @@ def serve(
         checkpoint_every: after how much time it writes it again; also at the end of an epoch.
 
     Returns:
-        The order in which it has handled messages; it is empty without ``record=True`` of the workers, and with a
-        membership.
+        The order in which it has handled messages; it is empty without ``record=True`` of the workers. With a
+        membership None.
 
     Raises:
         TypeError: checkpoint is no path.
@@ -63,7 +63,8 @@ def serve(
         check_timeout(timeout, "timeout", or_none=True)
         check_timeout(checkpoint_every, "checkpoint_every")
         folder = None if checkpoint is None else Path(checkpoint)
-        return Record(_serve_members(group, timeout, folder, checkpoint_every), {})
+        _serve_members(group, timeout, folder, checkpoint_every)
+        return None
     if checkpoint is not None:
         raise ValueError(f"checkpoint: expected None without a membership, got {checkpoint!r}")
     connection = Group(group, timeout)
@@ -164,18 +165,18 @@ def _load(path: Path, shard: Shard, identity: dict[str, Any]) -> int:
     return int(saved["version"])
 
 
-def _serve_members(
-    membership: Membership, timeout: timedelta | None, folder: Path | None, every: timedelta
-) -> Settings:
-    """Serves from one epoch to the next, until no worker of one is left and one of them has closed its store. Returns
-    the settings of the last epoch."""
+def _serve_members(membership: Membership, timeout: timedelta | None, folder: Path | None, every: timedelta) -> None:
+    """Serves from one epoch to the next, until no worker of one is left and one of them has closed its store."""
     part = Serving(folder)
     epochs = Epochs(membership, part, timeout)
     try:
         epoch, mailbox = epochs.enter()
         while not _serve(membership, part, epoch, mailbox, every.total_seconds()):
             epoch, mailbox = epochs.renew()
-        return epoch.settings
+        membership.end()
+    except dist.DistBackendError:
+        if not membership.has_ended():
+            raise
     finally:
         membership.leave()
 
@@ -184,12 +185,10 @@ def _serve(membership: Membership, part: Serving, epoch: Epoch, mailbox: "_ops.M
     """Serves until no worker of this epoch is left. Returns whether the job has ended."""
     workers, servers = epoch.numbers(epoch.settings.workers), epoch.numbers(epoch.settings.servers)
     if epoch.shard is None:
-        has_ended = False
-        while not has_ended and not membership.is_over():
+        while not membership.has_ended() and not membership.is_over():
             time.sleep(_POLL)
-            has_ended = all(map(membership.has_left, servers))
         mailbox.close(0.0)
-        return has_ended
+        return membership.has_ended()
     node = part.node(epoch, mailbox)
     try:
         saved = time.monotonic()

@@ -26,7 +26,10 @@ DATA = {
         "population.Winner",
         # Outer optimizers and parameter servers call these.
         *(f"elastic.Membership.{name}" for name in ("enter", "announce", "changed", "recover", "keep", "is_founded")),
-        *(f"elastic.Membership.{name}" for name in ("check_alike", "is_over", "has_left", "give_up")),
+        *(
+            f"elastic.Membership.{name}"
+            for name in ("check_alike", "is_over", "has_left", "give_up", "end", "has_ended")
+        ),
         *(f"elastic.Membership.{name}" for name in ("number", "members", "epoch", "leave", "has_state")),
         "comm.Communicator.connect",
         "comm.CallOptions",

@@ -1,0 +1,144 @@
+"""Random schedules of workers and servers of a store, which come, leave, are killed and stand still.
+
+DLTRAIN_PS_SCHEDULES: how many (default: 4). DLTRAIN_PS_FIRST_SCHEDULE: the seed of the first one (default: 0).
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+
+import pytest
+from jobs import Job, agree
+
+SCHEDULES = int(os.environ.get("DLTRAIN_PS_SCHEDULES", "4"))
+FIRST = int(os.environ.get("DLTRAIN_PS_FIRST_SCHEDULE", "0"))
+MOST_WORKERS, MOST_SERVERS = 4, 3
+LONGEST_STOP = 8.0  # s
+ASYNCHRONOUS = dict(quorum=1, staleness=None)
+
+
+class Schedule:
+    """Random events of a job. Nothing happens to the keeper, a worker, so that there is always a member of the job."""
+
+    def __init__(self, job, draw):
+        self._job, self._draw = job, draw
+        self.is_synchronous = draw.random() < 0.7
+        self._options = {} if self.is_synchronous else ASYNCHRONOUS
+        self.shards = draw.choice([1, 2])
+        count = draw.randint(2, 4)
+        job.least = self.shards + count
+        makers = [job.server] * self.shards + [self._worker] * count
+        draw.shuffle(makers)  # the first of the members is a worker in some schedules
+        living = [(make == job.server, make()) for make in makers]
+        self.servers = [member for serves, member in living if serves]
+        self.workers = [member for serves, member in living if not serves]
+        self.keeper = draw.choice(self.workers)
+        self.servers_lost = 0
+        self._continue = []  # times at which members that stand still go on
+
+    def _worker(self):
+        return self._job.worker(**self._options)
+
+    @property
+    def living(self):
+        return [*self.workers, *self.servers]
+
+    def run(self):
+        self._job.until(lambda: self.keeper.states)
+        for _ in range(self._draw.randint(3, 6)):
+            self._pass(self._draw.choice([0.0, self._draw.uniform(0.0, 1.5)]))
+            events = [self._stop_server]
+            if len(self.workers) > 1:
+                events += [self._kill_worker, self._stop_worker, self._leave]
+            if len(self.workers) < MOST_WORKERS:
+                events.append(self._join)
+            if len(self.servers) < MOST_SERVERS:
+                events.append(self._join_server)
+            if len(list(self._job.folder.glob("*.pt"))) == self.shards:
+                events.append(self._replace_server)
+            event = self._draw.choice(events)
+            print(f"{self._job.seconds:.2f} s: {event.__name__[1:]}: {event()}", flush=True)
+        print(f"{self._job.seconds:.2f} s: no more events", flush=True)
+        while self._continue:
+            self._pass(0.1)
+        self._job.steps_more(self.workers, 10)
+        self._job.until(lambda: len({worker.states[-1].epoch for worker in self.workers}) == 1)
+
+    def _pass(self, seconds):
+        end = time.monotonic() + seconds
+
+        def has_passed():
+            now = time.monotonic()
+            for due in [due for due in self._continue if due[0] <= now]:
+                due[1].send(signal.SIGCONT)
+                self._continue.remove(due)
+            return now >= end
+
+        self._job.until(has_passed)
+
+    def _another_worker(self):
+        return self._draw.choice([worker for worker in self.workers if worker is not self.keeper])
+
+    def _kill_worker(self):
+        worker = self._another_worker()
+        worker.kill()
+        self.workers.remove(worker)
+        return worker.place
+
+    def _leave(self):
+        worker = self._another_worker()
+        worker.leave()
+        self.workers.remove(worker)
+        return worker.place
+
+    def _stop_worker(self):
+        return self._stop(self._another_worker())
+
+    def _join(self):
+        self.workers.append(self._worker())
+        return self.workers[-1].place
+
+    def _stop_server(self):
+        self.servers_lost += 1  # it may be left out
+        return self._stop(self._draw.choice(self.servers))
+
+    def _join_server(self):
+        self.servers.append(self._job.server())
+        return self.servers[-1].place
+
+    def _replace_server(self):
+        self.servers_lost += 1
+        server = self._draw.choice(self.servers)
+        server.kill()
+        self.servers.remove(server)
+        self._pass(self._draw.choice([0.0, self._draw.uniform(0.0, 2.0)]))
+        return f"{server.place} by {self._join_server()}"
+
+    def _stop(self, member):
+        member.send(signal.SIGSTOP)
+        seconds = self._draw.uniform(0.2, LONGEST_STOP)
+        self._continue.append((time.monotonic() + seconds, member))
+        return f"{member.place} for {seconds:.2f} s"
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + SCHEDULES))
+def test_a_store_goes_on(seed, tmp_path):
+    with contextlib.ExitStack() as stack:
+        job = Job(stack, tmp_path, 0)
+        schedule = Schedule(job, random.Random(seed))
+        print(f"seed {seed}: {schedule.shards} shards, {len(schedule.workers)} workers, {schedule._options}")
+        schedule.run()
+        job.stop()
+
+        assert not any(member.error for member in schedule.living), [member.error for member in schedule.living]
+        workers = [member for member in job.members if member.states]
+        if schedule.is_synchronous:
+            agree(workers)
+        for before, after in itertools.chain(*(itertools.pairwise(worker.states) for worker in workers)):
+            assert before.epoch <= after.epoch
+            # If no shard is left, all go on from their checkpoints.
+            if schedule.servers_lost < schedule.shards:
+                assert before.version <= after.version, (before, after)
