@@ -163,6 +163,29 @@ class Membership:
         key = f"gone/{number}"
         return self._store.check([key]) and self._store.get(key) == b"left"
 
+    def is_left_out(self) -> bool:
+        """Returns whether the others have gone on without this process.
+
+        :meta private:
+        """
+        return bool(self._left([self._number]))
+
+    def watch(self) -> Watch:
+        """Returns an observer of the others, for :meth:`silent`.
+
+        :meta private:
+        """
+        return Watch(self._store)
+
+    def silent(self, watch: Watch, numbers: Iterable[int]) -> set[int]:
+        """Returns those that have left, or are taken for dead.
+
+        :meta private:
+        """
+        numbers = set(numbers)
+        silences, left = watch.silences(numbers), self._left(numbers)
+        return {number for number in numbers if number in left or silences[number] > self._patience(number)}
+
     def end(self) -> None:
         """Ends the job, so that nobody waits any longer to become a member.
 
@@ -320,12 +343,9 @@ class Membership:
         while missing:
             self._check_whole(epoch.number)
             missing = [number for number in missing if not self._store.check([f"{place}/ready/{number}"])]
-            silences = watch.silences(missing)
-            left = self._left(missing)
-            lost = [number for number in missing if number in left or silences[number] > self._patience(number)]
-            if lost:
-                self.give_up(lost[0])
-                raise dist.DistBackendError(f"epoch {epoch.number}: member {lost[0]} did not come")
+            if lost := self.silent(watch, missing):
+                self.give_up(min(lost))
+                raise dist.DistBackendError(f"epoch {epoch.number}: member {min(lost)} did not come")
             if missing:
                 time.sleep(_POLL)
         return Members(

@@ -133,7 +133,8 @@ class Epochs:
     def _await_others(self, connection: Group, missing: str) -> None:
         _log.warning("ps: the store waits for %s", missing)
         until = time.monotonic() + connection.timeout.total_seconds()
-        while not self.membership.is_over():
+        watch, others = self.membership.watch(), {*connection.ranks} - {self.membership.number}
+        while not self.membership.is_over() and not self.membership.silent(watch, others):
             if missing == _WORKER and any(map(self.membership.has_left, self._workers)):
                 self.membership.end()
             if self.membership.has_ended():

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext.comm.arguments import check_timeout
@@ -125,20 +124,15 @@ class Serving(Part):
         node.start()
         return node
 
-    def note(self, node: "_ops.StoreNode") -> Tensor:
-        """Notes the version that a node has, and returns its numbers."""
+    def save(self, node: "_ops.StoreNode", membership: Membership) -> None:
+        """Notes the version that a node has, and writes a checkpoint, or leaves the one before as it is."""
         versions, numbers = node.state()
         self._version = self._epoch.version + min(versions, default=0)
-        return numbers
-
-    def save(self, node: "_ops.StoreNode") -> None:
-        """Writes a checkpoint, or leaves the one before as it is."""
-        numbers = self.note(node)
         path = self._path()
-        if path is None:
+        if path is None or membership.is_left_out():  # another server may have written it since
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.new")
+        new = path.with_name(f"{path.name}.{membership.number}.new")
         torch.save(_identity(self._epoch.settings, self._number) | {"version": self._version, "numbers": numbers}, new)
         os.replace(new, path)
 
@@ -184,23 +178,32 @@ def _serve_members(membership: Membership, timeout: timedelta | None, folder: Pa
 def _serve(membership: Membership, part: Serving, epoch: Epoch, mailbox: "_ops.Mailbox", every: float) -> bool:
     """Serves until no worker of this epoch is left. Returns whether the job has ended."""
     workers, servers = epoch.numbers(epoch.settings.workers), epoch.numbers(epoch.settings.servers)
+    watch = membership.watch()
     if epoch.shard is None:
         while not membership.has_ended() and not membership.is_over():
             time.sleep(_POLL)
+            if membership.silent(watch, servers) >= {*servers}:
+                break
         mailbox.close(0.0)
         return membership.has_ended()
     node = part.node(epoch, mailbox)
     try:
         saved = time.monotonic()
         while not node.finish(_POLL):
+            gone = epoch.numbers(node.gone())
+            rest = {*workers} - {*gone}
             if not membership.is_over():
-                membership.announce(among=servers, lost=epoch.numbers(node.gone()))
+                membership.announce(among=servers, lost=gone)
+            elif membership.silent(watch, rest) >= rest:  # the others are not to wait for one that stands still
+                break
             if time.monotonic() - saved > every:
-                part.save(node)
+                part.save(node, membership)
                 saved = time.monotonic()
-        part.save(node)
     finally:
-        node.close(GRACE)
+        try:
+            part.save(node, membership)
+        finally:
+            node.close(GRACE)
     have_left = [*map(membership.has_left, workers)]
     # Those that have closed their store only for the next epoch go on.
     return all(have_left) or (any(have_left) and not membership.is_over())

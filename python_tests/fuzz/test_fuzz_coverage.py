@@ -26,10 +26,8 @@ DATA = {
         "population.Winner",
         # Outer optimizers and parameter servers call these.
         *(f"elastic.Membership.{name}" for name in ("enter", "announce", "changed", "recover", "keep", "is_founded")),
-        *(
-            f"elastic.Membership.{name}"
-            for name in ("check_alike", "is_over", "has_left", "give_up", "end", "has_ended")
-        ),
+        *(f"elastic.Membership.{name}" for name in ("check_alike", "is_over", "has_left", "is_left_out", "give_up")),
+        *(f"elastic.Membership.{name}" for name in ("watch", "silent", "end", "has_ended")),
         *(f"elastic.Membership.{name}" for name in ("number", "members", "epoch", "leave", "has_state")),
         "comm.Communicator.connect",
         "comm.CallOptions",

@@ -24,18 +24,18 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class State(NamedTuple):
-    """What a worker has after a step."""
+    """What a worker has after a step, or a server at the beginning of an epoch, without version and digest."""
 
     number: int
     epoch: int
     members: tuple[int, ...]
-    version: int
-    digest: str
+    version: int = 0
+    digest: str = ""
 
 
-def join(port, least):
+def join(port, least, made=elastic.Membership):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    return store, elastic.Membership(store, least=least, timeout=TIMEOUT)
+    return store, made(store, least=least, timeout=TIMEOUT)
 
 
 def work(port, place, least, options):
@@ -59,8 +59,17 @@ def work(port, place, least, options):
     return state
 
 
+class OfServer(elastic.Membership):
+    """A membership that reports each epoch when it has begun."""
+
+    def keep(self):
+        super().keep()
+        processes.report(State(self.number, self.epoch, self.members))
+
+
 def serve(port, place, least, options):
-    _, members = join(port, least)
+    """Serve until all workers have ended. Report each epoch."""
+    _, members = join(port, least, OfServer)
     processes.report(None)
     with mock.patch.object(membership, "_SILENT", SILENT):
         ps.serve(members, **options)
@@ -102,7 +111,7 @@ class Member:
 
     def stacks(self):
         self.send(signal.SIGCONT)
-        return f"member of place {self.place}: {self.states[-1:]}\n{self._team.stacks()}"
+        return f"member of place {self.place}: {self.states[-1:]}\n{self.error}{self._team.stacks()}"
 
 
 class Job:

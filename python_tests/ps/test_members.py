@@ -1,13 +1,15 @@
 """Workers and servers that come and go while a store is at work: real processes, which are killed."""
 
 import contextlib
+import signal
+import time
 from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import Job, agree
+from jobs import SILENT, Job, agree
 from torch import nn
 
 from dltrain_ext import elastic, ps
@@ -195,3 +197,60 @@ def test_arguments_of_serve(alone, tmp_path):
         ps.serve(alone, checkpoint_every=1)
     with pytest.raises(ValueError, match="timeout: expected a datetime.timedelta of 1 ms to 365 days, or None, got 1"):
         ps.serve(alone, timeout=1)
+
+
+def test_servers_go_on_when_a_worker_has_left_and_another_joins(make_job):
+    job = make_job(3)
+    server, workers = job.server(), [job.worker(), job.worker()]
+    job.steps_more(workers)
+    workers[0].leave()
+    job.until(lambda: workers[0].is_over)
+    joined = job.worker()
+    job.steps_more([workers[1], joined])
+    job.stop()
+    assert [member.error for member in [server, *workers, joined]] == ["", "", "", ""]
+
+
+def test_nobody_waits_for_a_worker_that_stands_still_in_a_change(make_job):
+    job = make_job(4)
+    options = dict(quorum=1, staleness=None)
+    server, workers = job.server(), [job.worker(**options) for _ in range(3)]
+    job.steps_more(workers)
+    workers[0].send(signal.SIGSTOP)
+    joined = job.worker(**options)
+    job.steps_more([*workers[1:], joined])
+    workers[0].kill()
+    job.stop()
+    assert [member.error for member in [server, *workers[1:], joined]] == ["", "", "", ""]
+
+
+def test_the_first_member_is_lost_while_the_store_waits(make_job):
+    job = make_job(4)
+    workers = [job.worker(), job.worker()]
+    servers = [job.server(), job.server()]
+    job.until(lambda: len(list(job.folder.glob("*.pt"))) == 2)
+    job.steps_more(workers)
+    workers.sort(key=lambda worker: worker.states[-1].number)
+    servers[1].kill()
+    decided = time.monotonic() + SILENT + 3
+    job.until(lambda: time.monotonic() > decided)
+    workers[0].kill()
+    back = job.server()
+    job.steps_more(workers[1:])
+    job.stop()
+    assert [member.error for member in [servers[0], back, workers[1]]] == ["", "", ""]
+
+
+def test_a_spare_server_goes_on_when_all_others_are_lost(make_job):
+    job = make_job(2)
+    server, worker = job.server(), job.worker()
+    job.until(lambda: len(list(job.folder.glob("*.pt"))) == 1)
+    job.steps_more([worker])
+    spare = job.server()
+    job.until(lambda: len(worker.states[-1].members) == 3)
+    server.kill()
+    worker.kill()
+    joined = job.worker()
+    job.steps_more([joined])
+    job.stop()
+    assert (spare.error, joined.error) == ("", "")

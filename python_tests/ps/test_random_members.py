@@ -36,6 +36,7 @@ class Schedule:
         self.servers = [member for serves, member in living if serves]
         self.workers = [member for serves, member in living if not serves]
         self.keeper = draw.choice(self.workers)
+        self.all_workers = [*self.workers]
         self.servers_lost = 0
         self._continue = []  # times at which members that stand still go on
 
@@ -65,7 +66,15 @@ class Schedule:
         while self._continue:
             self._pass(0.1)
         self._job.steps_more(self.workers, 10)
-        self._job.until(lambda: len({worker.states[-1].epoch for worker in self.workers}) == 1)
+        self._job.until(self._are_together)
+        print(f"{self._job.seconds:.2f} s: together", flush=True)
+
+    def _are_together(self):
+        """Whether all living are in one epoch. In asynchronous mode some that are dead may be among its members."""
+        states = [member.states[-1] if member.states else None for member in self.living]
+        if None in states or len({state.epoch for state in states}) > 1:
+            return False
+        return {state.number for state in states} <= {*states[0].members}
 
     def _pass(self, seconds):
         end = time.monotonic() + seconds
@@ -99,6 +108,7 @@ class Schedule:
 
     def _join(self):
         self.workers.append(self._worker())
+        self.all_workers.append(self.workers[-1])
         return self.workers[-1].place
 
     def _stop_server(self):
@@ -129,15 +139,17 @@ def test_a_store_goes_on(seed, tmp_path):
     with contextlib.ExitStack() as stack:
         job = Job(stack, tmp_path, 0)
         schedule = Schedule(job, random.Random(seed))
-        print(f"seed {seed}: {schedule.shards} shards, {len(schedule.workers)} workers, {schedule._options}")
+        print(
+            f"seed {seed}: {schedule.shards} shards, {len(schedule.workers)} workers, {schedule._options}", flush=True
+        )
         schedule.run()
         job.stop()
 
-        assert not any(member.error for member in schedule.living), [member.error for member in schedule.living]
-        workers = [member for member in job.members if member.states]
+        errors = [member.error for member in schedule.living if member.error]
+        assert not errors, "\n".join(errors)
         if schedule.is_synchronous:
-            agree(workers)
-        for before, after in itertools.chain(*(itertools.pairwise(worker.states) for worker in workers)):
+            agree(schedule.all_workers)
+        for before, after in itertools.chain(*(itertools.pairwise(each.states) for each in schedule.all_workers)):
             assert before.epoch <= after.epoch
             # If no shard is left, all go on from their checkpoints.
             if schedule.servers_lost < schedule.shards:
