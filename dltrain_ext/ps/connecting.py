@@ -44,7 +44,10 @@ class Group:
         on."""
         with self._rendezvous.at_work() as work:
             part = work.part("mailbox")
-            mailbox = _ops.Mailbox(self._site.gloo(part, threads=0))
+            try:
+                mailbox = _ops.Mailbox(self._site.gloo(part, threads=0))
+            except RuntimeError as error:  # of Gloo, or of its store
+                raise dist.DistBackendError(f"ranks {self.ranks} could not connect: {error}") from error
             give(mailbox)
             part.agree("connected")
         self._site.close()

@@ -177,7 +177,7 @@ class Epochs:
             problem = str(error)
         texts = epoch.connection.exchange(json.dumps([version, problem]))
         said = {server: json.loads(texts[server]) for server in epoch.settings.servers}
-        if any(version for version, _ in said.values()):
+        if any(version for version, _ in said.values()) or self.membership.is_founded():
             for shard, (server, (version, other)) in enumerate(said.items()):
                 if version is None and other is None:
                     said[server] = None, f"there is no checkpoint of shard {shard} of {len(said)}, whose server is lost"

@@ -73,6 +73,17 @@ def test_a_server_without_a_checkpoint_takes_no_place(make_job, tmp_path):
     assert [member.error for member in [servers[1], other, worker]] == ["", "", ""]
 
 
+def test_a_job_that_has_lost_all_values_does_not_begin_anew(make_job):
+    job = make_job(2)
+    server, worker = job.server(checkpoint=None), job.worker()
+    job.steps_more([worker])
+    server.kill()
+    empty = job.server()
+    job.until(lambda: empty.is_over)
+    assert "there is no checkpoint of shard 0 of 1" in empty.error
+    worker.kill()
+
+
 def test_a_spare_server_takes_the_place_of_a_lost_one(make_job):
     job = make_job(3)
     servers = [job.server(), job.server()]
