@@ -32,10 +32,12 @@ class Site:
     Attributes:
         store: that of the group, under the communicator's prefix.
         timeout: how long the peers are waited for.
+        patience: how long messages over Gloo may take to connect; None: twice the timeout.
     """
 
     store: dist.Store
     timeout: timedelta
+    patience: timedelta | None = None
     _number: "itertools.count[int]" = field(default_factory=itertools.count)
     _gloo_devices: list[Any] = field(default_factory=list)  # kept alive while connections are made
 
@@ -53,7 +55,7 @@ class Site:
             options._devices = self._gloo_devices = gloo_devices()
             return gloo(part.store, part.rank, len(part.ranks), options)
 
-        return _in_time(make, 2 * self.timeout)
+        return _in_time(make, 2 * self.timeout if self.patience is None else self.patience)
 
     def nccl_of_torch(self, part: SubWork) -> Any:
         """Returns a backend. It is tried last, because its watchdog ends the process."""
