@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from jobs import SILENT, Job, Process
 from ranks import processes
 
 from dltrain_ext import elastic, local_sgd, optim
@@ -28,9 +29,7 @@ sys.path.append(str(Path(__file__).parents[1] / "local_sgd"))
 from local_training import network, train
 
 SCHEDULES = int(os.environ.get("DLTRAIN_ELASTIC_SCHEDULES", "6"))
-HANGS = 120.0  # s after which a schedule is taken to hang, since all processes have begun
 MOST = 4  # sites at a time
-SILENT = 6.0  # s after which they are taken for dead, unlike the library's, so that the tests are short
 TIMEOUT = timedelta(seconds=20)
 SETTINGS = [
     dict(sync_every=2, fragments=1, delay=0),
@@ -92,72 +91,23 @@ def train_site(port, place, settings, silent):
     return last
 
 
-class Site:
+class Site(Process):
     """A process that trains."""
 
     def __init__(self, job, silent=SILENT):
-        call = partial(train_site, job.store.port, len(job.sites), job.settings, silent)
-        self._team = job.stack.enter_context(processes.calling([call], fresh=True))
-        self.place, self.states, self.final, self.error = len(job.sites), [], None, ""
-        self.has_begun = False
-        job.sites.append(self)
-
-    @property
-    def is_over(self):
-        return not self._team.busy
-
-    def look(self):
-        while self._team.busy and (event := self._team.next(0)):
-            if event.kind == "raised":
-                self.error = event.value
-            elif event.kind == "returned":
-                self.final = event.value
-            elif event.kind == "reported" and self.has_begun:
-                self.states.append(event.value)
-            self.has_begun = True
-
-    def send(self, signum):
-        if not self.is_over:
-            with contextlib.suppress(ProcessLookupError):  # it may have ended since the last look
-                os.kill(self._team.pids[0], signum)
-
-    def stacks(self):
-        self.send(signal.SIGCONT)
-        return f"site {self.place}: {self.states[-1:]}\n{self._team.stacks()}"
+        super().__init__(job, partial(train_site, job.store.port, len(job.processes), job.settings, silent))
 
 
-class Job:
-    """The sites, and the store that they find each other in."""
-
+class SitesJob(Job):
     def __init__(self, stack, settings):
-        self.stack, self.settings, self.sites = stack, settings, []
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._began = time.monotonic()
-
-    @property
-    def seconds(self):
-        return time.monotonic() - self._began
-
-    def until(self, condition):
-        while not condition():
-            for site in self.sites:
-                site.look()
-            if not all(site.has_begun or site.is_over for site in self.sites):  # under load imports take long
-                self._began = time.monotonic()
-            if self.seconds > HANGS:
-                raise AssertionError("the job hangs:\n" + "\n".join(site.stacks() for site in self.sites))
-            time.sleep(0.005)
-
-    def stop(self):
-        """Let all stop after the same outer step."""
-        self.store.set("stop", "")
-        self.until(lambda: all(site.is_over for site in self.sites))
+        super().__init__(stack)
+        self.settings = settings
 
 
 @pytest.fixture
 def make_job():
     with contextlib.ExitStack() as stack:
-        yield partial(Job, stack)
+        yield partial(SitesJob, stack)
 
 
 class Schedule:
@@ -167,12 +117,11 @@ class Schedule:
         self._job, self._draw = job, draw
         self.living = [Site(job) for _ in range(draw.choice([2, 3]))]
         self.keeper = draw.choice(self.living)
-        self._continue = []  # times at which sites that stand still go on
 
     def run(self):
         self._job.until(lambda: self.keeper.states)
         for _ in range(self._draw.randint(3, 6)):
-            self._pass(self._draw.choice([0.0, self._draw.uniform(0.0, 1.0)]))
+            self._job.wait(self._draw.choice([0.0, self._draw.uniform(0.0, 1.0)]))
             others = [site for site in self.living if site is not self.keeper]
             events = [self._kill, self._stand_still, self._leave] if others else []
             if len(self.living) < MOST:
@@ -180,43 +129,30 @@ class Schedule:
             event = self._draw.choice(events)
             print(f"{self._job.seconds:.2f} s: {event.__name__[1:]}, site", event(others).place)
         print(f"{self._job.seconds:.2f} s: no more events")
-        self._pass(3.0 if self._continue else 0.0)
-        taken = max(site.states[-1].steps for site in self._job.sites if site.states)
+        self._job.wait(3.0 if self._job.standing else 0.0)
+        taken = max(site.states[-1].steps for site in self._job.processes if site.states)
         self._job.until(lambda: self._are_together(taken))
         print(f"{self._job.seconds:.2f} s: together")
 
     def _are_together(self, taken):
         """Whether the living have taken more outer steps together since the events."""
         states = [site.states[-1] if site.states else None for site in self.living]
-        others = [site for site in self._job.sites if site not in self.living]
+        others = [site for site in self._job.processes if site not in self.living]
         return (
             all(site.is_over for site in others)
             and all(state is not None and state.steps > taken for state in states)
             and len({state.epoch for state in states}) == 1
         )
 
-    def _pass(self, seconds):
-        end = time.monotonic() + seconds
-
-        def has_passed():
-            now = time.monotonic()
-            for due in [due for due in self._continue if due[0] <= now]:
-                due[1].send(signal.SIGCONT)
-                self._continue.remove(due)
-            return now >= end
-
-        self._job.until(has_passed)
-
     def _kill(self, others):
         site = self._draw.choice(others)
-        site.send(signal.SIGKILL)
+        site.kill()
         self.living.remove(site)
         return site
 
     def _stand_still(self, others):
         site = self._draw.choice(others)
-        site.send(signal.SIGSTOP)
-        self._continue.append((time.monotonic() + self._draw.uniform(0.2, 3.0), site))
+        site.stand_still(self._draw.uniform(0.2, 3.0))
         return site
 
     def _join(self, others):
@@ -225,7 +161,7 @@ class Schedule:
 
     def _leave(self, others):
         site = self._draw.choice(others)
-        self._job.store.set(f"leave/{site.place}", "")
+        site.leave()
         self.living.remove(site)
         return site
 
@@ -238,16 +174,16 @@ def test_members_have_one_state(seed, make_job):
     schedule.run()
     job.stop()
 
-    assert not any(site.error for site in job.sites), "\n".join(site.error for site in job.sites)
+    assert not any(site.error for site in job.processes), "\n".join(site.error for site in job.processes)
     finals = [site.final for site in schedule.living]
     assert None not in finals and len({(final.steps, final.digest) for final in finals}) == 1, finals
 
     seen = {}
-    for state in (state for site in job.sites for state in site.states):
+    for state in (state for site in job.processes for state in site.states):
         assert seen.setdefault((state.epoch, state.steps), state.digest) == state.digest, state
 
     kept = {state.steps: state.digest for state in schedule.keeper.states}
-    first = {state.number: state for site in job.sites for state in reversed(site.states)}
+    first = {state.number: state for site in job.processes for state in reversed(site.states)}
     for state in first.values():
         if state.steps >= min(kept):  # else it is of one that founded the job before the keeper joined
             assert kept[state.steps] == state.digest, state

@@ -7,11 +7,9 @@ import contextlib
 import itertools
 import os
 import random
-import signal
-import time
 
 import pytest
-from jobs import Job, agree
+from store_jobs import StoreJob, agree
 
 SCHEDULES = int(os.environ.get("DLTRAIN_PS_SCHEDULES", "4"))
 FIRST = int(os.environ.get("DLTRAIN_PS_FIRST_SCHEDULE", "0"))
@@ -38,7 +36,6 @@ class Schedule:
         self.keeper = draw.choice(self.workers)
         self.all_workers = [*self.workers]
         self.servers_lost = 0
-        self._continue = []  # times at which members that stand still go on
 
     def _worker(self):
         return self._job.worker(**self._options)
@@ -50,7 +47,7 @@ class Schedule:
     def run(self):
         self._job.until(lambda: self.keeper.states)
         for _ in range(self._draw.randint(3, 6)):
-            self._pass(self._draw.choice([0.0, self._draw.uniform(0.0, 1.5)]))
+            self._job.wait(self._draw.choice([0.0, self._draw.uniform(0.0, 1.5)]))
             events = [self._stop_server]
             if len(self.workers) > 1:
                 events += [self._kill_worker, self._stop_worker, self._leave]
@@ -63,8 +60,7 @@ class Schedule:
             event = self._draw.choice(events)
             print(f"{self._job.seconds:.2f} s: {event.__name__[1:]}: {event()}", flush=True)
         print(f"{self._job.seconds:.2f} s: no more events", flush=True)
-        while self._continue:
-            self._pass(0.1)
+        self._job.until(lambda: not self._job.standing)
         self._job.steps_more(self.workers, 10)
         self._job.until(self._are_together)
         print(f"{self._job.seconds:.2f} s: together", flush=True)
@@ -75,18 +71,6 @@ class Schedule:
         if None in states or len({state.epoch for state in states}) > 1:
             return False
         return {state.number for state in states} <= {*states[0].members}
-
-    def _pass(self, seconds):
-        end = time.monotonic() + seconds
-
-        def has_passed():
-            now = time.monotonic()
-            for due in [due for due in self._continue if due[0] <= now]:
-                due[1].send(signal.SIGCONT)
-                self._continue.remove(due)
-            return now >= end
-
-        self._job.until(has_passed)
 
     def _another_worker(self):
         return self._draw.choice([worker for worker in self.workers if worker is not self.keeper])
@@ -124,20 +108,19 @@ class Schedule:
         server = self._draw.choice(self.servers)
         server.kill()
         self.servers.remove(server)
-        self._pass(self._draw.choice([0.0, self._draw.uniform(0.0, 2.0)]))
+        self._job.wait(self._draw.choice([0.0, self._draw.uniform(0.0, 2.0)]))
         return f"{server.place} by {self._join_server()}"
 
     def _stop(self, member):
-        member.send(signal.SIGSTOP)
         seconds = self._draw.uniform(0.2, LONGEST_STOP)
-        self._continue.append((time.monotonic() + seconds, member))
+        member.stand_still(seconds)
         return f"{member.place} for {seconds:.2f} s"
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SCHEDULES))
 def test_a_store_goes_on(seed, tmp_path):
     with contextlib.ExitStack() as stack:
-        job = Job(stack, tmp_path, 0)
+        job = StoreJob(stack, tmp_path, 0)
         schedule = Schedule(job, random.Random(seed))
         print(
             f"seed {seed}: {schedule.shards} shards, {len(schedule.workers)} workers, {schedule._options}", flush=True
