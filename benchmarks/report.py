@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,7 +150,8 @@ def provenance() -> dict[str, str]:
     """Return where and with what the figures are measured. Must be called before, for the load average."""
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     facts = {name: fact for name, fact in info.collect().items() if name != "package"}  # it is a local path
-    return {"date": date, "argv": " ".join(sys.argv[1:]), "load average": f"{os.getloadavg()[0]:.1f}"} | facts
+    argv = re.sub(r" --json[ =]\S+", "", " ".join(["", *sys.argv[1:]])).strip()  # likewise
+    return {"date": date, "argv": argv, "load average": f"{os.getloadavg()[0]:.1f}"} | facts
 
 
 def headline(origin: Mapping[str, str]) -> str:

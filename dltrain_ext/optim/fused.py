@@ -11,7 +11,7 @@ from dltrain_ext import _ops
 from dltrain_ext.optim import codes, masters, sparse
 from dltrain_ext.optim.metrics import metrics_of
 from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable
-from dltrain_ext.optim.rule import Rule
+from dltrain_ext.optim.rule import Rule, State
 from dltrain_ext.optim.shards import Shards, any_sharded
 from dltrain_ext.optim.state import check, decoded, is_compact, lay_out, recode
 
@@ -196,6 +196,11 @@ class FusedStep(torch.optim.Optimizer):
         """Returns the optional states that the parameters of the group have."""
         return ()
 
+    def _states_of(self, group: dict[str, Any]) -> list[State]:
+        """Returns the states that the parameters of the group have."""
+        optional = self._optional_states(group)
+        return [state for state in self._rule.states if not state.optional or state.key in optional]
+
     def _initial(self, group: dict[str, Any]) -> Mapping[str, float]:
         """Returns the initial values of the states that start at a value of the group."""
         return {}
@@ -240,9 +245,7 @@ class FusedStep(torch.optim.Optimizer):
                 if not isinstance(count, Tensor | int | float | None):
                     raise TypeError(f"state[{name!r}]: expected a number, got {type(count).__name__}")
                 self.state[p][name] = fresh[index] if count is None else torch.as_tensor(count, **plain)
-        optional = self._optional_states(group)
-        states = [state for state in self._rule.states if not state.optional or state.key in optional]
-        initial = {state.key: state.initial for state in states} | dict(self._initial(group))
+        initial = {state.key: state.initial for state in self._states_of(group)} | dict(self._initial(group))
         lay_out(self._rule, group, params, initial, self.state)
         return params
 

@@ -43,8 +43,7 @@ def _parts(settings: Settings) -> list[tuple[list[str], list[str]]]:
     for options in settings.groups:
         optimizer = optimizer_named(settings.optimizer)([{"params": [nn.Parameter(torch.zeros(1))], **options}], lr=1.0)
         (group,) = optimizer.param_groups
-        optional = optimizer._optional_states(group)
-        states = [state.key for state in optimizer._rule.states if not state.optional or state.key in optional]
+        states = [state.key for state in optimizer._states_of(group)]
         parts.append((states, [counter.key for counter in optimizer._rule.counters]))
     return parts
 

@@ -93,17 +93,7 @@ def make_node(
     replayed: "list[_ops.Handled]" = [],  # noqa: B006
 ) -> "tuple[_ops.StoreNode, dict[tuple[int, int], Tensor]]":
     """Returns the node of a rank, and the residuals of its gradients by key and first element."""
-    server = None
-    if shard is not None:
-        server = shard.settings(
-            quorum=settings.quorum,
-            window=settings.window,
-            delay_compensation=settings.delay_compensation,
-            lockstep=settings.lockstep,
-            records=settings.records,
-            grace=settings.grace,
-            is_first=is_first,
-        )
+    server = None if shard is None else shard.settings(settings, is_first=is_first)
     residuals: dict[tuple[int, int], Tensor] = {}
     client = None
     if rank in settings.workers:

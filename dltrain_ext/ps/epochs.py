@@ -1,4 +1,4 @@
-"""The epochs of a store whose ranks are the members of a job: in each it has the same ranks, and other connections."""
+"""The epochs of a store whose ranks are the members of a job: they are the same during each."""
 
 import json
 import logging
@@ -109,7 +109,7 @@ class Epochs:
 
     def _next(self, lost: Sequence[int] = ()) -> Group:
         try:
-            members = self.membership.changed() if self.membership.is_over() else None
+            members = self.membership.changed()
         except dist.DistBackendError as error:
             _log.warning("ps: %s", error)
             members = None

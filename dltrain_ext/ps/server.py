@@ -4,7 +4,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,20 @@ from dltrain_ext.ps.serving import Shard
 from dltrain_ext.ps.settings import SERVES, Settings
 
 _POLL = 0.2  # s
+
+
+@overload
+def serve(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> Record: ...
+
+
+@overload
+def serve(
+    group: Membership,
+    *,
+    timeout: timedelta | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: timedelta = timedelta(minutes=1),
+) -> None: ...
 
 
 def serve(

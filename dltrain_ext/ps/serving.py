@@ -11,6 +11,7 @@ from dltrain_ext import _ops, optim
 from dltrain_ext.optim.fused import FusedStep
 from dltrain_ext.optim.state import ALIGNMENT
 from dltrain_ext.ps.layout import Block, Key
+from dltrain_ext.ps.settings import Settings
 
 PLAIN = "SGD"  # with a rate of 1 and gradients that are added: what a store does without an optimizer
 PLAIN_OPTIONS: dict[str, Any] = {"lr": 1.0, "maximize": True}
@@ -71,7 +72,9 @@ class Shard:
         params = [{"params": some, **options} for some, options in zip(by_group, groups, strict=True)]
         defaults = {"lr": groups[0]["lr"]}  # some have none of their own
         self.optimizer = optimizer_named(name)(params, **defaults)
-        for group in self.optimizer.param_groups:
+        self._group_of: dict[nn.Parameter, int] = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            self._group_of |= dict.fromkeys(group["params"], number)
             if group["params"]:
                 self.optimizer._complete_state(group["params"], group)
 
@@ -82,57 +85,43 @@ class Shard:
     def tensors(self) -> Iterator[Tensor]:
         """Yields all numbers of this server: of each block its values, its states and its counters, as 1-dimensional
         tensors that can be written. It is the order in which servers send their state."""
-        group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         for parameter, values in zip(self.parameters, self.values, strict=True):
-            state = self.optimizer.state[parameter]
             yield values
-            yield from (state[key].view(-1) for key in self._states(group_of[parameter]))
-            yield from (state[counter.key].view(1) for counter in self.optimizer._rule.counters)
+            for each in self._kept(parameter):
+                yield from each
 
     def is_updated(self) -> bool:
         """Returns whether some update has left a trace in the states or counters."""
-        own = {values.data_ptr() for values in self.values}
-        return any(bool(each.any()) for each in self.tensors() if each.data_ptr() not in own)
+        return any(bool(each.any()) for parameter in self.parameters for kept in self._kept(parameter) for each in kept)
 
-    def _states(self, group: dict[str, Any]) -> list[str]:
-        optional = self.optimizer._optional_states(group)
-        return [state.key for state in self.optimizer._rule.states if not state.optional or state.key in optional]
+    def _kept(self, parameter: nn.Parameter) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the states and the counters of a block."""
+        group, state = self.optimizer.param_groups[self._group_of[parameter]], self.optimizer.state[parameter]
+        states = [state[each.key].view(-1) for each in self.optimizer._states_of(group)]
+        return states, [state[counter.key].view(1) for counter in self.optimizer._rule.counters]
 
-    def settings(
-        self,
-        *,
-        quorum: int,
-        window: int,
-        delay_compensation: float,
-        lockstep: bool,
-        records: bool,
-        grace: float,
-        is_first: bool,
-    ) -> "_ops.ServerSettings":
+    def settings(self, given: Settings, *, is_first: bool) -> "_ops.ServerSettings":
         """Returns what the compiled server is made of. is_first: no block has been updated before."""
-        rules, group_of = [], {}
-        for number, group in enumerate(self.optimizer.param_groups):
-            rule = self.optimizer._rule
-            states = self._states(group)
+        rule, rules = self.optimizer._rule, []
+        for group in self.optimizer.param_groups:
+            states = [each.key for each in self.optimizer._states_of(group)]
             hyper = {name: float(value) for name, value in self.optimizer._hyper(group).items()}
             rules.append(_ops.ServerRule(name=rule.name, hyper=hyper, states=states, maximize=bool(group["maximize"])))
-            for parameter in group["params"]:
-                group_of[parameter] = number, group, states
         blocks = []
         for parameter, values in zip(self.parameters, self.values, strict=True):
-            number, group, states = group_of[parameter]
-            state = self.optimizer.state[parameter]
+            number = self._group_of[parameter]
+            kept, counters = self._kept(parameter)
 
-            def flag(starting: list[Tensor], parameter: nn.Parameter = parameter, group: Any = group) -> bool:
-                flagged, dimensions = self.optimizer._flagged(group, starting)
+            def flag(starting: list[Tensor], parameter: nn.Parameter = parameter, number: int = number) -> bool:
+                flagged, dimensions = self.optimizer._flagged(self.optimizer.param_groups[number], starting)
                 return any(p is parameter for p in flagged) or parameter.dim() >= dimensions
 
             blocks.append(
                 _ops.ServerBlock(
                     value=values,
                     group=number,
-                    states=[state[key].view(-1) for key in states],
-                    counters=[state[counter.key] for counter in self.optimizer._rule.counters],
+                    states=kept,
+                    counters=counters,
                     flag_at_first=flag([parameter]),
                     flag=flag([]),
                     is_first=is_first,
@@ -141,10 +130,10 @@ class Shard:
         return _ops.ServerSettings(
             blocks=blocks,
             rules=rules,
-            quorum=quorum,
-            window=window,
-            delay_compensation=delay_compensation,
-            lockstep=lockstep,
-            records=records,
-            grace=grace,
+            quorum=given.quorum,
+            window=given.window,
+            delay_compensation=given.delay_compensation,
+            lockstep=given.lockstep,
+            records=given.records,
+            grace=given.grace,
         )

@@ -255,7 +255,7 @@ class Store:
                 return
             except dist.DistBackendError as error:
                 _log.warning("ps: the values of epoch %d have not come: %s", epoch.number, error)
-            epoch, mailbox = self._epochs.renew(self._end(failed=True))
+            epoch, mailbox = self._epochs.renew(self._end(self._epochs.membership, failed=True))
 
     def renew(self, *, failed: bool = False) -> bool:
         """With a membership, takes part in the next epoch if the members have changed, or if a call has failed.
@@ -276,15 +276,16 @@ class Store:
         self._made()
         if self._membership is None or not (failed or self._membership.is_over()):
             return False
-        self._take_part(*self._epochs.renew(self._end(failed)))
+        lost = self._end(self._membership, failed)
+        self._take_part(*self._epochs.renew(lost))
         return True
 
-    def _end(self, failed: bool) -> list[int]:
+    def _end(self, membership: Membership, failed: bool) -> list[int]:
         """Ends an epoch, and returns the numbers of the servers that are lost."""
         node = self._made()
         lost = [self._connection.ranks[rank] for rank in node.gone()]
-        if failed and self._membership is not None:
-            self._membership.give_up(*lost)  # before the servers miss this worker, and may think that the job has ended
+        if failed:
+            membership.give_up(*lost)  # before the servers miss this worker, and may think that the job has ended
         else:
             node.finish(self._wait.total_seconds())
         self._finalizer.detach()
