@@ -44,8 +44,8 @@ class Connections:
         self._ranks, self._rank = members.ranks, members.index
         self._members = _ops.Ranks(members.name, members.description, members.ranks, members.index)
         self._answer_timeout, self._measures = answer_timeout, measures
-        self._site = Site(members.store, timeout)
-        store = dist.PrefixStore("rendezvous", members.store)
+        self._site = Site.of(members, timeout)
+        store = dist.PrefixStore("rendezvous", self._site.store)
         self.rendezvous = Rendezvous(store, members.ranks, members.index, timeout, members.beats)
         answers = [each.split(" ", 1) for each in self.rendezvous.exchange(f"{_trip_to(store)} {host_id()}")]
         self._round_trip = max(float(trip) for trip, _ in answers)

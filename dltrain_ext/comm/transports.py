@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from dltrain_ext import _ops
-from dltrain_ext.comm.rendezvous import SubWork, wait_for_key
+from dltrain_ext.comm.groups import Members
+from dltrain_ext.comm.rendezvous import SILENCE, SubWork, wait_for_key
 
 _CONNECTING = timedelta(minutes=5)  # enough for NCCL
 
@@ -32,14 +33,22 @@ class Site:
     Attributes:
         store: that of the group, under the communicator's prefix.
         timeout: how long the peers are waited for.
-        patience: how long messages over Gloo may take to connect; None: twice the timeout.
+        patience: how long Gloo may take to connect.
     """
 
     store: dist.Store
     timeout: timedelta
-    patience: timedelta | None = None
+    patience: timedelta
     _number: "itertools.count[int]" = field(default_factory=itertools.count)
     _gloo_devices: list[Any] = field(default_factory=list)  # kept alive while connections are made
+
+    @classmethod
+    def of(cls, members: Members, timeout: timedelta) -> "Site":
+        if members.beats is None:
+            return cls(members.store, timeout, 2 * timeout)
+        # One that was alive may die before it connects. Gloo blocks the connection to the store in which it waits.
+        own_connection: dist.Store = members.store.clone()  # type: ignore[attr-defined]
+        return cls(own_connection, timeout, SILENCE)
 
     @property
     def connect_timeout(self) -> timedelta:
@@ -55,7 +64,7 @@ class Site:
             options._devices = self._gloo_devices = gloo_devices()
             return gloo(part.store, part.rank, len(part.ranks), options)
 
-        return _in_time(make, 2 * self.timeout if self.patience is None else self.patience)
+        return _in_time(make, self.patience)
 
     def nccl_of_torch(self, part: SubWork) -> Any:
         """Returns a backend. It is tried last, because its watchdog ends the process."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from dltrain_ext import _ops
 from dltrain_ext.codecs import error_bound
 from dltrain_ext.comm.groups import Members, members_of
-from dltrain_ext.comm.rendezvous import SILENCE, Rendezvous
+from dltrain_ext.comm.rendezvous import Rendezvous
 from dltrain_ext.comm.transports import Site
 from dltrain_ext.ps.layout import Block, lay_out
 from dltrain_ext.ps.serving import Shard, needs_norms
@@ -27,13 +27,8 @@ class Group:
         members = members_of(group)
         self.ranks, self.rank = members.ranks, members.index
         self.timeout = members.timeout if timeout is None else timeout
-        store: dist.Store = members.store
-        patience = None
-        if members.beats is not None:  # one that has said that it is there may die before it connects
-            # Gloo blocks the connection to the store in which it waits.
-            store, patience = store.clone(), SILENCE  # type: ignore[attr-defined]
-        self._site = Site(store, self.timeout, patience)
-        rendezvous = dist.PrefixStore("rendezvous", store)
+        self._site = Site.of(members, self.timeout)
+        rendezvous = dist.PrefixStore("rendezvous", self._site.store)
         self._rendezvous = Rendezvous(rendezvous, self.ranks, self.rank, self.timeout, members.beats)
 
     def exchange(self, text: str) -> list[str]:
