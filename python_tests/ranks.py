@@ -47,8 +47,10 @@ def _count_at_end() -> None:
 
 
 def join_group(store: dist.Store, rank: int, world_size: int) -> None:
-    """Make the default group."""
+    """Make the default group, and wait until every rank has it: one that ends at once would break the others' Gloo."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
+    store.set(f"rank {rank} has joined", "")
+    store.wait([f"rank {each} has joined" for each in range(world_size)])
 
 
 def _own_store() -> dist.TCPStore:
