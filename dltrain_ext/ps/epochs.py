@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -91,7 +91,9 @@ class Epochs:
 
     def __init__(self, membership: Membership, part: Part, timeout: timedelta | None):
         self.membership, self._part, self._timeout = membership, part, timeout
-        self._workers: list[int] = []  # of the last epoch
+        self._workers: list[int] = []  # of the last epoch, by their numbers; likewise
+        self._servers: list[int] = []
+        self._watch = membership.watch()
 
     def enter(self) -> tuple[Epoch, "_ops.Mailbox"]:
         """Joins, and returns the epoch and the connections of this member when it has all it needs.
@@ -102,12 +104,16 @@ class Epochs:
         """
         return self._connected(Group(self.membership.enter("store", "group"), self._timeout))
 
-    def renew(self, lost: Sequence[int] = ()) -> tuple[Epoch, "_ops.Mailbox"]:
+    def silent_servers(self) -> set[int]:
+        """Returns the numbers of those that stand still, or have left, if it is asked again between two heartbeats."""
+        return self.membership.silent(self._watch, self._servers)
+
+    def renew(self, lost: Iterable[int] = ()) -> tuple[Epoch, "_ops.Mailbox"]:
         """Returns the next epoch. If it is not decided on yet, the present one is given up; ``lost``: the numbers of
         those who are to blame."""
         return self._connected(self._next(lost))
 
-    def _next(self, lost: Sequence[int] = ()) -> Group:
+    def _next(self, lost: Iterable[int] = ()) -> Group:
         try:
             members = self.membership.changed()
         except dist.DistBackendError as error:
@@ -125,7 +131,8 @@ class Epochs:
                 continue
             if isinstance(found, tuple):
                 self.membership.keep()
-                self._workers = found[0].numbers(found[0].settings.workers)
+                settings = found[0].settings
+                self._workers, self._servers = found[0].numbers(settings.workers), found[0].numbers(settings.servers)
                 return found
             self._await_others(connection, found)
             connection = self._next()

@@ -205,11 +205,11 @@ def _serve(membership: Membership, part: Serving, epoch: Epoch, mailbox: "_ops.M
         saved = time.monotonic()
         while not node.finish(_POLL):
             gone = epoch.numbers(node.gone())
-            rest = {*workers} - {*gone}
+            if silent := membership.silent(watch, {*workers} - {*gone}):  # the others may wait for them
+                membership.give_up(*silent)
+                break
             if not membership.is_over():
                 membership.announce(among=servers, lost=gone)
-            elif membership.silent(watch, rest) >= rest:  # the others are not to wait for one that stands still
-                break
             if time.monotonic() - saved > every:
                 part.save(node, membership)
                 saved = time.monotonic()

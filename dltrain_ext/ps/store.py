@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -35,7 +35,7 @@ from dltrain_ext.ps.replaying import Record
 from dltrain_ext.ps.serving import PLAIN, PLAIN_OPTIONS, Shard, completed, optimizer_named
 from dltrain_ext.ps.settings import Settings
 from dltrain_ext.ps.weights import check_grace, factors
-from dltrain_ext.ps.work import Work
+from dltrain_ext.ps.work import Work, waited
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -143,6 +143,7 @@ class Store:
         self._node: _ops.StoreNode | None = None
         self._residuals: dict[tuple[int, int], Tensor] = {}
         self._membership = group if isinstance(group, Membership) else None
+        self._epochs: Epochs | None = None  # with a membership, once there are keys
         # Workers that come and go are a quorum of all, which falls when one leaves; so a pull says what it waits for.
         self._pulls_applied = self._membership is not None and quorum == "all"
         self._version_before = 0
@@ -232,14 +233,14 @@ class Store:
     def _join(self, membership: Membership, settings: Settings, values: Mapping[str, Tensor]) -> None:
         membership.check_alike(hashlib.sha256(settings.text().encode()).hexdigest(), "values and options of the store")
         self._values = values
-        self._epochs = Epochs(membership, Working(settings, values), self._timeout)
+        self._epochs = epochs = Epochs(membership, Working(settings, values), self._timeout)
         try:
-            self._take_part(*self._epochs.enter())
+            self._take_part(epochs, *epochs.enter())
         except BaseException:
             membership.leave()
             raise
 
-    def _take_part(self, epoch: Epoch, mailbox: "_ops.Mailbox") -> None:
+    def _take_part(self, epochs: Epochs, epoch: Epoch, mailbox: "_ops.Mailbox") -> None:
         """Takes part in an epoch, or in the next one that does not fail before this worker has the values."""
         while True:
             self._connection, self._settings = epoch.connection, epoch.settings
@@ -255,7 +256,7 @@ class Store:
                 return
             except dist.DistBackendError as error:
                 _log.warning("ps: the values of epoch %d have not come: %s", epoch.number, error)
-            epoch, mailbox = self._epochs.renew(self._end(self._epochs.membership, failed=True))
+            epoch, mailbox = epochs.renew(self._end(epochs, failed=True))
 
     def renew(self, *, failed: bool = False) -> bool:
         """With a membership, takes part in the next epoch if the members have changed, or if a call has failed.
@@ -274,20 +275,20 @@ class Store:
             torch.distributed.DistBackendError: a server is missing for longer than the timeout, or the job has ended.
         """
         self._made()
-        if self._membership is None or not (failed or self._membership.is_over()):
+        if self._epochs is None or not (failed or self._epochs.membership.is_over()):
             return False
-        lost = self._end(self._membership, failed)
-        self._take_part(*self._epochs.renew(lost))
+        lost = self._end(self._epochs, failed)
+        self._take_part(self._epochs, *self._epochs.renew(lost))
         return True
 
-    def _end(self, membership: Membership, failed: bool) -> list[int]:
+    def _end(self, epochs: Epochs, failed: bool) -> set[int]:
         """Ends an epoch, and returns the numbers of the servers that are lost."""
         node = self._made()
-        lost = [self._connection.ranks[rank] for rank in node.gone()]
-        if failed:
-            membership.give_up(*lost)  # before the servers miss this worker, and may think that the job has ended
-        else:
-            node.finish(self._wait.total_seconds())
+        if not failed:
+            failed = not waited(node.finish, self._wait.total_seconds(), self._is_in_vain)
+        lost = {self._connection.ranks[rank] for rank in node.gone()} | epochs.silent_servers()
+        if failed:  # before the servers miss this worker, and may think that the job has ended
+            epochs.membership.give_up(*lost)
         self._finalizer.detach()
         node.close(0.0 if failed else GRACE)
         return lost
@@ -327,6 +328,13 @@ class Store:
         """The options of the optimizer for each group of keys."""
         self._made()
         return self._settings.groups
+
+    def _is_in_vain(self) -> bool:
+        """Returns whether a wait is for a server that stands still, and that another one can replace."""
+        return self._epochs is not None and bool(self._epochs.silent_servers())
+
+    def _work(self, what: str, ticket: "_ops.StoreTicket", write: Callable[[], None] | None = None) -> Work:
+        return Work(what, self._made(), [ticket], self._wait, self._is_in_vain, write)
 
     def _begin(self, mailbox: "_ops.Mailbox", shard: Shard | None) -> None:
         rank, timeout = self._connection.rank, self._connection.timeout
@@ -373,7 +381,7 @@ class Store:
         ticket = node.push(clock, numbers, tensors, factor=factor, rates=self._rates, skips=not finite, weight=weight)
         for name in values:
             self._clocks[name] += 1
-        return Work(f"push of clock {clock}", node, [ticket], self._wait)
+        return self._work(f"push of clock {clock}", ticket)
 
     def _set_rates(self, rates: Sequence[float] | None) -> None:
         if rates is None:
@@ -465,7 +473,7 @@ class Store:
                     else:
                         torch.autograd.graph.increment_version(value)
 
-        return Work(f"pull of clock {clock}", node, [ticket], self._wait, write)
+        return self._work(f"pull of clock {clock}", ticket, write)
 
     def _named(
         self, values: Mapping[str, Tensor], argument: str, clock: int | None, pulls: bool = False, coming: int = 0
@@ -506,7 +514,7 @@ class Store:
         """
         node = self._made()
         ticket = node.save(with_data)
-        Work("save", node, [ticket], self._wait).wait()
+        self._work("save", ticket).wait()
         return assemble(self._settings, self._blocks, ticket.states()) if with_data else None
 
     def restore(self, optimizer: FusedStep, params: Mapping[str, Tensor], *, updated: bool) -> None:

@@ -10,6 +10,16 @@ import torch.distributed as dist
 from dltrain_ext import _ops
 
 _PATIENCE = 1.0  # s that the servers have to say what a pull waits for
+_LOOK = 0.2  # s between two looks at the servers, less than between two heartbeats
+
+
+def waited(wait: Callable[[float], bool], seconds: float, in_vain: Callable[[], bool]) -> bool:
+    """Waits at most so many seconds, or until it is in vain. Returns whether ``wait`` was successful."""
+    until = time.monotonic() + seconds
+    while not wait(min(_LOOK, max(0.0, until - time.monotonic()))):
+        if in_vain() or time.monotonic() > until:
+            return False
+    return True
 
 
 class Versions(NamedTuple):
@@ -26,7 +36,11 @@ class Versions(NamedTuple):
 
 
 class Work:
-    """A push or a pull that is under way. A push is complete when all servers have it, a pull when it is written."""
+    """A push or a pull that is under way. A push is complete when all servers have it, a pull when it is written.
+
+    Args:
+        in_vain: says whether a wait that lasts should end as if it were too late.
+    """
 
     def __init__(
         self,
@@ -34,9 +48,11 @@ class Work:
         node: "_ops.StoreNode",
         tickets: "list[_ops.StoreTicket]",
         timeout: timedelta,
+        in_vain: Callable[[], bool],
         write: Callable[[], None] | None = None,
     ):
-        self._what, self._node, self._tickets, self._timeout, self._write = what, node, tickets, timeout, write
+        self._what, self._node, self._tickets, self._timeout = what, node, tickets, timeout
+        self._in_vain, self._write = in_vain, write
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until it is complete.
@@ -53,9 +69,11 @@ class Work:
         """
         seconds = (self._timeout if timeout is None else timeout).total_seconds()
         for ticket in self._tickets:
-            if not ticket.wait(seconds):
+            began = time.monotonic()
+            if not waited(ticket.wait, seconds, self._in_vain):
+                took = min(seconds, time.monotonic() - began)
                 why = self._node.reasons(ticket, _PATIENCE)
-                raise dist.DistBackendError(f"{self._what}: not complete after {seconds:g} s: {why}")
+                raise dist.DistBackendError(f"{self._what}: not complete after {took:.3g} s: {why}")
         if self._write is not None:
             self._write()
             self._write = None

@@ -235,6 +235,40 @@ def test_nobody_waits_for_a_worker_that_stands_still_in_a_change(make_job):
     assert [member.error for member in [server, *workers[1:], joined]] == ["", "", "", ""]
 
 
+def test_a_worker_that_stands_still_is_left_out_and_joins_again(make_job):
+    job = make_job(4)
+    server, workers = job.server(), [job.worker() for _ in range(3)]
+    job.steps_more(workers)
+    workers[0].send(signal.SIGSTOP)
+    job.steps_more(workers[1:])
+    assert len(workers[1].states[-1].members) == 3
+    workers[0].send(signal.SIGCONT)
+    job.until(lambda: len(workers[0].states[-1].members) == len(workers[1].states[-1].members) == 4)
+    job.steps_more(workers)
+    job.stop()
+    assert [member.error for member in [server, *workers]] == [""] * 4
+    agree(workers)
+
+
+@pytest.mark.parametrize("options", [{}, dict(quorum=1, staleness=None)], ids=["synchronous", "asynchronous"])
+def test_a_server_that_stands_still_is_replaced(make_job, options):
+    job = make_job(4)
+    servers, workers = [job.server(), job.server()], [job.worker(**options) for _ in range(2)]
+    job.until(lambda: len(list(job.folder.glob("*.pt"))) == 2)
+    job.steps_more(workers)
+    servers[0].send(signal.SIGSTOP)
+    spare = job.server()
+    had = len(workers[0].states)
+    job.until(lambda: len(workers[0].states) > had and len(workers[0].states[-1].members) == 4)
+    job.steps_more(workers)
+    servers[0].send(signal.SIGCONT)  # it is a spare one now
+    job.until(lambda: len(workers[0].states[-1].members) == 5)
+    job.steps_more(workers)
+    job.stop()
+    assert [member.error for member in [*servers, spare, *workers]] == [""] * 5
+    agree(workers if not options else [])
+
+
 def test_the_first_member_is_lost_while_the_store_waits(make_job):
     job = make_job(4)
     workers = [job.worker(), job.worker()]
