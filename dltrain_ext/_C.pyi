@@ -1,7 +1,7 @@
 """The types of the compiled module, which csrc/bindings defines. Only _ops imports it."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -189,11 +189,27 @@ def simulate_servers(
 ) -> Estimate:
     """Does what sim.parameter_server does with servers, in one level."""
 
+class SharedMemory:
+    """Memory of the first rank of a group, or the same memory in other processes of its host."""
+
+    @overload
+    def __init__(self, world_size: int) -> None: ...
+    @overload
+    def __init__(self, address: str, world_size: int) -> None: ...
+    @property
+    def address(self) -> str: ...
+
 class Level:
     """Ranks that are connected to each other."""
 
     @staticmethod
     def over_backend(backend: Backend, device: torch.device, global_ranks: Sequence[int]) -> Level: ...
+    @staticmethod
+    def over_shared_memory(
+        memory: SharedMemory, rank: int, processes: Sequence[int], gloo: Backend, global_ranks: Sequence[int]
+    ) -> Level:
+        """``gloo`` is for native all-reduces."""
+
     @staticmethod
     def over_nccl(
         unique_id: bytes, rank: int, device: torch.device, global_ranks: Sequence[int], timeout: float

@@ -50,6 +50,7 @@ class Connections:
         answers = [each.split(" ", 1) for each in self.rendezvous.exchange(f"{_trip_to(store)} {host_id()}")]
         self._round_trip = max(float(trip) for trip, _ in answers)
         hosts = [host for _, host in answers]
+        self._site.hosts = dict(zip(members.ranks, hosts, strict=True))
         self._layout = layout(hosts, self._rank, ranks_per_host)
 
     @property

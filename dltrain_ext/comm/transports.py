@@ -6,6 +6,7 @@ torch.distributed.
 
 import ctypes
 import itertools
+import json
 import os
 import threading
 import time
@@ -34,11 +35,13 @@ class Site:
         store: that of the group, under the communicator's prefix.
         timeout: how long the peers are waited for.
         patience: how long Gloo may take to connect.
+        hosts: an id of the host of each rank.
     """
 
     store: dist.Store
     timeout: timedelta
     patience: timedelta
+    hosts: dict[int, str] = field(default_factory=dict)
     _number: "itertools.count[int]" = field(default_factory=itertools.count)
     _gloo_devices: list[Any] = field(default_factory=list)  # kept alive while connections are made
 
@@ -81,6 +84,25 @@ def _over_gloo(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     return _ops.Level.over_backend(site.gloo(part, threads=1), device, part.ranks)
 
 
+def _over_memory(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
+    if len(part.ranks) == 1 or len({site.hosts[rank] for rank in part.ranks}) > 1:
+        return _over_gloo(site, part, device)
+    gloo = site.gloo(part, threads=1)  # first, because a rank that fails is not to be waited for
+    memory, problem = None, ""
+    try:
+        memory = _ops.SharedMemory(len(part.ranks)) if part.rank == 0 else None
+    except RuntimeError as error:
+        problem = str(error)
+    told = {"process": os.getpid(), "address": memory.address if memory else None, "problem": problem}
+    answers = [json.loads(answer) for answer in part.agree(json.dumps(told))]
+    if (problem := answers[0]["problem"]):
+        raise RuntimeError(f"rank {part.ranks[0]}: {problem}")
+    if memory is None:
+        memory = _ops.SharedMemory(answers[0]["address"], len(part.ranks))
+    processes = [answer["process"] for answer in answers]
+    return _ops.Level.over_shared_memory(memory, part.rank, processes, gloo, part.ranks)
+
+
 def _over_torch(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     return _ops.Level.over_backend(site.nccl_of_torch(part), device, part.ranks)
 
@@ -115,6 +137,13 @@ class Transport(NamedTuple):
 
 # Of several for one device the first that all ranks have is used; every rank has the last one.
 REGISTRY = (
+    Transport(
+        "shm",
+        "cpu",
+        _over_memory,
+        lambda: "1",
+        "messages between the processes of a host are sent over Gloo, not through memory that they share",
+    ),
     Transport("gloo", "cpu", _over_gloo),
     Transport(
         "nccl",

@@ -5,6 +5,8 @@
 #include "bindings/module.h"
 #include "comm/transport/framed_transport.h"
 #include "comm/transport/nccl/transport.h"
+#include "comm/transport/shm/processes.h"
+#include "comm/transport/shm/transport.h"
 #include "core/check.h"
 
 namespace dltrain::bindings {
@@ -32,6 +34,15 @@ std::shared_ptr<Level> Level::over_backend(c10::intrusive_ptr<c10d::Backend> bac
   if (device.is_cuda()) return std::shared_ptr<Level>(new Level(std::move(transport), std::move(global_ranks)));
   C10dTransport* const gloo = transport.get();
   return std::shared_ptr<Level>(new Level(std::make_unique<comm::FramedTransport>(std::move(transport)), std::move(global_ranks), gloo));
+}
+
+std::shared_ptr<Level> Level::over_shared_memory(std::shared_ptr<comm::shm::Group> group, int rank, const std::vector<int>& processes,
+                                                 c10::intrusive_ptr<c10d::Backend> gloo, std::vector<int> global_ranks) {
+  const auto observed = std::make_shared<comm::shm::Processes>(processes);
+  const auto is_alive = [observed](int peer) { return observed->is_alive(peer); };
+  auto transport = std::make_unique<comm::shm::Transport>(std::move(group), rank, is_alive);
+  auto native = std::make_unique<C10dTransport>(std::move(gloo), c10::Device(c10::kCPU));
+  return std::shared_ptr<Level>(new Level(std::move(transport), std::move(global_ranks), std::move(native)));
 }
 
 std::shared_ptr<Level> Level::over_nccl(const std::string& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks,
@@ -73,8 +84,15 @@ void bind_levels(py::module_& module) {
     const auto id = comm::nccl::make_unique_id(comm::nccl::Library::get());
     return py::bytes(id.bytes, sizeof id.bytes);
   });
+  using SharedMemory = comm::shm::Group;
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(module, "SharedMemory")
+      .def(py::init<int>(), py::arg("world_size"), "Raises RuntimeError.")
+      .def(py::init<const std::string&, int>(), py::arg("address"), py::arg("world_size"), "Raises RuntimeError.")
+      .def_property_readonly("address", &SharedMemory::address);
   py::class_<Level, std::shared_ptr<Level>>(module, "Level")
       .def_static("over_backend", &Level::over_backend, py::arg("backend"), py::arg("device"), py::arg("global_ranks"))
+      .def_static("over_shared_memory", &Level::over_shared_memory, py::arg("memory"), py::arg("rank"), py::arg("processes"),
+                  py::arg("gloo"), py::arg("global_ranks"))
       .def_static(
           "over_nccl",
           [milliseconds](const py::bytes& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks, double timeout) {

@@ -9,6 +9,7 @@
 
 #include "bindings/comm/c10d_transport.h"
 #include "comm/run/executor.h"
+#include "comm/transport/shm/group.h"
 
 namespace dltrain::bindings {
 
@@ -18,6 +19,9 @@ class Level {
   // Over a torch.distributed backend that nothing else uses: Gloo on the CPU, NCCL on a CUDA device.
   static std::shared_ptr<Level> over_backend(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device,
                                              std::vector<int> global_ranks);
+  // Through memory of the host that all ranks have, whose processes are `processes`. `gloo` is for native all-reduces.
+  static std::shared_ptr<Level> over_shared_memory(std::shared_ptr<comm::shm::Group> group, int rank, const std::vector<int>& processes,
+                                                   c10::intrusive_ptr<c10d::Backend> gloo, std::vector<int> global_ranks);
   // Over a communicator of NCCL. A collective call: all ranks have to call it with the same id.
   static std::shared_ptr<Level> over_nccl(const std::string& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks,
                                           std::chrono::milliseconds timeout);
@@ -30,9 +34,14 @@ class Level {
  private:
   Level(std::unique_ptr<comm::Transport> transport, std::vector<int> global_ranks, C10dTransport* gloo = nullptr)
       : gloo_(gloo), executor_(std::move(transport), std::move(global_ranks)) {}
+  Level(std::unique_ptr<comm::Transport> transport, std::vector<int> global_ranks, std::unique_ptr<C10dTransport> gloo)
+      : Level(std::move(transport), std::move(global_ranks), gloo.get()) {
+    own_gloo_ = std::move(gloo);
+  }
   void all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::milliseconds timeout);
 
-  C10dTransport* const gloo_;  // owned by the executor; null if the transport is not Gloo's
+  C10dTransport* const gloo_;  // for native all-reduces on the CPU: that of the executor, or the following one
+  std::unique_ptr<C10dTransport> own_gloo_;
   comm::Executor executor_;
 };
 

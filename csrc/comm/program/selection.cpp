@@ -36,10 +36,11 @@ std::string_view plan_with_owners(Collective collective, const std::string& algo
 
 // A few segments hide encoding behind sending; more only add messages. Lossless codecs have no encoding to hide. The sizes were measured on
 // links of 1 Gbit/s, and over loopback, where sending needs the processor as well, so that each segment costs time.
-int segments_for(int64_t wire_bytes, bool lossy, bool pipelined) {
+int segments_for(int64_t wire_bytes, bool lossy, bool pipelined, int64_t segment_bytes) {
   const auto pieces = [wire_bytes](int64_t size, int64_t most) {
     return static_cast<int>(std::clamp<int64_t>(wire_bytes / size, 1, most));
   };
+  if (segment_bytes > 0) return pieces(segment_bytes, 128);
   if (pipelined) return pieces(1024 * kib, 16);
   return std::max(pieces(8192 * kib, 8), lossy ? pieces(640 * kib, 3) : 1);
 }
@@ -47,7 +48,7 @@ int segments_for(int64_t wire_bytes, bool lossy, bool pipelined) {
 }  // namespace
 
 Selection select(Collective collective, const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec,
-                 int64_t wire_bytes, const Crossover* crossover) {
+                 int64_t wire_bytes, const Crossover* crossover, int64_t segment_bytes) {
   const int64_t nbytes = numel * static_cast<int64_t>(sizeof(float));
   const bool lossy = codec.is_lossy();
   const auto name = [&]() -> std::string_view {
@@ -57,7 +58,7 @@ Selection select(Collective collective, const std::string& algorithm, int segmen
     return plan_for(algorithm, world_size, nbytes, lossy);
   };
   const int index = index_of(collective, name());
-  return {index, segments ? segments : segments_for(wire_bytes, lossy, is_pipelined(index))};
+  return {index, segments ? segments : segments_for(wire_bytes, lossy, is_pipelined(index), segment_bytes)};
 }
 
 }  // namespace dltrain::comm

@@ -44,9 +44,10 @@ int codec_index(const Codec& codec) { return static_cast<int>(&codec - codecs().
 
 const std::string native = "native";
 
-Selection selection_of(const CallOptions& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr) {
+Selection selection_of(const CallOptions& call, const Codec& codec, int64_t numel, int world_size, const Crossover* crossover = nullptr,
+                       int64_t segment_bytes = 0) {
   const int64_t wire_bytes = call.layout ? message_bytes(*call.layout) : codec.bytes(numel);
-  return select(call.collective, call.algorithm, call.segments, world_size, numel, codec, wire_bytes, crossover);
+  return select(call.collective, call.algorithm, call.segments, world_size, numel, codec, wire_bytes, crossover, segment_bytes);
 }
 
 std::vector<std::vector<Piece>> cut(const CallOptions& call, const Codec& codec, int64_t numel, int segments) {
@@ -247,7 +248,9 @@ void Executor::enqueue(Collective collective, const ExecutionContext& context, c
 
 const Program& Executor::program(const CallOptions& call, const Codec& codec, int64_t numel, Result result) {
   constexpr size_t most = 256;
-  const auto [algorithm, segments] = selection_of(call, codec, numel, world_size(), call.measures && crossover_ ? &*crossover_ : nullptr);
+  const Crossover* const crossover = call.measures && crossover_ ? &*crossover_ : nullptr;
+  const int64_t segment_bytes = result == Result::message ? 0 : transport_->segment_bytes();  // encoded() knows of no transport
+  const auto [algorithm, segments] = selection_of(call, codec, numel, world_size(), crossover, segment_bytes);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;
   const auto key = std::make_tuple(algorithm, codec_index(codec), numel, segments, result, call.root);

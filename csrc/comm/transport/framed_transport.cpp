@@ -6,8 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/cache_line.h"
-#include "core/check.h"
+#include "comm/transport/header.h"
 #include "core/digest.h"
 
 namespace dltrain::comm {
@@ -15,14 +14,6 @@ namespace dltrain::comm {
 namespace {
 
 constexpr int64_t most = 64 << 10;  // the size of the largest message that is sent inside the frame
-constexpr int64_t failed = -1;
-
-struct Header {
-  Call call;
-  int64_t bytes;  // of the message; `failed`: the sender has closed its end
-};
-
-static_assert(sizeof(Header) == cache_line);  // so a message inside the frame begins a cache line, too
 
 using Stamp = uint8_t;  // counts the frames from one rank to another
 
@@ -34,13 +25,6 @@ int tag_of(const Call& call) {
   return static_cast<int>(dltrain::digest({call.numel, call.algorithm, call.codec, call.segments, call.average, call.root, call.layout}) %
                           0x7ffffffe) +
          1;
-}
-
-// Describes a header that is not the expected one.
-std::string difference(const Header& header, const Call& call) {
-  if (header.bytes == failed && header.call.number == 0) return "it has closed its end";
-  const std::string theirs = text(header.bytes == failed ? "it has closed its end; its latest is " : "it is in ", describe(header.call));
-  return header.call == call ? theirs : text(theirs, "; this rank is in ", describe(call));
 }
 
 }  // namespace
@@ -104,11 +88,7 @@ class FramedTransport::Received : public Request {
   void open(Deadline deadline) {
     poll();
     frame_->request->wait(deadline);
-    const Header header = frame_->header();
-    const bool agrees = header.call == call_;
-    if (header.bytes == failed && (agrees || header.call.number != call_.number)) throw PeerClosed(difference(header, call_));
-    if (!agrees) throw Disagreement(difference(header, call_));
-    if (header.bytes != bytes_) throw Disagreement(text("it sends ", header.bytes, " bytes, this rank expects ", bytes_));
+    check_header(frame_->header(), call_, bytes_);
     if (!rest_ && bytes_ > 0) std::memcpy(data_, frame_->message(), static_cast<size_t>(bytes_));
   }
 
@@ -199,7 +179,7 @@ void FramedTransport::close() noexcept {
     if (peer == rank()) continue;
     auto& requests = peers_[peer].sent > 0 ? closing : unexpected;
     try {
-      requests.push_back(send({}, peer, "", failed));
+      requests.push_back(send({}, peer, "", Header::closed));
     } catch (const std::exception&) {
       continue;  // a peer that cannot be reached detects this by itself
     }
@@ -229,7 +209,7 @@ std::string FramedTransport::last_words(int peer) {
       break;
     }
     const Header header = frame->header();
-    if (header.bytes == failed || header.call != call_) return difference(header, call_);
+    if (header.bytes == Header::closed || header.call != call_) return difference(header, call_);
   }
   return {};
 }

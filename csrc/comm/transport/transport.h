@@ -57,6 +57,9 @@ class Transport {
   // Ends sending and receiving. Notifies the peers if the transport can do so, and ends their waits for this rank.
   virtual void close() noexcept {}
 
+  // The size of segments that suits it; 0: that of a network.
+  virtual int64_t segment_bytes() const { return 0; }
+
   // Optional features; null if the transport does not have them.
   virtual Framing* framing() { return nullptr; }
   virtual Grouping* grouping() { return nullptr; }

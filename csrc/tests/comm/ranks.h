@@ -58,20 +58,28 @@ class Runner {
   std::shared_ptr<cuda::StreamQueue> queue_;
 };
 
-// Runs body(executor, runner) on world_size ranks, each in a thread.
+// Runs body(executor, runner) on a rank for each of these ends, in a thread each.
 template <class Body>
-void on_ranks(int world_size, Body body, const ExecutionContext& context = {}) {
+void on_ranks(std::vector<std::unique_ptr<Transport>> ends, Body body, const ExecutionContext& context = {}) {
   std::vector<std::thread> threads;
-  for (auto& end : in_process_group(world_size)) {
+  for (auto& end : ends) {
     threads.emplace_back([&body, &context, end = std::move(end)]() mutable {
       Runner runner(context);  // outlives the executor, whose memory is freed on its stream
-      // Messages have frames as over Gloo; on a device they have none.
-      if (!context.on_cuda()) end = std::make_unique<FramedTransport>(std::move(end));
       Executor executor(std::move(end));
       body(executor, runner);
     });
   }
   for (auto& thread : threads) thread.join();
+}
+
+// Likewise, on ranks in this process. Messages have frames as over Gloo; on a device they have none.
+template <class Body>
+void on_ranks(int world_size, Body body, const ExecutionContext& context = {}) {
+  auto ends = in_process_group(world_size);
+  for (auto& end : ends) {
+    if (!context.on_cuda()) end = std::make_unique<FramedTransport>(std::move(end));
+  }
+  on_ranks(std::move(ends), body, context);
 }
 
 }  // namespace dltrain::comm

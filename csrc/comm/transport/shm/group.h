@@ -1,0 +1,50 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "comm/transport/call.h"
+#include "comm/transport/shm/bell.h"
+#include "comm/transport/shm/memory.h"
+#include "comm/transport/shm/stream.h"
+
+namespace dltrain::comm::shm {
+
+// The memory of a group: what the others know of each rank, and a stream from each rank to each other one.
+//
+//   | Label | Member 0 | Member 1 | ... | stream 0 to 1 | stream 0 to 2 | ...
+//
+// It has a bounded size, so longer messages pass through it in pieces.
+class Group {
+ public:
+  struct Member {
+    Bell bell;
+    alignas(Stream::alignment) std::atomic<bool> has_closed;  // its end; set after `latest`
+    Call latest;
+  };
+
+  // New memory, made by the first rank. Throws TransportError.
+  explicit Group(int world_size);
+  // The memory of the first rank. Throws TransportError if there is none, or if it is another one.
+  Group(const std::string& address, int world_size);
+
+  // What the other ranks need. A part of it is random: the number of a process may mean another process in a container.
+  std::string address() const;
+
+  int world_size() const { return world_size_; }
+  Member& member(int rank) const;
+  Writer writer(int from, int to) const { return {stream(from, to), capacity_}; }
+  Reader reader(int from, int to) const { return {stream(from, to), capacity_}; }
+
+ private:
+  struct Label;
+  Label& label() const;
+  std::byte* stream(int from, int to) const;
+
+  const int world_size_;
+  const int64_t capacity_;  // of a stream, in bytes
+  Memory memory_;
+};
+
+}  // namespace dltrain::comm::shm

@@ -1,0 +1,60 @@
+#include "comm/transport/shm/memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "comm/transport/transport.h"
+#include "core/check.h"
+
+namespace dltrain::comm::shm {
+
+namespace {
+
+[[noreturn]] void fail(const std::string& what, int error) { throw TransportError(text(what, ": ", std::strerror(error))); }
+
+}  // namespace
+
+Memory::Memory(int64_t bytes) : descriptor_(memfd_create("dltrain_ext", MFD_CLOEXEC)) {
+  if (descriptor_ < 0) fail("no memory for other processes could be made", errno);
+  // The pages are provided now, because a process that writes to a page for which there is no memory is killed.
+  if (const int error = posix_fallocate(descriptor_, 0, bytes)) {
+    close(descriptor_);
+    fail(text(bytes, " bytes for other processes could not be allocated"), error);
+  }
+  map(bytes);
+}
+
+Memory::Memory(const std::string& address, int64_t bytes) : descriptor_(open(address.c_str(), O_RDWR | O_CLOEXEC)) {
+  if (descriptor_ < 0) fail(text("the memory of another process, ", address, ", could not be opened"), errno);
+  struct stat found{};
+  if (fstat(descriptor_, &found) != 0 || found.st_size != bytes) {
+    close(descriptor_);
+    throw TransportError(text(address, ": expected memory of ", bytes, " bytes, got ", found.st_size));
+  }
+  map(bytes);
+}
+
+Memory::~Memory() {
+  munmap(data_, static_cast<size_t>(bytes_));
+  close(descriptor_);
+}
+
+std::string Memory::address() const { return text("/proc/", getpid(), "/fd/", descriptor_); }
+
+void Memory::map(int64_t bytes) {
+  void* const mapped = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (mapped == MAP_FAILED) {
+    const int error = errno;
+    close(descriptor_);
+    fail(text(bytes, " bytes for other processes could not be mapped"), error);
+  }
+  data_ = static_cast<std::byte*>(mapped);
+  bytes_ = bytes;
+}
+
+}  // namespace dltrain::comm::shm
