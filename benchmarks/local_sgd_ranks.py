@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Progress
 from benchmarks.local_sgd_faults import Fault, Outcome, lose_ranks
-from benchmarks.local_sgd_members import Changes, Kills, change_members
 from benchmarks.local_sgd_peers import make_runner
 from benchmarks.local_sgd_sides import (
     ALONE,
@@ -48,7 +47,6 @@ class Job(NamedTuple):
     turns: int
     seconds: float  # of a step
     faults: list[Fault]
-    kills: Kills | None = None
 
 
 class Measured(NamedTuple):
@@ -79,7 +77,7 @@ class Calibration(NamedTuple):
     seconds: float
 
 
-def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[Calibration | Result | Outcome | Changes]:
+def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[Calibration | Result | Outcome]:
     """Yield what is found, the same on all ranks."""
     progress("finding the batch size", 0.0)
     found = calibrate(rank, job)
@@ -87,8 +85,6 @@ def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[Calibr
     if job.sides:
         yield from measure(rank, ranks, job, found.batch, progress)
     yield from lose_ranks(rank, ranks, job.faults, job.width, found, progress)
-    if job.kills:
-        yield from change_members(rank, ranks, job.kills, job.width, found, progress)
 
 
 def calibrate(rank: int, job: Job) -> Calibration:

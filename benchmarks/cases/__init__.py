@@ -19,6 +19,7 @@ from benchmarks.cases import (
     kfac,
     local_sgd,
     masters,
+    membership,
     optim,
     population,
     sharded,
@@ -40,6 +41,7 @@ CASES: dict[str, ModuleType | collectives.Case] = {
     "techniques": techniques,
     "store": store,
     "local_sgd": local_sgd,
+    "membership": membership,
     "population": population,
     "simulate": simulate,
 }

@@ -13,7 +13,6 @@ from pathlib import Path
 from benchmarks import local_sgd_slow, local_sgd_work, saved_results
 from benchmarks.harness import Failure, Keep, Progress, Row, Spread, Table, at_least, choices
 from benchmarks.local_sgd_faults import SENDING, TRAINING, Fault, Outcome
-from benchmarks.local_sgd_members import Changes, Kills
 from benchmarks.local_sgd_ranks import DEADLINE, FEW, PAUSE, WINDOW, Calibration, Job, Result, median, work
 from benchmarks.local_sgd_sides import ALONE, AVERAGER, DDP, HIVEMIND, LAYERS, OURS, TORCHFT, Side, why_not
 from benchmarks.machine import namespaces
@@ -22,7 +21,7 @@ from benchmarks.machine.signals import catch_signals
 from benchmarks.sweep import Listener, rates
 from dltrain_ext import codecs
 
-PARTS = ["share", "bytes", "burst", "peers", "work", "faults", "members", "slow_site"]
+PARTS = ["share", "bytes", "burst", "peers", "work", "faults", "slow_site"]
 TRAINED = PARTS[:4]  # those that are measured while ranks train
 RATES = ["100mbit", "10mbit"]
 OVERVIEW = ["--rate", "none", "--elements", "100000", "--sync-every", "20", "--delay", "2", "--milliseconds", "5",
@@ -45,13 +44,6 @@ FAULT_NOTE = (
     "last survivor; noticed s: from its own departure to the average if that was later; recover s: of recover(); next "
     "s: from the error until the next outer step was complete. #wrong: survivors that did not name the rank, or differ "
     "afterwards"
-)
-MEMBER_NOTE = (
-    "members: of an elastic.Membership; one is killed by SIGKILL at a random moment, and then another one joins. A "
-    "sample is the time from the kill until the first outer step without it was complete on the last survivor, or from "
-    "the call of its first inner.step() until the newcomer was a member; gap s: from the last outer step with the "
-    "killed one to the first without; usual s: between two outer steps before; lost steps: of all survivors, over all "
-    "times. #wrong: members that differ, or a newcomer that has taken other bits than they have"
 )
 SLOW_NOTE = (
     f"slow_site: over loopback, what comes before inner.step() takes {1e3 * local_sgd_slow.STEP:g} ms on all sites, "
@@ -101,9 +93,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         help="turns, and times that a rank is lost (default: 3, slow_site: 5, --quick: 1)",
     )
-    parser.add_argument(
-        "--kills", type=at_least(1), help="times that a member is killed, and another joins (default: 8, --quick: 1)"
-    )
     parser.add_argument("--threads", type=at_least(1), help="threads of the work (default: 1 and 2)")
 
 
@@ -116,16 +105,16 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         notes=[*(NOTES if set(TRAINED) & {*options.only} else [])],
         check_heading="#wrong",
     )
-    about = {"faults": FAULT_NOTE, "members": MEMBER_NOTE, "slow_site": SLOW_NOTE, "work": WORK_NOTE}
+    about = {"faults": FAULT_NOTE, "slow_site": SLOW_NOTE, "work": WORK_NOTE}
     table.notes += [note for part, note in about.items() if part in options.only]
-    if often := [part for part in ("faults", "members", "slow_site") if part in options.only]:
+    if often := [part for part in ("faults", "slow_site") if part in options.only]:
         table.notes.append(f"{', '.join(often)}: averages every {few_steps(options)} steps")
     keep(table)
     if "work" in options.only and not given_rank():
         table.rows += work_rows(options, progress)
     if "slow_site" in options.only and not given_rank():
         add_slow_rows(options, ranks, table, progress)
-    if not {*TRAINED, "faults", "members"} & {*options.only}:
+    if not {*TRAINED, "faults"} & {*options.only}:
         return
     if options.rate and not given_rank():
         for index, rate in enumerate(options.rate):
@@ -144,7 +133,6 @@ def settle(options: argparse.Namespace) -> None:
     options.rounds = options.rounds or (1 if quick else 2)
     options.slow_turns = options.turns or (1 if quick else 5)
     options.turns = options.turns or (1 if quick else 3)
-    options.kills = options.kills or (1 if quick else 8)
     options.width = math.isqrt((options.elements or (40_000 if quick else 10_000_000)) // LAYERS)
     if options.rate is None and not quick and not given_rank():
         with contextlib.suppress(Failure):
@@ -186,7 +174,7 @@ def sides_of(options: argparse.Namespace, delay: int) -> list[Side]:
 
 
 def few_steps(options: argparse.Namespace) -> int:
-    """Return the steps between two averages where ranks or members are lost, or a site is slow."""
+    """Return the steps between two averages where ranks are lost, or a site is slow."""
     return 4 if options.quick else 10
 
 
@@ -211,12 +199,11 @@ def run_here(options: argparse.Namespace, ranks: int, table: Table, progress: Pr
         options.turns,
         1e-3 * options.milliseconds,
         faults_of(options),
-        Kills(few_steps(options), options.kills) if "members" in options.only else None,
     )
     workload = f"train, {rate or 'loopback'}"
     rows: dict[str, Row] = {}
 
-    def take(found: Calibration | Result | Outcome | Changes) -> None:
+    def take(found: Calibration | Result | Outcome) -> None:
         if isinstance(found, Calibration):
             note = f"{rate or 'loopback'}: batches of {found.batch}, with which a step of all ranks takes"
             table.notes.append(f"{note} {1e3 * found.seconds:.3g} ms")
@@ -224,10 +211,8 @@ def run_here(options: argparse.Namespace, ranks: int, table: Table, progress: Pr
             rows[found.side.name] = row = make_row(found, workload, options.only)
             table.rows.append(row)
             compare(rows)
-        elif isinstance(found, Outcome):
-            table.rows.append(fault_row(found, rate))
         else:
-            table.rows += member_rows(found, rate)
+            table.rows.append(fault_row(found, rate))
 
     on_ranks(work, ranks, job, take=take, progress=progress, deadline=DEADLINE)
     table.rows += [Row.missing(side.name, why, workload) for side, why in absent.items()]
@@ -274,7 +259,6 @@ def inner_options(options: argparse.Namespace, rate: str) -> list[str]:
         "--milliseconds": options.milliseconds,
         "--rounds": options.rounds,
         "--turns": options.turns,
-        "--kills": options.kills,
     }
     chosen = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
     return ["local_sgd", *(["--quick"] if options.quick else []), *chosen]
@@ -341,26 +325,6 @@ def fault_row(outcome: Outcome, rate: str | None) -> Row:
         ):
             row.figures[name] = sorted(seconds)[len(seconds) // 2]
     return row
-
-
-def member_rows(changes: Changes, rate: str | None) -> list[Row]:
-    rows = []
-    for what, wrong, samples in (
-        ("killed", changes.wrong_kills, changes.committed),
-        ("joins", changes.wrong_joins, changes.joined),
-    ):
-        check = str(len(wrong)) + (f": {wrong[0]}" if wrong else "")
-        row = Row(f"member {what}, {rate or 'loopback'}", changes.kills.name, True, not wrong, check, samples)
-        row.figures = {"worst s": max(samples)} if samples else {}
-        rows.append(row)
-    if changes.gaps:
-        rows[0].figures |= {
-            "gap s": statistics.median(changes.gaps),
-            "worst gap s": max(changes.gaps),
-            "usual s": statistics.median(changes.usual),
-            "lost steps": sum(changes.lost),
-        }
-    return rows
 
 
 def work_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Small runs of the benchmark local_sgd: sides and figures, lost ranks and members, and that each check can fail."""
+"""Small runs of the benchmark local_sgd: sides and figures, lost ranks, and that each check can fail."""
 
 import json
 import sys
@@ -13,8 +13,7 @@ from ranks import run_ranks
 
 from benchmarks import local_sgd_ranks, local_sgd_sides, local_sgd_work
 from benchmarks.cases.local_sgd import delay_for, make_row
-from benchmarks.local_sgd_faults import TRAINING, Fault, Outcome, Trainer, judge
-from benchmarks.local_sgd_members import Changes, Kills, follow, judge_join, judge_kill
+from benchmarks.local_sgd_faults import TRAINING, Fault, Outcome, Trainer, judge, listen
 from benchmarks.local_sgd_ranks import Calibration, Counter, Job, Result, work
 from benchmarks.local_sgd_sides import ALONE, AVERAGER, DDP, HIVEMIND, OURS, TORCHFT, Side
 
@@ -71,16 +70,6 @@ def test_a_lost_rank_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert row["workload"] == f"killed {TRAINING}, loopback" and row["correct"], row["check"]
     assert len(row["samples"]) == 1 and row["samples"][0] >= row["figures"]["noticed s"] > 0
     assert row["figures"]["next s"] > row["figures"]["recover s"] > 0
-
-
-def test_a_killed_member_is_left_out_and_another_one_joins(tmp_path: Path) -> None:
-    killed, joins = rows_of(tmp_path, "--only", "members", "--kills", 2)
-    assert killed["workload"] == "member killed, loopback" and killed["correct"], killed["check"]
-    assert joins["workload"] == "member joins, loopback" and joins["correct"], joins["check"]
-    for row in (killed, joins):
-        assert len(row["samples"]) == 2 and row["figures"]["worst s"] == max(row["samples"]) > 0
-    assert killed["figures"]["worst gap s"] >= killed["figures"]["gap s"] > 0 < killed["figures"]["usual s"]
-    assert killed["figures"]["lost steps"] == 0
 
 
 @pytest.mark.needs("sklearn")
@@ -230,35 +219,11 @@ def test_survivors_that_accuse_another_or_differ_are_wrong() -> None:
         assert len(wrong.wrong) == 1 and not wrong.raised
 
 
-VICTIM = {"commits": [[1.0, 3], [2.0, 3]], "states": [], "lost": 0, "killed": 2.5, "usual": 1.0}
-SURVIVOR = {"commits": [[2.0, 3], [4.0, 2]], "states": [[2, 20, "bits"]], "lost": 0}
-LATER = {"commits": [[1.0, 3], [2.5, 3], [4.25, 2]], "states": [[2, 20, "bits"]], "lost": 3}
-
-
-def test_the_time_around_a_kill_is_that_of_the_survivor_that_took_longest() -> None:
-    changes = Changes.none(Kills(4, 1))
-    assert judge_kill(changes, [SURVIVOR, VICTIM, LATER])
-    assert changes[1:] == ([1.75], [2.0], [1.0], [3], [], [], [])
-    for wrong in (LATER | {"states": [[2, 20, "others"]]}, {"wrong": "it has ended"}):
-        changes = Changes.none(Kills(4, 1))
-        assert not judge_kill(changes, [SURVIVOR, VICTIM, wrong])
-        assert len(changes.wrong_kills) == 1 and not changes.committed
-
-
-def test_a_newcomer_that_has_taken_what_no_other_has_is_wrong() -> None:
-    member = {"commits": [[6.0, 3]], "states": [[3, 30, "bits"]], "lost": 0}
-    newcomer = member | {"began": 5.0, "joined": 5.5}
-    changes = Changes.none(Kills(4, 1))
-    assert judge_join(changes, [member, newcomer, member]) and changes.joined == [0.5] and not changes.wrong_joins
-    for wrong in ([3, 30, "others"], [3, 31, "bits"]):
-        changes = Changes.none(Kills(4, 1))
-        assert not judge_join(changes, [member, newcomer | {"states": [wrong]}, member])
-        assert changes.wrong_joins and not changes.joined
-
-
 def test_a_process_that_ends_is_wrong() -> None:
     trainer = Trainer("benchmarks.local_sgd_nothing", {})
-    assert "No module named benchmarks.local_sgd_nothing" in follow(trainer, members=2)["wrong"]
+    assert (
+        "No module named benchmarks.local_sgd_nothing" in listen(trainer, False, Fault(TRAINING, 4, 0, 1), 1.0)["wrong"]
+    )
     trainer.end()
 
 
@@ -289,7 +254,6 @@ def test_the_time_of_a_turn_that_has_failed_is_not_reported() -> None:
         ["--delay", "8"],
         ["--codecs", "int3"],
         ["--rate", "fast"],
-        ["--kills", "0"],
     ],
 )
 def test_a_bad_option_is_refused(bad: list[str]) -> None:
