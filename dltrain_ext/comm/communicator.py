@@ -82,10 +82,12 @@ class Communicator:
     Args:
         group: the process group, with any backend; the default group if None.
         timeout: how long an all-reduce, and the making itself, may wait for the peers; the group's own timeout if None.
-        transport: what carries the messages of CUDA tensors: ``"nccl"``, an NCCL communicator of its own, whose
-            messages are grouped launches on a stream of this object, also in CUDA graphs; ``"c10d"``,
-            torch.distributed's connections; or ``"auto"``, the first if all ranks have NCCL, else the second, with a
-            warning.
+        transport: what carries the messages. Of CUDA tensors: ``"nccl"``, an NCCL communicator of its own, whose
+            messages are grouped launches on a stream of this object, also in CUDA graphs; or ``"c10d"``,
+            torch.distributed's connections. Of CPU tensors: ``"shm"``, memory that the ranks of a host share, and Gloo
+            between hosts; or ``"gloo"``. ``"auto"``: the environment variable ``DLTRAIN_TRANSPORT``, if it is set;
+            otherwise the first of these that all ranks can use, with a warning if it is the second. What is for another
+            type of device is as ``"auto"``.
         ranks_per_host: the number of consecutive ranks of the group that share a host; 1 for all-reduces in one level.
             None identifies hosts by the machine and its network namespace.
         tuning: what ``algorithm="auto"`` and ``codec="auto"`` use: a :class:`Tuning`, or the path of a saved one, for
@@ -117,6 +119,8 @@ class Communicator:
     ):
         check_timeout(timeout, "timeout", or_none=True)
         check_timeout(answer_timeout, "answer_timeout")
+        if transport == "auto":
+            transport = os.environ.get("DLTRAIN_TRANSPORT", "auto")
         if not isinstance(transport, str) or transport not in TRANSPORTS:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
@@ -134,9 +138,10 @@ class Communicator:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._close = weakref.finalize(self, _close, self._by_device, self._connections)
-        if len(set(self._connections.rendezvous.exchange(self._selector.digest))) > 1:
+        if len(set(self._connections.rendezvous.exchange(f"{transport} {self._selector.digest}"))) > 1:
             raise ValueError(
-                "tuning, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks"
+                "transport, tuning, DLTRAIN_TRANSPORT, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected "
+                "the same on all ranks"
             )
         self._device = members.device
         self._on(self._device)

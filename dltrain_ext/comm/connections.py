@@ -25,7 +25,7 @@ class Connections:
     Args:
         members: the ranks that are connected.
         timeout: how long the peers are waited for.
-        transport: one of ``TRANSPORTS``, for the messages of CUDA tensors.
+        transport: one of ``TRANSPORTS``.
         ranks_per_host: the number of consecutive ranks of the group that form a host; None detects hosts.
         answer_timeout: the least time that a rank has to answer what it waits for, when a call has failed.
         measures: whether the first all-reduce by ``"auto"`` may time some plans.

@@ -95,7 +95,7 @@ def _over_memory(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
         problem = str(error)
     told = {"process": os.getpid(), "address": memory.address if memory else None, "problem": problem}
     answers = [json.loads(answer) for answer in part.agree(json.dumps(told))]
-    if (problem := answers[0]["problem"]):
+    if problem := answers[0]["problem"]:
         raise RuntimeError(f"rank {part.ranks[0]}: {problem}")
     if memory is None:
         memory = _ops.SharedMemory(answers[0]["address"], len(part.ranks))

@@ -231,8 +231,8 @@ def check_arguments(rank, world_size):
     for wrong in (0, -1, 1.5, "2", True):
         with pytest.raises(ValueError, match=f"ranks_per_host: expected an int of at least 1, or None, got {wrong!r}"):
             comm.Communicator(ranks_per_host=wrong)
-    with pytest.raises(ValueError, match="transport: expected one of auto, nccl, c10d, got 'gloo'"):
-        comm.Communicator(transport="gloo")
+    with pytest.raises(ValueError, match="transport: expected one of auto, shm, gloo, nccl, c10d, got 'mpi'"):
+        comm.Communicator(transport="mpi")
     with pytest.raises(ValueError, match="ranks_per_host: expected a divisor of the group's size, 3, got 2"):
         comm.Communicator(ranks_per_host=2)
 

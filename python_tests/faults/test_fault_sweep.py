@@ -52,9 +52,11 @@ def reduce(communicator, rank, world_size, algorithm, codec, numel, segments, at
         assert torch.equal(tensor, torch.full((numel,), total)), f"wrong: {tensor} is not {total}"
 
 
-def endure(rank, world_size, algorithm, deadline, per_host):
+def endure(rank, world_size, algorithm, deadline, per_host, transport):
     """All-reduce until a call fails; return the error and its time."""
-    communicator = comm.Communicator(timeout=deadline, ranks_per_host=per_host, answer_timeout=SILENCE)
+    communicator = comm.Communicator(
+        timeout=deadline, ranks_per_host=per_host, answer_timeout=SILENCE, transport=transport
+    )
     kinds = list(cases(algorithm))
     for kind in kinds:
         reduce(communicator, rank, world_size, algorithm, *kind)
@@ -70,7 +72,7 @@ def endure(rank, world_size, algorithm, deadline, per_host):
         return str(error), failed
 
 
-def strike(world_size, algorithm, how, victim, after, *, hosted=False, per_host=1):
+def strike(world_size, algorithm, how, victim, after, transport="auto", *, hosted=False, per_host=1):
     """Have the victim die `after` seconds after all ranks have begun; return the seconds until the last has failed."""
     struck = []
 
@@ -81,7 +83,7 @@ def strike(world_size, algorithm, how, victim, after, *, hosted=False, per_host=
 
     deadline = DEADLINE if how == signal.SIGSTOP else FAR
     results = run_ranks(
-        world_size, endure, algorithm, deadline, per_host, dying=(victim,), hosted=hosted, when_ready=hit
+        world_size, endure, algorithm, deadline, per_host, transport, dying=(victim,), hosted=hosted, when_ready=hit
     )
     gone = time.monotonic()
     del results[victim]
@@ -108,8 +110,9 @@ def print_summary(what, took, ways):
 def test_the_culprit_is_named_on_all_ranks_in_time(algorithm, moments):
     """Test this number of moments for each number of ranks and each way to die."""
     chance = random.Random(algorithm)
+    transports = itertools.cycle(("shm", "gloo", "gloo", "shm"))
     faults = [
-        (world_size, algorithm, how, chance.randrange(world_size), chance.uniform(0, 0.05))
+        (world_size, algorithm, how, chance.randrange(world_size), chance.uniform(0, 0.05), next(transports))
         for world_size in (2, 3, 4, 5)
         for how in (signal.SIGKILL, signal.SIGSTOP)
         for _ in range(moments)

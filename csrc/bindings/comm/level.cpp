@@ -26,6 +26,20 @@ comm::ScalarType scalar_type_of(at::ScalarType type) {
   }
 }
 
+class SharedMemoryBesideGloo : public comm::shm::Transport {
+ public:
+  SharedMemoryBesideGloo(std::shared_ptr<comm::shm::Group> group, int rank, std::function<bool(int)> is_alive,
+                         c10::intrusive_ptr<c10d::Backend> backend)
+      : Transport(std::move(group), rank, std::move(is_alive)), gloo(std::move(backend), c10::Device(c10::kCPU)) {}
+
+  void close() noexcept override {
+    Transport::close();
+    gloo.close();
+  }
+
+  C10dTransport gloo;  // for native all-reduces
+};
+
 }  // namespace
 
 std::shared_ptr<Level> Level::over_backend(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device,
@@ -40,9 +54,9 @@ std::shared_ptr<Level> Level::over_shared_memory(std::shared_ptr<comm::shm::Grou
                                                  c10::intrusive_ptr<c10d::Backend> gloo, std::vector<int> global_ranks) {
   const auto observed = std::make_shared<comm::shm::Processes>(processes);
   const auto is_alive = [observed](int peer) { return observed->is_alive(peer); };
-  auto transport = std::make_unique<comm::shm::Transport>(std::move(group), rank, is_alive);
-  auto native = std::make_unique<C10dTransport>(std::move(gloo), c10::Device(c10::kCPU));
-  return std::shared_ptr<Level>(new Level(std::move(transport), std::move(global_ranks), std::move(native)));
+  auto transport = std::make_unique<SharedMemoryBesideGloo>(std::move(group), rank, is_alive, std::move(gloo));
+  C10dTransport* const native = &transport->gloo;
+  return std::shared_ptr<Level>(new Level(std::move(transport), std::move(global_ranks), native));
 }
 
 std::shared_ptr<Level> Level::over_nccl(const std::string& unique_id, int rank, const c10::Device& device, std::vector<int> global_ranks,

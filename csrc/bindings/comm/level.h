@@ -34,14 +34,9 @@ class Level {
  private:
   Level(std::unique_ptr<comm::Transport> transport, std::vector<int> global_ranks, C10dTransport* gloo = nullptr)
       : gloo_(gloo), executor_(std::move(transport), std::move(global_ranks)) {}
-  Level(std::unique_ptr<comm::Transport> transport, std::vector<int> global_ranks, std::unique_ptr<C10dTransport> gloo)
-      : Level(std::move(transport), std::move(global_ranks), gloo.get()) {
-    own_gloo_ = std::move(gloo);
-  }
   void all_reduce_by_gloo(at::Tensor tensor, bool average, std::chrono::milliseconds timeout);
 
-  C10dTransport* const gloo_;  // for native all-reduces on the CPU: that of the executor, or the following one
-  std::unique_ptr<C10dTransport> own_gloo_;
+  C10dTransport* const gloo_;  // for native all-reduces on the CPU; owned by the executor
   comm::Executor executor_;
 };
 

@@ -20,9 +20,7 @@ constexpr int64_t least = 16 << 10, most = 256 << 10;  // bytes of a stream
 constexpr int64_t of_a_rank = 1 << 20;                 // bytes of the streams of a rank, if these have not the least size
 constexpr int64_t step = Stream::parts * Stream::alignment;
 
-int64_t capacity_of(int world_size) {
-  return std::clamp(of_a_rank / std::max(1, world_size - 1) / step * step, least, most);
-}
+int64_t capacity_of(int world_size) { return std::clamp(of_a_rank / std::max(1, world_size - 1) / step * step, least, most); }
 
 int64_t header_bytes(int world_size, int64_t label) { return label + static_cast<int64_t>(sizeof(Group::Member)) * world_size; }
 

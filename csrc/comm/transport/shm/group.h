@@ -32,6 +32,9 @@ class Group {
   // What the other ranks need. A part of it is random: the number of a process may mean another process in a container.
   std::string address() const;
 
+  // The first rank calls it when all have the memory: no other process can open it any more.
+  void close() { memory_.close(); }
+
   int world_size() const { return world_size_; }
   Member& member(int rank) const;
   Writer writer(int from, int to) const { return {stream(from, to), capacity_}; }

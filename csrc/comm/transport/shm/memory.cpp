@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "comm/transport/transport.h"
 #include "core/check.h"
@@ -23,7 +24,7 @@ Memory::Memory(int64_t bytes) : descriptor_(memfd_create("dltrain_ext", MFD_CLOE
   if (descriptor_ < 0) fail("no memory for other processes could be made", errno);
   // The pages are provided now, because a process that writes to a page for which there is no memory is killed.
   if (const int error = posix_fallocate(descriptor_, 0, bytes)) {
-    close(descriptor_);
+    close();
     fail(text(bytes, " bytes for other processes could not be allocated"), error);
   }
   map(bytes);
@@ -33,24 +34,29 @@ Memory::Memory(const std::string& address, int64_t bytes) : descriptor_(open(add
   if (descriptor_ < 0) fail(text("the memory of another process, ", address, ", could not be opened"), errno);
   struct stat found{};
   if (fstat(descriptor_, &found) != 0 || found.st_size != bytes) {
-    close(descriptor_);
+    close();
     throw TransportError(text(address, ": expected memory of ", bytes, " bytes, got ", found.st_size));
   }
   map(bytes);
+  close();
 }
 
 Memory::~Memory() {
   munmap(data_, static_cast<size_t>(bytes_));
-  close(descriptor_);
+  close();
 }
 
 std::string Memory::address() const { return text("/proc/", getpid(), "/fd/", descriptor_); }
+
+void Memory::close() {
+  if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
+}
 
 void Memory::map(int64_t bytes) {
   void* const mapped = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   if (mapped == MAP_FAILED) {
     const int error = errno;
-    close(descriptor_);
+    close();
     fail(text(bytes, " bytes for other processes could not be mapped"), error);
   }
   data_ = static_cast<std::byte*>(mapped);

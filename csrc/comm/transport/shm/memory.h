@@ -12,21 +12,23 @@ class Memory {
  public:
   // New memory, which is 0.
   explicit Memory(int64_t bytes);
-  // The memory that another process has made, which must live. address: see below.
+  // The memory that another process has made. address: see below.
   Memory(const std::string& address, int64_t bytes);
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  // What another process of this host needs to open it.
+  // What another process of this host needs to open it, until close().
   std::string address() const;
+  // No other process can open it any more. Those that have it keep it.
+  void close();
 
   std::byte* data() const { return data_; }
 
  private:
   void map(int64_t bytes);
 
-  int descriptor_ = -1;
+  int descriptor_;  // -1 once it is closed
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
 };

@@ -6,31 +6,47 @@
 
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "comm/transport/transport.h"
 #include "core/check.h"
 
 namespace dltrain::comm::shm {
 
-Processes::Processes(const std::vector<int>& numbers) {
-  for (const int number : numbers) {
-    const auto descriptor = static_cast<int>(syscall(SYS_pidfd_open, number, 0));  // is closed when another program is executed
-    if (descriptor < 0) {
-      const int error = errno;
-      for (const int opened : descriptors_) close(opened);
-      throw TransportError(text("process ", number, " cannot be observed: ", std::strerror(error)));
-    }
-    descriptors_.push_back(descriptor);
+class Processes::Process {
+ public:
+  explicit Process(int number) : descriptor_(static_cast<int>(syscall(SYS_pidfd_open, number, 0))) {
+    if (descriptor_ < 0) throw TransportError(text("process ", number, " cannot be observed: ", std::strerror(errno)));
   }
+  ~Process() { close(descriptor_); }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  bool is_alive() const {
+    pollfd ended{descriptor_, POLLIN, 0};
+    return poll(&ended, 1, 0) == 0;
+  }
+
+ private:
+  const int descriptor_;  // is closed when another program is executed
+};
+
+Processes::Processes(const std::vector<int>& numbers) {
+  for (const int number : numbers) processes_.push_back(shared(number));
 }
 
-Processes::~Processes() {
-  for (const int descriptor : descriptors_) close(descriptor);
-}
+bool Processes::is_alive(int index) const { return processes_[index]->is_alive(); }
 
-bool Processes::is_alive(int index) const {
-  pollfd ended{descriptors_[index], POLLIN, 0};
-  return poll(&ended, 1, 0) == 0;
+// All groups of this process share the descriptors. The number of a process that has ended may be given to another one.
+std::shared_ptr<Processes::Process> Processes::shared(int number) {
+  static std::mutex guards;
+  static auto* const observed = new std::map<int, std::weak_ptr<Process>>;  // outlives every thread
+  const std::lock_guard lock(guards);
+  std::weak_ptr<Process>& known = (*observed)[number];
+  std::shared_ptr<Process> process = known.lock();
+  if (!process || !process->is_alive()) known = process = std::make_shared<Process>(number);
+  return process;
 }
 
 }  // namespace dltrain::comm::shm

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <vector>
 
 namespace dltrain::comm::shm {
@@ -9,14 +10,13 @@ class Processes {
  public:
   // The numbers of processes that live. Throws TransportError if the system cannot observe them.
   explicit Processes(const std::vector<int>& numbers);
-  ~Processes();
-  Processes(const Processes&) = delete;
-  Processes& operator=(const Processes&) = delete;
 
   bool is_alive(int index) const;
 
  private:
-  std::vector<int> descriptors_;
+  class Process;
+  static std::shared_ptr<Process> shared(int number);
+  std::vector<std::shared_ptr<Process>> processes_;
 };
 
 }  // namespace dltrain::comm::shm

@@ -8,8 +8,8 @@
 
 namespace dltrain::comm::shm {
 
-// Bytes from one process to another, in a ring of memory that they share, which is 0 at first. What is written together begins at a multiple
-// of a cache line. Each end trusts only its own position: whatever another process writes, it stays within the ring.
+// Bytes from one process to another, in a ring of memory that they share, which is 0 at first. What is written together begins at a
+// multiple of a cache line. Each end trusts only its own position: whatever another process writes, it stays within the ring.
 class Stream {
  public:
   static constexpr int64_t alignment = 2 * cache_line;

@@ -231,6 +231,8 @@ void Transport::close() noexcept {
   own.latest = call_;
   own.has_closed = true;
   for (int rank = 0; rank < world_size(); ++rank) group_->member(rank).bell.ring();
+  group_->close();
+  is_alive_ = nullptr;
 }
 
 }  // namespace dltrain::comm::shm

@@ -11,8 +11,8 @@
 
 namespace dltrain::comm::shm {
 
-// Sends messages through memory that the processes of a host share, each behind a header that says to which call it belongs. While one message
-// is waited for, all of them make progress. Messages between two ranks have one order, whatever their tag. Only for CPU memory.
+// Sends messages through memory that the processes of a host share, each behind a header that says to which call it belongs. While one
+// message is waited for, all of them make progress. Messages between two ranks have one order, whatever their tag. Only for CPU memory.
 class Transport : public comm::Transport, public Framing {
  public:
   // is_alive: says whether the process of a rank has not ended.
@@ -45,7 +45,7 @@ class Transport : public comm::Transport, public Framing {
   const std::shared_ptr<Group> group_;
   const int rank_;
   const int process_;  // this one; a fork of it is no rank
-  const std::function<bool(int)> is_alive_;
+  std::function<bool(int)> is_alive_;
   Call call_;
   std::map<int, Peer> peers_;  // the other ranks
   std::atomic<bool> aborted_ = false;
