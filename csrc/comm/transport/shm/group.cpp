@@ -45,7 +45,7 @@ Group::Group(const std::string& address, int world_size)
     : world_size_(world_size),
       capacity_(capacity_of(world_size)),
       memory_(address.substr(0, address.find(' ')), group_bytes(world_size, sizeof(Label))) {
-  if (label().kind != Label::known || label().secret != std::stoull(address.substr(address.find(' ') + 1)))
+  if (label().kind != Label::known || text(label().secret) != address.substr(address.find(' ') + 1))
     throw TransportError(text(address, ": expected the memory of rank 0, got another one"));
 }
 
