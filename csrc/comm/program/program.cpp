@@ -135,6 +135,7 @@ class Lowering {
       }
     }
     program_.receive_buffer = receive_buffer_.size();
+    program_.receive_slot = receive_buffer_.slot_size;
     if (in_place_) program_.slots = 0;
     return std::move(program_);
   }
@@ -147,16 +148,30 @@ class Lowering {
     for (const Step& step : plan_.rounds[round]) {
       const int64_t bytes = segment.bytes_of(step.chunks);
       if (!receives(step.op) || bytes == 0) continue;
-      Location location{Area::slots, segment.chunks[step.chunks.begin].slot};
       if (step.op == Op::recv_final) {
         segment.final_arriving.push_back(step.chunks);
+        out.push_back({step.peer, round, index, {Area::slots, segment.chunks[step.chunks.begin].slot}, bytes});
       } else {
-        location = {Area::receive_buffer, receive_buffer_.take(segment.filled(step.chunks))};
+        const Location location{Area::receive_buffer, receive_buffer_.take(segment.filled(step.chunks))};
         segment.arriving.push_back({step.peer, step.chunks, location.offset});
+        out.push_back({step.peer, round, index, location, bytes, adds_up(step.chunks, round + 1)});
       }
-      out.push_back({step.peer, round, index, location, bytes});
     }
     return out;
+  }
+
+  // Whether this rank adds up all that it has received of these chunks in a round.
+  bool adds_up(const Chunks& range, int round) const {
+    if (round == rounds_) return true;
+    const auto adds_up = [&](int chunk) {
+      return std::ranges::any_of(plan_.rounds[round], [&](const Step& step) {
+        return !receives(step.op) && step.op != Op::send_final && step.chunks.begin <= chunk && chunk < step.chunks.end;
+      });
+    };
+    for (int chunk = range.begin; chunk < range.end; ++chunk) {
+      if (!adds_up(chunk)) return false;
+    }
+    return true;
   }
 
   SegmentWork lower_part(int index, int round) {

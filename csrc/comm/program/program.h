@@ -47,6 +47,7 @@ struct Transfer {
   int segment;
   Location location;
   int64_t bytes;
+  bool at_once = false;  // a received message that is used up in the next tick
 };
 
 // The work of one segment in a tick. It begins when the previous round of this segment is complete; it does not wait for other segments.
@@ -68,6 +69,7 @@ struct Program {
   int rounds = 0;
   int segments = 0;
   int64_t slots = 0, receive_buffer = 0;  // bytes
+  int64_t receive_slot = 0;               // bytes of the receive buffer for one message
   int64_t sent = 0;                       // bytes
   std::vector<Transfer> first;            // the receives of tick 0
   std::vector<std::vector<SegmentWork>> ticks;

@@ -40,7 +40,7 @@ int segments_for(int64_t wire_bytes, bool lossy, bool pipelined, int64_t segment
   const auto pieces = [wire_bytes](int64_t size, int64_t most) {
     return static_cast<int>(std::clamp<int64_t>(wire_bytes / size, 1, most));
   };
-  if (segment_bytes > 0) return pieces(segment_bytes, 128);
+  if (segment_bytes > 0) return pieces(segment_bytes, 256);
   if (pipelined) return pieces(1024 * kib, 16);
   return std::max(pieces(8192 * kib, 8), lossy ? pieces(640 * kib, 3) : 1);
 }

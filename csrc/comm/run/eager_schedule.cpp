@@ -13,8 +13,8 @@ struct Posted {
   std::unique_ptr<Request> request;
 };
 
-struct Pending {                   // the messages of a segment in progress
-  std::vector<Posted> now, ahead;  // of its round; the receives of its next round
+struct Pending {                         // the messages of a segment in progress
+  std::vector<Posted> done, now, ahead;  // of its last round, until they are added up; of its round; the receives of its next round
 };
 
 class EagerSchedule : public MessageSchedule {
@@ -30,9 +30,11 @@ class EagerSchedule : public MessageSchedule {
     post(work, program.first, false);
     for (const auto& tick : program.ticks) {
       for (const SegmentWork& part : tick) {
-        complete(work, segments_[part.segment], deadline);
         const SegmentWork* const alone[] = {&part};
+        complete(work, segments_[part.segment], deadline);
+        find(work, segments_[part.segment].done);
         work.sum(alone);
+        segments_[part.segment].done.clear();
         post(work, part.sends, true);
         // Final bytes may be received into the slot one round ahead (rule R4): a rank encodes each chunk once, and adds nothing to it that
         // it does not send on, so final bytes arrive only after this rank's part has been sent.
@@ -72,6 +74,8 @@ class EagerSchedule : public MessageSchedule {
     char* const data = work.at(transfer.location);
     if (send) {
       segment.now.push_back({transfer, transport_.send(work.context, transfer.peer, data, transfer.bytes)});
+    } else if (transfer.at_once) {
+      segment.ahead.push_back({transfer, transport_.recv_in_place(work.context, transfer.peer, data, transfer.bytes)});
     } else {
       segment.ahead.push_back({transfer, transport_.recv(work.context, transfer.peer, data, transfer.bytes)});
     }
@@ -85,8 +89,18 @@ class EagerSchedule : public MessageSchedule {
       posted.request->wait(deadline);
     }
     std::lock_guard lock(mutex_);
-    segment.now.clear();
+    segment.done.swap(segment.now);
     segment.now.swap(segment.ahead);
+  }
+
+  // Notes where the messages are that are added up without having left the place where they have arrived.
+  static void find(const Invocation& work, const std::vector<Posted>& received) {
+    if (work.program.receive_slot == 0) return;
+    std::vector<const char*>& places = work.scratch->places;
+    places.assign(work.program.receive_buffer / work.program.receive_slot, nullptr);
+    for (const auto& [transfer, request] : received) {
+      if (transfer.at_once) places[transfer.location.offset / work.program.receive_slot] = static_cast<const char*>(request->place());
+    }
   }
 
   Transport& transport_;

@@ -8,6 +8,12 @@ TypedPointer CallOptions::minus_from(int64_t first) const {
   return minus[region].from(first - (*layout)[region].span.first);
 }
 
+const char* Invocation::found_at(const Location& location) const {
+  if (location.area == Location::Area::slots || scratch->places.empty()) return at(location);
+  const char* const place = scratch->places[location.offset / program.receive_slot];
+  return place ? place + location.offset % program.receive_slot : at(location);
+}
+
 // The sums of a codec are computed together. They are independent: they are of different regions, or of different chunks of a region.
 void Invocation::sum(std::span<const SegmentWork* const> parts) const {
   const PhaseScope during(call.observer, Phase::encode);
@@ -45,7 +51,7 @@ std::optional<Sum> Invocation::sum_of(const SumStep& step) const {
   }
   sum.received = scratch->received.data() + scratch->received.size();
   sum.count = static_cast<int>(step.received.size());
-  for (const Location& location : step.received) scratch->received.push_back(reinterpret_cast<const uint8_t*>(at(location)));
+  for (const Location& location : step.received) scratch->received.push_back(reinterpret_cast<const uint8_t*>(found_at(location)));
   if (encodes) sum.message = reinterpret_cast<uint8_t*>(slots + step.slot);
   if (step.decodes) sum.decoded = result(step.region.span);
   sum.rounding = {call.stochastic, {call.seed, this->step, static_cast<uint32_t>(rank)}, call.first + step.region.number};

@@ -56,6 +56,7 @@ void decode(const ExecutionContext& context, std::span<const DecodeStep> steps, 
 
 // Scratch memory for steps that are executed together, kept from call to call.
 struct Scratch {
+  std::vector<const char*> places;  // by slot of the receive buffer: of a message that is somewhere else, or null
   std::vector<const uint8_t*> received;
   std::vector<Sum> sums;
   std::vector<DecodeStep> decodes;
@@ -75,7 +76,10 @@ struct Invocation {
   uint32_t step = 0;
   Scratch* scratch = nullptr;
 
+  // Where a message is sent from, or is to be received.
   char* at(const Location& location) const { return (location.area == Location::Area::slots ? slots : receive_buffer) + location.offset; }
+  // Where a message lies, or a part of one: there, or where it has arrived.
+  const char* found_at(const Location& location) const;
   // Execute the steps of several parts together; on a device this is one launch for each codec.
   void sum(std::span<const SegmentWork* const> parts) const;
   void decode(std::span<const SegmentWork* const> parts) const;

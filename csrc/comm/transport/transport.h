@@ -37,6 +37,9 @@ class Request {
   // After this, later work of the execution context runs when the message is complete. Throws TransportError.
   virtual void wait(Deadline deadline) = 0;
   virtual void abort() = 0;  // makes wait throw; any thread may call it
+  // Where a message lies that was received in place, as long as the request exists and nothing else is waited for; null: where it was to
+  // be.
+  virtual const void* place() const { return nullptr; }
 };
 
 class Collectives;
@@ -54,6 +57,10 @@ class Transport {
   virtual std::unique_ptr<Request> send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int tag = 0) = 0;
   // The message may be shorter than `bytes`, but not longer.
   virtual std::unique_ptr<Request> recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int tag = 0) = 0;
+  // Like recv, for a message that is used at once: it need not leave the place where it has arrived.
+  virtual std::unique_ptr<Request> recv_in_place(const ExecutionContext& context, int peer, void* data, int64_t bytes) {
+    return recv(context, peer, data, bytes);
+  }
   // Ends sending and receiving. Notifies the peers if the transport can do so, and ends their waits for this rank.
   virtual void close() noexcept {}
 

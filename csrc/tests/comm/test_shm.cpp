@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -21,13 +22,15 @@ using Ends = std::vector<std::unique_ptr<Transport>>;
 
 constexpr auto soon = std::chrono::milliseconds(100);
 
-Ends ends_of(const std::shared_ptr<shm::Group>& group, const std::function<bool(int)>& is_alive = [](int) { return true; }) {
+Ends ends_of(int world_size, const std::function<bool(int)>& is_alive = [](int) { return true; }) {
+  const auto first = std::make_shared<shm::Group>(world_size);
   Ends ends;
-  for (int rank = 0; rank < group->world_size(); ++rank) ends.push_back(std::make_unique<shm::Transport>(group, rank, is_alive));
+  for (int rank = 0; rank < world_size; ++rank) {
+    const auto group = rank == 0 ? first : std::make_shared<shm::Group>(first->address(), world_size);
+    ends.push_back(std::make_unique<shm::Transport>(group, rank, is_alive));
+  }
   return ends;
 }
-
-Ends ends_of(int world_size) { return ends_of(std::make_shared<shm::Group>(world_size)); }
 
 std::string error_of(const std::function<void()>& call) {
   try {
@@ -136,7 +139,7 @@ TEST(Shm, TellsThatAPeerIsInAnotherCall) {
 
 TEST(Shm, ReadsWhatADeadPeerHasSent) {
   std::atomic<bool> lives = true;
-  auto ends = ends_of(std::make_shared<shm::Group>(2), [&](int) { return lives.load(); });
+  auto ends = ends_of(2, [&](int) { return lives.load(); });
   const int32_t sent = 5;
   int32_t word = 0;
   ends[1]->send({}, 0, &sent, 4)->wait(Deadline::max());
@@ -148,33 +151,75 @@ TEST(Shm, ReadsWhatADeadPeerHasSent) {
 
 TEST(Shm, DetectsForeignBytes) {
   const auto group = std::make_shared<shm::Group>(2);
-  auto ends = ends_of(group);
+  shm::Writer writer = group->writer(1, 0);
+  shm::Transport end(group, 0, [](int) { return true; });
   std::mt19937 random(0);
   std::vector<uint32_t> garbage(64);
   for (uint32_t& word : garbage) word = random();
-  group->writer(1, 0).write(garbage.data(), 256);
+  writer.write(garbage.data(), 256);
   int32_t word = 0;
   constexpr auto expected = "no message begins where one should: another process has written to the memory";
-  EXPECT_EQ(error_of([&] { ends[0]->recv({}, 1, &word, 4)->wait(Deadline::max()); }), expected);
-  EXPECT_EQ(error_of([&] { ends[0]->framing()->last_words(1); }), expected);
+  EXPECT_EQ(error_of([&] { end.recv({}, 1, &word, 4)->wait(Deadline::max()); }), expected);
+  EXPECT_EQ(error_of([&] { end.last_words(1); }), expected);
 }
 
 TEST(Shm, AStreamStaysWithinItsRingWhateverThePositionOfTheOtherEnd) {
-  constexpr int64_t capacity = 1024;
-  std::vector<std::byte> memory(shm::Stream::bytes(capacity) + shm::Stream::alignment);
-  void* start = memory.data();
-  size_t space = memory.size();
-  auto* const aligned = static_cast<std::byte*>(std::align(shm::Stream::alignment, shm::Stream::bytes(capacity), start, space));
-  shm::Writer writer(aligned, capacity);
-  shm::Reader reader(aligned, capacity);
+  const int64_t size = shm::page_size();
+  const shm::Memory memory(size);
+  shm::Positions positions{};
+  shm::Writer writer(positions, {memory, 0, size});
+  shm::Reader reader(positions, {memory, 0, size});
   for (const int64_t position : {int64_t{-64}, int64_t{1} << 40, std::numeric_limits<int64_t>::max()}) {
-    std::memcpy(aligned, &position, sizeof position);
-    EXPECT_LE(reader.filled(), capacity);
+    positions.written.bytes = position;
+    EXPECT_LE(reader.filled(), size);
     EXPECT_GE(reader.filled(), 0);
-    std::memcpy(aligned + shm::Stream::alignment, &position, sizeof position);
-    EXPECT_LE(writer.room(), capacity);
+    positions.read.bytes = position;
+    EXPECT_LE(writer.room(), size);
     EXPECT_GE(writer.room(), 0);
   }
+}
+
+TEST(Shm, WhatGoesOnAtTheBeginningOfARingLiesInOnePiece) {
+  const int64_t size = shm::page_size(), part = size / 4;
+  const shm::Memory memory(size);
+  shm::Positions positions{};
+  shm::Writer writer(positions, {memory, 0, size});
+  shm::Reader reader(positions, {memory, 0, size});
+  std::vector<char> skipped(part);
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_EQ(writer.write(skipped.data(), part - 64), part - 64);
+    ASSERT_EQ(reader.read(skipped.data(), part), part - 64);
+  }
+  const auto first = numbers(part / 4, 0), second = numbers(part / 4, 1000);
+  ASSERT_EQ(writer.write(first.data(), part), part);
+  ASSERT_EQ(writer.write(second.data(), part), part);
+  ASSERT_EQ(reader.filled(), 2 * part);
+  EXPECT_EQ(std::memcmp(reader.next(), first.data(), part), 0);
+  EXPECT_EQ(std::memcmp(reader.next() + part, second.data(), part), 0);
+}
+
+TEST(Shm, AMessageThatStaysLeavesWhenAnotherOneIsWaitedFor) {
+  auto ends = ends_of(2);
+  const auto first = numbers(1000, 1), second = numbers(1000, 2), third = numbers(100'000, 3);
+  const auto send = [&](const std::vector<int32_t>& words) { return ends[1]->send({}, 0, words.data(), std::ssize(words) * 4); };
+  std::vector<int32_t> one(1000), two(1000), three(100'000);
+  const auto sent = send(first), after = send(second), last = send(third);
+  const auto stays = ends[0]->recv_in_place({}, 1, one.data(), 4000);
+  stays->wait(Deadline::max());
+  ASSERT_NE(stays->place(), nullptr);
+  EXPECT_EQ(std::memcmp(stays->place(), first.data(), 4000), 0);
+  const auto behind = ends[0]->recv_in_place({}, 1, two.data(), 4000);
+  behind->wait(Deadline::max());
+  EXPECT_EQ(stays->place(), nullptr);
+  EXPECT_EQ(one, first);
+  std::thread other([&] { last->wait(Deadline::max()); });  // is longer than the ring
+  const auto longer = ends[0]->recv_in_place({}, 1, three.data(), 400'000);
+  longer->wait(Deadline::max());
+  other.join();
+  EXPECT_EQ(behind->place(), nullptr);
+  EXPECT_EQ(two, second);
+  EXPECT_EQ(longer->place(), nullptr);
+  EXPECT_EQ(three, third);
 }
 
 TEST(Shm, OpensOnlyTheMemoryOfItsGroup) {

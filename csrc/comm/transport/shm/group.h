@@ -13,14 +13,14 @@ namespace dltrain::comm::shm {
 
 // The memory of a group: what the others know of each rank, and a stream from each rank to each other one.
 //
-//   | Label | Member 0 | Member 1 | ... | stream 0 to 1 | stream 0 to 2 | ...
+//   | Label | Member 0 | Member 1 | ... | Positions 0 to 1 | Positions 0 to 2 | ... | ring 0 to 1 | ring 0 to 2 | ...
 //
 // It has a bounded size, so longer messages pass through it in pieces.
 class Group {
  public:
   struct Member {
     Bell bell;
-    alignas(Stream::alignment) std::atomic<bool> has_closed;  // its end; set after `latest`
+    alignas(2 * cache_line) std::atomic<bool> has_closed;  // its end; set after `latest`
     Call latest;
   };
 
@@ -31,22 +31,21 @@ class Group {
 
   // What the other ranks need. A part of it is random: the number of a process may mean another process in a container.
   std::string address() const;
-
-  // The first rank calls it when all have the memory: no other process can open it any more.
+  // No other process can open it any more, nor this one make another end of a stream.
   void close() { memory_.close(); }
 
   int world_size() const { return world_size_; }
   Member& member(int rank) const;
-  Writer writer(int from, int to) const { return {stream(from, to), capacity_}; }
-  Reader reader(int from, int to) const { return {stream(from, to), capacity_}; }
+  Writer writer(int from, int to) const { return {positions(from, to), ring(from, to)}; }
+  Reader reader(int from, int to) const { return {positions(from, to), ring(from, to)}; }
 
  private:
   struct Label;
   Label& label() const;
-  std::byte* stream(int from, int to) const;
+  Positions& positions(int from, int to) const;
+  Ring ring(int from, int to) const;
 
   const int world_size_;
-  const int64_t capacity_;  // of a stream, in bytes
   Memory memory_;
 };
 

@@ -38,7 +38,6 @@ Memory::Memory(const std::string& address, int64_t bytes) : descriptor_(open(add
     throw TransportError(text(address, ": expected memory of ", bytes, " bytes, got ", found.st_size));
   }
   map(bytes);
-  close();
 }
 
 Memory::~Memory() {
@@ -62,5 +61,24 @@ void Memory::map(int64_t bytes) {
   data_ = static_cast<std::byte*>(mapped);
   bytes_ = bytes;
 }
+
+Ring::Ring(const Memory& memory, int64_t first, int64_t size) : size_(size) {
+  const auto length = static_cast<size_t>(size);
+  void* const place = mmap(nullptr, 2 * length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (place == MAP_FAILED) fail(text(size, " bytes for other processes could not be mapped"), errno);
+  data_ = static_cast<std::byte*>(place);
+  for (std::byte* const half : {data_, data_ + size}) {
+    if (mmap(half, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memory.descriptor_, first) != MAP_FAILED) continue;
+    const int error = errno;
+    munmap(data_, 2 * length);
+    fail(text(size, " bytes for other processes could not be mapped"), error);
+  }
+}
+
+Ring::~Ring() {
+  if (data_) munmap(data_, 2 * static_cast<size_t>(size_));
+}
+
+int64_t page_size() { return sysconf(_SC_PAGESIZE); }
 
 }  // namespace dltrain::comm::shm

@@ -3,43 +3,35 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
+#include "comm/transport/shm/memory.h"
 #include "core/cache_line.h"
 
 namespace dltrain::comm::shm {
 
-// Bytes from one process to another, in a ring of memory that they share, which is 0 at first. What is written together begins at a
-// multiple of a cache line. Each end trusts only its own position: whatever another process writes, it stays within the ring.
-class Stream {
- public:
-  static constexpr int64_t alignment = 2 * cache_line;
-  static constexpr int parts = 4;  // of a ring, so that one is read while others are written
-
-  // The memory that a ring of `capacity` bytes needs, a multiple of `parts` times the alignment.
-  static int64_t bytes(int64_t capacity) { return static_cast<int64_t>(sizeof(Positions)) + capacity; }
-
- protected:
-  struct alignas(alignment) Position {  // two lines, because processors fetch them in pairs
+// How many bytes have been written to a stream, and read from it, by the processes at its ends; 0 at first.
+struct Positions {
+  struct alignas(2 * cache_line) Position {  // two lines, because processors fetch them in pairs
     std::atomic<int64_t> bytes;
   };
-  struct Positions {
-    Position written, read;
-  };
+  Position written, read;
+};
 
-  Stream(std::byte* memory, int64_t capacity)
-      : positions_(reinterpret_cast<Positions*>(memory)), ring_(memory + sizeof(Positions)), capacity_(capacity) {}
+// An end of a stream of bytes from one process to another, through a ring. What is written together begins at a multiple of a cache line.
+// Each end trusts only its own position: whatever another process writes, it stays within the ring.
+class Stream {
+ protected:
+  Stream(Positions& positions, Ring ring) : positions_(&positions), ring_(std::move(ring)) {}
 
   Positions* positions_;
-  std::byte* ring_;
-  int64_t capacity_;
+  Ring ring_;
   int64_t own_ = 0;  // the position of this end
-
-  void advance(Position& shared, int64_t bytes);
 };
 
 class Writer : public Stream {
  public:
-  Writer(std::byte* memory, int64_t capacity) : Stream(memory, capacity) {}
+  Writer(Positions& positions, Ring ring) : Stream(positions, std::move(ring)) {}
   int64_t room() const;  // how many bytes can be written now
   // Writes at most so many bytes, those for which there is room. Returns how many. May be called again: the other end reads meanwhile.
   int64_t write(const void* data, int64_t bytes);
@@ -47,11 +39,13 @@ class Writer : public Stream {
 
 class Reader : public Stream {
  public:
-  Reader(std::byte* memory, int64_t capacity) : Stream(memory, capacity) {}
+  Reader(Positions& positions, Ring ring) : Stream(positions, std::move(ring)) {}
   int64_t filled() const;  // how many bytes can be read now
+  int64_t size() const { return ring_.size(); }
+  const std::byte* next() const { return ring_.at(own_); }  // they lie in one piece
+  void skip(int64_t bytes);                                 // so many have been read
   // Reads at most so many bytes, those that are there. Returns how many.
   int64_t read(void* data, int64_t bytes);
-  void peek(void* data, int64_t bytes) const;  // so many have to be there, and stay
 };
 
 }  // namespace dltrain::comm::shm

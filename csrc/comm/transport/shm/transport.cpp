@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <exception>
 #include <utility>
@@ -20,7 +21,7 @@ constexpr auto polling_time = std::chrono::microseconds(2), yielding_time = std:
 constexpr auto sleeping_time = std::chrono::milliseconds(50);  // until the peer's process is looked at
 
 // What a message begins with. Number and mark say that these bytes are not something else.
-struct alignas(Stream::alignment) Beginning {
+struct alignas(2 * cache_line) Beginning {
   static constexpr uint64_t mark_of_all = 0x6d65737361676531;
   Header header;
   int64_t number;
@@ -44,7 +45,7 @@ struct Transport::Peer {
   // The beginning of the next message, if it has come; it stays where it is.
   bool next(Beginning& beginning) const {
     if (in.filled() < static_cast<int64_t>(sizeof beginning)) return false;
-    in.peek(&beginning, sizeof beginning);
+    std::memcpy(&beginning, in.next(), sizeof beginning);
     if (beginning.mark != Beginning::mark_of_all || beginning.number != received)
       throw TransportError("no message begins where one should: another process has written to the memory");
     return true;
@@ -68,8 +69,11 @@ class Transport::Message : public Request {
 
   // Moves what can be moved at once. Returns whether anything has changed.
   virtual bool advance(Peer& peer) = 0;
-
   bool is_over() const { return error || (has_begun && done == bytes); }
+
+  // Whether it is still where it has arrived. Messages behind it have to wait until it has left.
+  virtual bool stays() const { return false; }
+  virtual void leave() {}
 
   const int peer;
   const int64_t bytes;
@@ -77,10 +81,9 @@ class Transport::Message : public Request {
   bool has_begun = false;
 
  protected:
+  friend class Transport;
   int64_t done = 0;  // bytes
   std::exception_ptr error;
-
- private:
   Transport& transport_;
   std::deque<Message*>& queue_;
 };
@@ -111,8 +114,19 @@ class Transport::Sent : public Message {
 
 class Transport::Received : public Message {
  public:
-  Received(Transport& transport, int peer, void* data, int64_t bytes)
-      : Message(transport, peer, transport.peers_.at(peer).expected, bytes), data_(static_cast<std::byte*>(data)) {}
+  Received(Transport& transport, int peer, void* data, int64_t bytes, bool may_stay)
+      : Message(transport, peer, transport.peers_.at(peer).expected, bytes), may_stay_(may_stay), data_(static_cast<std::byte*>(data)) {}
+  ~Received() override {
+    if (place_) make_room();
+  }
+
+  const void* place() const override { return place_; }
+  bool stays() const override { return place_; }
+  void leave() override {
+    if (!place_) return;
+    std::memcpy(data_, place_, static_cast<size_t>(bytes));
+    make_room();
+  }
 
   bool advance(Peer& from) override {
     bool changed = false;
@@ -129,6 +143,12 @@ class Transport::Received : public Message {
       ++from.received;
       has_begun = changed = true;
     }
+    if (may_stay_ && 0 < bytes && bytes <= from.in.size() / 2) {
+      if (from.in.filled() < bytes) return changed;
+      place_ = from.in.next();
+      done = bytes;
+      return true;
+    }
     while (const int64_t some = from.in.read(data_ + done, bytes - done)) {
       done += some;
       changed = true;
@@ -137,7 +157,15 @@ class Transport::Received : public Message {
   }
 
  private:
+  void make_room() {
+    transport_.peers_.at(peer).in.skip(bytes);
+    transport_.group_->member(peer).bell.ring();
+    place_ = nullptr;
+  }
+
+  const bool may_stay_;
   std::byte* const data_;
+  const std::byte* place_ = nullptr;
 };
 
 Transport::Transport(std::shared_ptr<Group> group, int rank, std::function<bool(int)> is_alive)
@@ -145,9 +173,13 @@ Transport::Transport(std::shared_ptr<Group> group, int rank, std::function<bool(
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer != rank) peers_.emplace(peer, Peer{group_->writer(rank, peer), group_->reader(peer, rank)});
   }
+  if (rank != 0) group_->close();
 }
 
 Transport::~Transport() { Transport::close(); }
+
+// What is received is still in the cache when it is added, and is not copied before: a chunk of a segment takes a part of a ring.
+int64_t Transport::segment_bytes() const { return world_size() * (64 << 10); }
 
 std::unique_ptr<Request> Transport::send(const ExecutionContext&, int peer, const void* data, int64_t bytes, int) {
   auto message = std::make_unique<Sent>(*this, peer, data, bytes);
@@ -156,7 +188,11 @@ std::unique_ptr<Request> Transport::send(const ExecutionContext&, int peer, cons
 }
 
 std::unique_ptr<Request> Transport::recv(const ExecutionContext&, int peer, void* data, int64_t bytes, int) {
-  return std::make_unique<Received>(*this, peer, data, bytes);
+  return std::make_unique<Received>(*this, peer, data, bytes, false);
+}
+
+std::unique_ptr<Request> Transport::recv_in_place(const ExecutionContext&, int peer, void* data, int64_t bytes) {
+  return std::make_unique<Received>(*this, peer, data, bytes, true);
 }
 
 bool Transport::progress(int rank) {
@@ -166,7 +202,7 @@ bool Transport::progress(int rank) {
     while (!queue->empty()) {
       Message& first = *queue->front();
       if (!first.is_over()) changed |= first.advance(peer);
-      if (!first.is_over()) break;
+      if (!first.is_over() || first.stays()) break;
       queue->pop_front();
     }
   }
@@ -184,10 +220,11 @@ void Transport::wait(const Message& message, Deadline deadline) {
   const Group::Member& peer = group_->member(message.peer);
   Clock::time_point idle_since{};
   bool is_alive = true;
-  while (true) {
+  while (!message.is_over()) {
+    if (message.queue_.front() != &message) message.queue_.front()->leave();
     const bool was_closed = peer.has_closed, was_alive = is_alive;  // what came before that has come
     const bool changed = progress();
-    if (message.is_over()) return;
+    if (message.is_over()) break;
     if (aborted_) throw TransportError("aborted");
     const auto now = Clock::now();
     if (changed) {
@@ -203,6 +240,9 @@ void Transport::wait(const Message& message, Deadline deadline) {
     } else if (now - idle_since < yielding_time) {
       sched_yield();
     } else {
+      for (auto& [rank, other] : peers_) {  // what stays may be in the way of what another rank waits for
+        if (!other.expected.empty()) other.expected.front()->leave();
+      }
       const Bell::Sleep sleep = group_->member(rank_).bell.lie_down();
       if (progress() || aborted_ || peer.has_closed) continue;
       sleep.at_most(std::min<std::chrono::nanoseconds>(sleeping_time, deadline - now));

@@ -23,8 +23,9 @@ class Transport : public comm::Transport, public Framing {
   int world_size() const override { return group_->world_size(); }
   std::unique_ptr<Request> send(const ExecutionContext& context, int peer, const void* data, int64_t bytes, int tag = 0) override;
   std::unique_ptr<Request> recv(const ExecutionContext& context, int peer, void* data, int64_t bytes, int tag = 0) override;
+  std::unique_ptr<Request> recv_in_place(const ExecutionContext& context, int peer, void* data, int64_t bytes) override;
   void close() noexcept override;
-  int64_t segment_bytes() const override { return 512 << 10; }  // so that what is received is still in the cache when it is added
+  int64_t segment_bytes() const override;
   Framing* framing() override { return this; }
 
   void begin(const Call& call) override { call_ = call; }
