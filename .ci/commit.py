@@ -48,7 +48,7 @@ THREADED = (  # tests of code that has its own threads, and of the CUDA kernels 
     "*Queue*:*Mailbox*:*FailureDetector*:Executor.*:AllReduce.TakesHalves:AllReduce.Spreads*:AllReduce.IsTheSame*:"
     "*FoldOn.Scales*:"
     "*FoldOn.Adds*:*CodecOn.Sees*:*ReduceOn.IsFinite*:*ReadsItsScalars*:Memory*:*Nccl*:*ReduceScatter*:*TwoLevels*:"
-    "*Layout*:*Feedback*:*PsNode*"
+    "*Layout*:*Feedback*:*PsNode*:Shm.*"
 )
 # The Python tests of the bindings: how they read tensors and lists, and which objects outlive a call.
 SANITIZED = " ".join(

@@ -16,6 +16,7 @@ OVERVIEW = ["-b", "4K", "-f", "64", "-n", "10", "-w", "2", "--algorithms", "auto
 RANKS = 4
 DEFAULT = {"cpu": [*comm.ALGORITHMS, "auto"], "cuda": [*comm.ALGORITHMS, "auto", "native"]}
 ALGORITHMS = [*comm.ALGORITHMS, "auto", "butterfly", "native"]
+TRANSPORTS = {"cpu": ["auto", "shm", "gloo"], "cuda": ["auto", "nccl", "c10d"]}
 NARROW_PEERS = {"cpu": ["fp16"], "cuda": ["fp16", "bf16"]}
 RAW_ALONE = [*(name for name in comm.ALGORITHMS if name not in comm.algorithms_for("int8")), "native"]
 
@@ -61,8 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--transport",
-        type=choices(["auto", "nccl", "c10d"]),
-        help="transport of our messages on CUDA: auto, nccl, c10d, or several of them (default: auto)",
+        type=choices(list(dict.fromkeys(name for names in TRANSPORTS.values() for name in names))),
+        help="what carries our messages: one or several of auto, shm and gloo, on CUDA auto, nccl and c10d (default: "
+        "auto)",
     )
     parser.add_argument("--segments", type=at_least(1), help="segments of a message (default: depends on its size)")
     parser.add_argument("--tune", action="store_true", help="measure the group first, and let auto use the result")
@@ -118,8 +120,8 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
 
 def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[Side]:
     """Return the peers, and our valid combinations of algorithm and codec, with one level and with two."""
-    if options.transport and options.device == "cpu":
-        raise Failure("--transport needs --device cuda: on the CPU messages are sent over Gloo")
+    if foreign := set(options.transport or []).difference(TRANSPORTS[options.device]):
+        raise Failure(f"--transport: expected names out of {', '.join(TRANSPORTS[options.device])}, got {foreign.pop()}")
     names = options.codecs or ["raw"]
     pairs = [(name, codec) for codec in names for name in algorithms if codec == "raw" or name not in RAW_ALONE]
     if options.quick and not options.codecs and "ring" in algorithms:

@@ -22,11 +22,11 @@ MEMORY = "memfd:dltrain_ext"
 
 
 def shared_by(process="self"):
-    """Return how many memories a process has mapped that it shares with others."""
+    """Return whether a process has mapped memory that it shares with others."""
     try:
-        return Path(f"/proc/{process}/maps").read_text().count(MEMORY)
+        return MEMORY in Path(f"/proc/{process}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return 0
+        return False
 
 
 def sum_of_ranks(communicator, rank, world_size, **options):
@@ -37,21 +37,21 @@ def sum_of_ranks(communicator, rank, world_size, **options):
 
 
 def share(rank, world_size):
-    counts = [shared_by()]
+    shares = [shared_by()]
     for transport in ("auto", "gloo", "shm"):
         communicator = comm.Communicator(transport=transport, ranks_per_host=1)
-        counts.append(shared_by())
+        shares.append(shared_by())
         sum_of_ranks(communicator, rank, world_size)
         sum_of_ranks(communicator, rank, world_size, algorithm="native")
         communicator.close()
         del communicator
         gc.collect()
-        counts.append(shared_by())
-    return counts
+        shares.append(shared_by())
+    return shares
 
 
 def test_ranks_of_a_host_share_memory_until_they_close():
-    assert run_ranks(3, share) == [[0, 1, 0, 0, 0, 1, 0]] * 3
+    assert run_ranks(3, share) == [[False, True, False, False, False, True, False]] * 3
 
 
 def obey(rank, world_size):
@@ -61,7 +61,7 @@ def obey(rank, world_size):
 
 def test_the_environment_selects_the_transport(monkeypatch):
     monkeypatch.setenv("DLTRAIN_TRANSPORT", "gloo")
-    assert [count for count, _ in run_ranks(2, obey)] == [0, 0]
+    assert [shares for shares, _ in run_ranks(2, obey)] == [False, False]
     monkeypatch.setenv("DLTRAIN_TRANSPORT", "mpi")
     with pytest.raises(AssertionError, match="transport: expected one of auto, shm, gloo, nccl, c10d, got 'mpi'"):
         run_ranks(2, obey)
@@ -88,7 +88,7 @@ def fail_to_share(rank, world_size, failing):
         warnings.simplefilter("always")
         for _ in range(2):
             communicator = comm.Communicator()
-            assert shared_by() == 0
+            assert not shared_by()
             sum_of_ranks(communicator, rank, world_size)
         with pytest.raises(
             dist.DistBackendError, match=f"transport: shm cannot be used: .*rank {failing}: .*no memory today"
@@ -130,7 +130,7 @@ def test_nothing_is_left_of_the_memory_when_all_are_killed():
             os.kill(pid, signal.SIGKILL)
 
     run_ranks(4, work_until_killed, dying=(0, 1, 2), when_ready=kill)
-    assert shared == [1, 1, 1, 0]
+    assert shared == [True, True, True, False]
     assert os.listdir("/dev/shm") == before
     assert not [path for path in Path("/proc").glob("[0-9]*/fd/*") if MEMORY in _target(path)]
 
