@@ -26,8 +26,9 @@ from dltrain_ext.selftest.sums import (
 )
 
 DEADLINE = 60.0
-SMALL = 64 << 10  # bytes; up to here calls are so short that the barrier before them affects their time
-BURST = 10  # such calls in sequence are one sample
+SMALL = 64 << 10  # bytes; up to here a call takes as long without most of them
+# A sample is so many calls in sequence, or those of so many bytes, as ranks do not begin at the same time.
+BURST, BURST_BYTES = 40, 8 << 20
 PEERS = {"cpu": "gloo", "cuda": "nccl"}  # torch.distributed's own backends
 CUPY = "cupy nccl"
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -93,6 +94,12 @@ class Connections(NamedTuple):
 
     def wire_bytes(self) -> int:
         return sum(communicator.stats()["wire_bytes"] for communicator in self.ours.values())
+
+    def meet(self) -> None:
+        """Let ranks on the CPU begin at about the same time: Gloo's barrier, which they all leave later than the others
+        enter it, takes longer than some of the calls that are timed."""
+        for communicator in [*self.ours.values()][:1] if self.peer is None else []:
+            communicator.all_reduce(torch.zeros(1), algorithm="direct")
 
 
 def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[Result]]:
@@ -170,6 +177,7 @@ def measure(
     def before(name: str) -> None:
         write(name)
         dist.barrier()
+        connections.meet()
 
     def burst(name: str) -> None:
         calls[name]()
@@ -192,8 +200,8 @@ def measure(
         sent.append(connections.wire_bytes() - already)
         errors.append(relative_error(message, data[name].total))
     right = [name for name, count in zip(sides, over_ranks(list(wrong.values()), "sum"), strict=True) if not count]
-    length = BURST if 4 * n <= SMALL else 1
-    beside = link_probe.sides(rank, ranks, job.device) if length == 1 else {}
+    length = max(1, min(BURST, BURST_BYTES // (4 * n)))
+    beside = link_probe.sides(rank, ranks, job.device) if 4 * n > SMALL else {}
     timed = interleave(
         {name: partial(burst, name) for name in right} | beside,
         rounds=(job.rounds, job.rounds),
@@ -203,7 +211,7 @@ def measure(
         device=job.device,
         progress=advance,
     )
-    slowest = {name: [time / length for time in over_ranks(samples, "max")] for name, samples in timed.items()}
+    slowest = {name: over_ranks(samples, "max") for name, samples in timed.items()}
     carried = link_probe.rate(slowest.get(link_probe.SIDE, []))
     over_all = over_ranks(list(wrong.values()), "sum"), over_ranks(sent, "max"), over_ranks(errors, "max")
     return [
@@ -213,7 +221,7 @@ def measure(
             int(count),
             None if side.codec == "raw" else error,
             int(wire_bytes) if side.ours and side.algorithm != "native" else None,
-            [] if count else slowest[side.name],
+            [] if count else [seconds / length for seconds in slowest[side.name]],
             carried,
             connections.plan_for(side, 4 * n) if job.tuned and side.algorithm == "auto" else "",
         )

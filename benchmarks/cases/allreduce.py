@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks import cupy_peers
-from benchmarks.allreduce_ranks import BURST, CUPY, DEADLINE, PEERS, SMALL, Job, Result, Side, work
+from benchmarks.allreduce_ranks import BURST, BURST_BYTES, CUPY, DEADLINE, PEERS, SMALL, Job, Result, Side, work
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
 from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import count_ranks, given_rank, on_ranks
@@ -121,7 +121,9 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
 def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[Side]:
     """Return the peers, and our valid combinations of algorithm and codec, with one level and with two."""
     if foreign := set(options.transport or []).difference(TRANSPORTS[options.device]):
-        raise Failure(f"--transport: expected names out of {', '.join(TRANSPORTS[options.device])}, got {foreign.pop()}")
+        raise Failure(
+            f"--transport: expected names out of {', '.join(TRANSPORTS[options.device])}, got {foreign.pop()}"
+        )
     names = options.codecs or ["raw"]
     pairs = [(name, codec) for codec in names for name in algorithms if codec == "raw" or name not in RAW_ALONE]
     if options.quick and not options.codecs and "ring" in algorithms:
@@ -150,7 +152,8 @@ def left_out(device: str) -> list[Row]:
 def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Sequence[Side]) -> list[str]:
     peer = PEERS[options.device]
     notes = [
-        f"a sample is one call after a barrier (up to {SMALL >> 10} KiB: {BURST} calls), on the slowest rank",
+        f"a sample is the mean of some calls after a barrier, on the slowest rank: at most {BURST}, of "
+        f"{BURST_BYTES >> 20} MiB together, or a single one",
         "algbw = S / t, busbw = algbw * 2(p - 1) / p, as nccl-tests defines them (its doc/PERFORMANCE.md); S in fp32",
         "#wrong: number of elements that differ from the sum, which is exact in any order, or in a bit from those of "
         "rank 0; summed over all ranks, in the check before the timing and after every sample",
