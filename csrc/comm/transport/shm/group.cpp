@@ -16,6 +16,7 @@ struct alignas(2 * cache_line) Group::Label {
 
 namespace {
 
+constexpr int64_t label_bytes = int64_t{2} * cache_line;
 constexpr int64_t least = 16 << 10, most = 256 << 10;  // bytes of a ring
 constexpr int64_t of_a_rank = 1 << 20;                 // bytes of the rings of a rank, if these have not the least size
 
@@ -28,7 +29,7 @@ int64_t streams(int world_size) { return static_cast<int64_t>(world_size) * (wor
 int64_t number(int world_size, int from, int to) { return static_cast<int64_t>(from) * (world_size - 1) + to - (to > from ? 1 : 0); }
 
 // Where the positions and the rings begin, and the end of all; in bytes.
-int64_t first_positions(int world_size) { return 2 * cache_line + static_cast<int64_t>(sizeof(Group::Member)) * world_size; }
+int64_t first_positions(int world_size) { return label_bytes + static_cast<int64_t>(sizeof(Group::Member)) * world_size; }
 
 int64_t first_ring(int world_size) {
   return whole_pages(first_positions(world_size) + static_cast<int64_t>(sizeof(Positions)) * streams(world_size));
@@ -55,11 +56,11 @@ Group::Group(const std::string& address, int world_size)
 std::string Group::address() const { return text(memory_.address(), " ", label().secret); }
 
 Group::Label& Group::label() const {
-  static_assert(sizeof(Label) == 2 * cache_line);
+  static_assert(sizeof(Label) == label_bytes);
   return *reinterpret_cast<Label*>(memory_.data());
 }
 
-Group::Member& Group::member(int rank) const { return reinterpret_cast<Member*>(memory_.data() + sizeof(Label))[rank]; }
+Group::Member& Group::member(int rank) const { return reinterpret_cast<Member*>(memory_.data() + label_bytes)[rank]; }
 
 Positions& Group::positions(int from, int to) const {
   return reinterpret_cast<Positions*>(memory_.data() + first_positions(world_size_))[number(world_size_, from, to)];

@@ -63,13 +63,13 @@ class Transport::Message : public Request {
 
   void wait(Deadline deadline) override {
     if (!is_over()) transport_.wait(*this, deadline);
-    if (error) std::rethrow_exception(error);
+    if (error_) std::rethrow_exception(error_);
   }
   void abort() override { transport_.abort(); }
 
   // Moves what can be moved at once. Returns whether anything has changed.
   virtual bool advance(Peer& peer) = 0;
-  bool is_over() const { return error || (has_begun && done == bytes); }
+  bool is_over() const { return error_ || (has_begun && done_ == bytes); }
 
   // Whether it is still where it has arrived. Messages behind it have to wait until it has left.
   virtual bool stays() const { return false; }
@@ -82,8 +82,8 @@ class Transport::Message : public Request {
 
  protected:
   friend class Transport;
-  int64_t done = 0;  // bytes
-  std::exception_ptr error;
+  int64_t done_ = 0;  // bytes
+  std::exception_ptr error_;
   Transport& transport_;
   std::deque<Message*>& queue_;
 };
@@ -101,8 +101,8 @@ class Transport::Sent : public Message {
       to.out.write(&beginning, sizeof beginning);
       has_begun = changed = true;
     }
-    while (const int64_t some = to.out.write(data_ + done, bytes - done)) {
-      done += some;
+    while (const int64_t some = to.out.write(data_ + done_, bytes - done_)) {
+      done_ += some;
       changed = true;
     }
     return changed;
@@ -136,7 +136,7 @@ class Transport::Received : public Message {
         if (!from.next(beginning)) return false;
         check_header(beginning.header, call, bytes);
       } catch (const TransportError&) {
-        error = std::current_exception();
+        error_ = std::current_exception();
         return true;
       }
       from.in.read(&beginning, sizeof beginning);
@@ -146,11 +146,11 @@ class Transport::Received : public Message {
     if (may_stay_ && 0 < bytes && bytes <= from.in.size() / 2) {
       if (from.in.filled() < bytes) return changed;
       place_ = from.in.next();
-      done = bytes;
+      done_ = bytes;
       return true;
     }
-    while (const int64_t some = from.in.read(data_ + done, bytes - done)) {
-      done += some;
+    while (const int64_t some = from.in.read(data_ + done_, bytes - done_)) {
+      done_ += some;
       changed = true;
     }
     return changed;
@@ -179,7 +179,7 @@ Transport::Transport(std::shared_ptr<Group> group, int rank, std::function<bool(
 Transport::~Transport() { Transport::close(); }
 
 // What is received is still in the cache when it is added, and is not copied before: a chunk of a segment takes a part of a ring.
-int64_t Transport::segment_bytes() const { return world_size() * (64 << 10); }
+int64_t Transport::segment_bytes() const { return int64_t{64} * 1024 * world_size(); }
 
 std::unique_ptr<Request> Transport::send(const ExecutionContext&, int peer, const void* data, int64_t bytes, int) {
   auto message = std::make_unique<Sent>(*this, peer, data, bytes);
