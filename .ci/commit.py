@@ -79,7 +79,7 @@ LD_PRELOAD=$LIBRARIES ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PY
 """
 
 PORTIONS = {
-    "tests": [TOOLS, Step("the README's test command", TEST, 2400)],
+    "tests": [TOOLS, Step("the README's test command", TEST, 3000)],
     "wheel": [
         TOOLS,
         ENVIRONMENT,

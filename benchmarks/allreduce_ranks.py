@@ -28,7 +28,7 @@ from dltrain_ext.selftest.sums import (
 DEADLINE = 60.0
 SMALL = 64 << 10  # bytes; up to here a call takes as long without most of them
 # A sample is so many calls in sequence, or those of so many bytes, as ranks do not begin at the same time.
-BURST, BURST_BYTES = 40, 8 << 20
+BURST, BURST_BYTES = 20, 8 << 20
 PEERS = {"cpu": "gloo", "cuda": "nccl"}  # torch.distributed's own backends
 CUPY = "cupy nccl"
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,7 +1,7 @@
 """The types of the compiled module, which csrc/bindings defines. Only _ops imports it."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -192,10 +192,12 @@ def simulate_servers(
 class SharedMemory:
     """Memory of the first rank of a group, or the same memory in other processes of its host."""
 
-    @overload
-    def __init__(self, world_size: int) -> None: ...
-    @overload
-    def __init__(self, address: str, world_size: int) -> None: ...
+    @staticmethod
+    def make(world_size: int) -> SharedMemory: ...
+    @staticmethod
+    def open(address: str, world_size: int) -> SharedMemory:
+        """Raises RuntimeError, as ``make`` does."""
+
     @property
     def address(self) -> str: ...
 

@@ -139,10 +139,7 @@ class Communicator:
         self._process = os.getpid()
         self._close = weakref.finalize(self, _close, self._by_device, self._connections)
         if len(set(self._connections.rendezvous.exchange(f"{transport} {self._selector.digest}"))) > 1:
-            raise ValueError(
-                "transport, tuning, DLTRAIN_TRANSPORT, DLTRAIN_TUNING, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected "
-                "the same on all ranks"
-            )
+            raise ValueError("transport, tuning, DLTRAIN_ALGORITHM, DLTRAIN_SEGMENTS: expected the same on all ranks")
         self._device = members.device
         self._on(self._device)
 

@@ -90,7 +90,7 @@ def _over_memory(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     gloo = site.gloo(part, threads=1)  # first, because a rank that fails is not to be waited for
     memory, problem = None, ""
     try:
-        memory = _ops.SharedMemory(len(part.ranks)) if part.rank == 0 else None
+        memory = _ops.SharedMemory.make(len(part.ranks)) if part.rank == 0 else None
     except RuntimeError as error:
         problem = str(error)
     told = {"process": os.getpid(), "address": memory.address if memory else None, "problem": problem}
@@ -98,7 +98,7 @@ def _over_memory(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     if problem := answers[0]["problem"]:
         raise RuntimeError(f"rank {part.ranks[0]}: {problem}")
     if memory is None:
-        memory = _ops.SharedMemory(answers[0]["address"], len(part.ranks))
+        memory = _ops.SharedMemory.open(answers[0]["address"], len(part.ranks))
     processes = [answer["process"] for answer in answers]
     return _ops.Level.over_shared_memory(memory, part.rank, processes, gloo, part.ranks)
 

@@ -114,7 +114,7 @@ def test_after_ctrl_c_the_results_so_far_are_written_and_no_rank_remains(tmp_pat
     """The whole process group receives SIGINT twice, after the first of two sizes."""
     file = tmp_path / "out.json"
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "allreduce", *OPTIONS, "-n", "1000", "--json", str(file)],
+        [sys.executable, "-m", "benchmarks", "allreduce", *OPTIONS, "-n", "400", "--json", str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

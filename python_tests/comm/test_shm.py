@@ -10,6 +10,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,14 +78,12 @@ def test_ranks_with_different_transports_raise():
 
 
 def fail_to_share(rank, world_size, failing):
-    class Memory(_ops.SharedMemory):
-        def __init__(self, *args):
-            if rank == failing:
-                raise RuntimeError("no memory today")
-            super().__init__(*args)
+    def fail(*args):
+        raise RuntimeError("no memory today")
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        patch.setattr(_ops, "SharedMemory", Memory)
+        if rank == failing:
+            patch.setattr(_ops, "SharedMemory", SimpleNamespace(make=fail, open=fail))
         warnings.simplefilter("always")
         for _ in range(2):
             communicator = comm.Communicator()

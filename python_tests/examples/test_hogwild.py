@@ -13,7 +13,11 @@ LINE = re.compile(r"(.+) (\S+)%: processes (\d), updates (\d+), (\S+) by others 
 
 
 @pytest.mark.parametrize(
-    ("task", "metric", "steps", "least"), [("digits", "test accuracy", 200, 80), ("catch", "games won", 600, 40)]
+    ("task", "metric", "steps", "least"),
+    [
+        ("digits", "test accuracy", 200, 80),
+        pytest.param("catch", "games won", 600, 40, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_hogwild_learns(task: str, metric: str, steps: int, least: float) -> None:
     """Without training, one digit in ten is recognized, and one game in five is won."""

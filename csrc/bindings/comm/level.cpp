@@ -100,8 +100,11 @@ void bind_levels(py::module_& module) {
   });
   using SharedMemory = comm::shm::Group;
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(module, "SharedMemory")
-      .def(py::init<int>(), py::arg("world_size"), "Raises RuntimeError.")
-      .def(py::init<const std::string&, int>(), py::arg("address"), py::arg("world_size"), "Raises RuntimeError.")
+      .def_static(
+          "make", [](int world_size) { return std::make_shared<SharedMemory>(world_size); }, py::arg("world_size"))
+      .def_static(
+          "open", [](const std::string& address, int world_size) { return std::make_shared<SharedMemory>(address, world_size); },
+          py::arg("address"), py::arg("world_size"))
       .def_property_readonly("address", &SharedMemory::address);
   py::class_<Level, std::shared_ptr<Level>>(module, "Level")
       .def_static("over_backend", &Level::over_backend, py::arg("backend"), py::arg("device"), py::arg("global_ranks"))

@@ -1,3 +1,4 @@
+#include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,7 +13,6 @@
 #include "comm/transport/shm/processes.h"
 #include "comm/transport/shm/transport.h"
 #include "core/check.h"
-#include "gtest/gtest.h"
 #include "tests/comm/ranks.h"
 
 namespace dltrain::comm {
