@@ -22,12 +22,17 @@ from dltrain_ext import _ops, comm
 MEMORY = "memfd:dltrain_ext"
 
 
-def shared_by(process="self"):
-    """Return whether a process has mapped memory that it shares with others."""
+def memories_of(process="self"):
+    """Return the inodes of the memories that a process has mapped and shares with others."""
     try:
-        return MEMORY in Path(f"/proc/{process}/maps").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return False
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    except (OSError, ProcessLookupError):  # it has ended
+        return set()
+    return {line.split()[4] for line in lines if MEMORY in line}
+
+
+def shared_by(process="self"):
+    return bool(memories_of(process))
 
 
 def sum_of_ranks(communicator, rank, world_size, **options):
@@ -124,21 +129,15 @@ def test_nothing_is_left_of_the_memory_when_all_are_killed():
     before, shared = os.listdir("/dev/shm"), []
 
     def kill(pids):
-        shared.extend(map(shared_by, pids))
+        shared.extend(map(memories_of, pids))
         for pid in pids[:3]:
             os.kill(pid, signal.SIGKILL)
 
     run_ranks(4, work_until_killed, dying=(0, 1, 2), when_ready=kill)
-    assert shared == [True, True, True, False]
+    (memory,) = shared[0]
+    assert shared == [{memory}, {memory}, {memory}, set()]
     assert os.listdir("/dev/shm") == before
-    assert not [path for path in Path("/proc").glob("[0-9]*/fd/*") if MEMORY in _target(path)]
-
-
-def _target(path):
-    try:
-        return os.readlink(path)
-    except OSError:  # the process has ended, or is another user's
-        return ""
+    assert not [process for process in Path("/proc").glob("[0-9]*") if memory in memories_of(process.name)]
 
 
 def work_without_cores(rank, world_size):
