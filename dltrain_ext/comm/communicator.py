@@ -36,7 +36,7 @@ from dltrain_ext.comm.cost_model import Network
 from dltrain_ext.comm.groups import Members, members_of
 from dltrain_ext.comm.metrics import SENT, Bandwidths
 from dltrain_ext.comm.selection import Selector
-from dltrain_ext.comm.transports import TRANSPORTS
+from dltrain_ext.comm.transports import check_transport
 from dltrain_ext.comm.tuning import Tuning
 from dltrain_ext.comm.work import Work
 
@@ -119,10 +119,10 @@ class Communicator:
     ):
         check_timeout(timeout, "timeout", or_none=True)
         check_timeout(answer_timeout, "answer_timeout")
-        if transport == "auto":
-            transport = os.environ.get("DLTRAIN_TRANSPORT", "auto")
-        if not isinstance(transport, str) or transport not in TRANSPORTS:
-            raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        check_transport(transport, "transport")
+        if transport == "auto" and (override := os.environ.get("DLTRAIN_TRANSPORT")) is not None:
+            check_transport(override, "DLTRAIN_TRANSPORT")
+            transport = override
         if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
             raise ValueError(f"ranks_per_host: expected an int of at least 1, or None, got {ranks_per_host!r}")
         members = members_of(group, ranks)

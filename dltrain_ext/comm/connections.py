@@ -63,7 +63,7 @@ class Connections:
         communicator, answer = None, "connected"
         with self.rendezvous.at_work() as work:
             some = candidates(device.type, self._transport)
-            tried = (self._levels_if_all_can(work, device, over) for over in some if over.version is not None)
+            tried = (self._levels_if_all_can(work, device, over) for over in some if over.without)
             levels = next((found for found in tried if found is not None), None)
             try:
                 if levels is None:
@@ -108,7 +108,8 @@ class Connections:
         return levels if can else None
 
     def _all_have(self, work: JointWork, over: Transport) -> bool:
-        assert over.version is not None
+        if over.version is None:
+            return True
         try:
             answer = f"version {over.version()}"
         except RuntimeError as error:

@@ -85,6 +85,7 @@ def _over_gloo(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
 
 
 def _over_memory(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
+    """Between hosts over Gloo."""
     if len(part.ranks) == 1 or len({site.hosts[rank] for rank in part.ranks}) > 1:
         return _over_gloo(site, part, device)
     gloo = site.gloo(part, threads=1)  # first, because a rank that fails is not to be waited for
@@ -124,8 +125,8 @@ class Transport(NamedTuple):
         device: the type of the device of the tensors whose messages it carries.
         make: connects some ranks. It is a collective call, and raises RuntimeError.
         version: returns the version of what it requires on this rank; raises RuntimeError that says what is missing.
-            None if every rank has it.
-        without: the text of the warning if the next transport replaces it.
+            None if it requires nothing, or if only a trial shows whether it can be used.
+        without: the text of the warning if the next transport replaces it; empty if every rank can use it.
     """
 
     name: str
@@ -141,8 +142,7 @@ REGISTRY = (
         "shm",
         "cpu",
         _over_memory,
-        lambda: "1",
-        "messages between the processes of a host are sent over Gloo, not through memory that they share",
+        without="messages between the processes of a host are sent over Gloo, not through memory that they share",
     ),
     Transport("gloo", "cpu", _over_gloo),
     Transport(
@@ -159,6 +159,12 @@ TRANSPORTS = (
     "auto",
     *(each.name for each in REGISTRY if sum(other.device == each.device for other in REGISTRY) > 1),
 )
+
+
+def check_transport(name: object, argument: str) -> None:
+    """Raises ValueError that names the argument, or the environment variable."""
+    if not isinstance(name, str) or name not in TRANSPORTS:
+        raise ValueError(f"{argument}: expected one of {', '.join(TRANSPORTS)}, got {name!r}")
 
 
 def candidates(device: str, wanted: str) -> list[Transport]:

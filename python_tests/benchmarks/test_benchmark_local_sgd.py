@@ -221,9 +221,8 @@ def test_survivors_that_accuse_another_or_differ_are_wrong() -> None:
 
 def test_a_process_that_ends_is_wrong() -> None:
     trainer = Trainer("benchmarks.local_sgd_nothing", {})
-    assert (
-        "No module named benchmarks.local_sgd_nothing" in listen(trainer, False, Fault(TRAINING, 4, 0, 1), 1.0)["wrong"]
-    )
+    told = listen(trainer, is_victim=False, fault=Fault(TRAINING, 4, 0, 1), step=1.0)
+    assert "No module named benchmarks.local_sgd_nothing" in told["wrong"]
     trainer.end()
 
 

@@ -69,7 +69,9 @@ def test_the_environment_selects_the_transport(monkeypatch):
     monkeypatch.setenv("DLTRAIN_TRANSPORT", "gloo")
     assert [shares for shares, _ in run_ranks(2, obey)] == [False, False]
     monkeypatch.setenv("DLTRAIN_TRANSPORT", "mpi")
-    with pytest.raises(AssertionError, match="transport: expected one of auto, shm, gloo, nccl, c10d, got 'mpi'"):
+    with pytest.raises(
+        AssertionError, match="DLTRAIN_TRANSPORT: expected one of auto, shm, gloo, nccl, c10d, got 'mpi'"
+    ):
         run_ranks(2, obey)
 
 

@@ -19,7 +19,7 @@ class Level {
   // Over a torch.distributed backend that nothing else uses: Gloo on the CPU, NCCL on a CUDA device.
   static std::shared_ptr<Level> over_backend(c10::intrusive_ptr<c10d::Backend> backend, const c10::Device& device,
                                              std::vector<int> global_ranks);
-  // Through memory of the host that all ranks have, whose processes are `processes`. `gloo` is for native all-reduces.
+  // Through memory that all ranks have opened. processes: the number of each rank's process. gloo: for native all-reduces.
   static std::shared_ptr<Level> over_shared_memory(std::shared_ptr<comm::shm::Group> group, int rank, const std::vector<int>& processes,
                                                    c10::intrusive_ptr<c10d::Backend> gloo, std::vector<int> global_ranks);
   // Over a communicator of NCCL. A collective call: all ranks have to call it with the same id.

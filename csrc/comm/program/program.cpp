@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <ranges>
 #include <utility>
 
 #include "core/cache_line.h"
@@ -154,24 +155,20 @@ class Lowering {
       } else {
         const Location location{Area::receive_buffer, receive_buffer_.take(segment.filled(step.chunks))};
         segment.arriving.push_back({step.peer, step.chunks, location.offset});
-        out.push_back({step.peer, round, index, location, bytes, adds_up(step.chunks, round + 1)});
+        out.push_back({step.peer, round, index, location, bytes, uses_up(step.chunks, round + 1)});
       }
     }
     return out;
   }
 
   // Whether this rank adds up all that it has received of these chunks in a round.
-  bool adds_up(const Chunks& range, int round) const {
+  bool uses_up(const Chunks& range, int round) const {
     if (round == rounds_) return true;
-    const auto adds_up = [&](int chunk) {
+    return std::ranges::all_of(std::views::iota(range.begin, range.end), [&](int chunk) {
       return std::ranges::any_of(plan_.rounds[round], [&](const Step& step) {
         return !receives(step.op) && step.op != Op::send_final && step.chunks.begin <= chunk && chunk < step.chunks.end;
       });
-    };
-    for (int chunk = range.begin; chunk < range.end; ++chunk) {
-      if (!adds_up(chunk)) return false;
-    }
-    return true;
+    });
   }
 
   SegmentWork lower_part(int index, int round) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "comm/transport/header.h"
+#include "core/cache_line.h"
 #include "core/digest.h"
 
 namespace dltrain::comm {
