@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from steps import ROOT, Step, copy_of_tree, run
+from steps import ROOT, Step, run
 
 TEST = re.search(r"<!-- test -->\n```bash\n(.+)\n```", (ROOT / "README.md").read_text())[1]
 PYTHON = ".venv/bin/python"
@@ -50,34 +50,6 @@ THREADED = (  # tests of code that has its own threads, and of the CUDA kernels 
     "*FoldOn.Adds*:*CodecOn.Sees*:*ReduceOn.IsFinite*:*ReadsItsScalars*:Memory*:*Nccl*:*ReduceScatter*:*TwoLevels*:"
     "*Layout*:*Feedback*:*PsNode*:Shm.*"
 )
-# The Python tests of the bindings: how they read tensors and lists, and which objects outlive a call.
-SANITIZED = " ".join(
-    f"python_tests/{name}.py"
-    for name in (
-        "optim/test_adamw_errors",
-        "optim/test_adamw_state",
-        "comm/test_all_reduce",
-        "comm/test_collectives",
-        "comm/test_mailbox",
-        "ddp/test_ddp",
-        "faults/test_faults",
-        "fuzz/test_fuzz_codecs",
-        "fuzz/test_fuzz_optim",
-        "optim/test_many_parameters",
-        "optim/test_mixed_dtypes",
-        "comm/test_reduce_scatter",
-    )
-)
-# The bindings do not depend on the number of ranks or threads, or on the algorithm: one case of such tests suffices.
-ONCE = "sums_are_exact[3] or (dead_rank and ring) or not (sums_are_exact or dead_rank or number_of_threads)"
-IN_SANITIZED = f"""
-LIBRARIES="$(for name in asan ubsan stdc++; do g++ -print-file-name=lib$name.so; done | tr '\\n' ' ')"
-cd build/sanitized
-# No leak detection: Python and torch free much only at exit. Too large allocations return null, so that torch raises.
-LD_PRELOAD=$LIBRARIES ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=. \\
-  ../../{PYTHON} -m pytest -q -n 3 --dist loadgroup -k '{ONCE}' {SANITIZED}
-"""
-
 PORTIONS = {
     "tests": [TOOLS, Step("the README's test command", TEST, 3000)],
     "wheel": [
@@ -143,17 +115,6 @@ PORTIONS = {
             f"printf '%s\\n' 1 2 5 3 4 | PYTHON=$PWD/{PYTHON} xargs -P 2 -n 1 .ci/gpu --dry",
             600,
         ),
-    ],
-    "python": [
-        TOOLS,
-        ENVIRONMENT,
-        Step(
-            "the bindings, sanitized",
-            f"{copy_of_tree('build/sanitized')} && cd build/sanitized && "
-            f"DLTRAIN_SANITIZE=address,undefined ../../{PYTHON} setup.py -q build_ext --inplace",
-            900,
-        ),
-        Step("Python tests, addresses", IN_SANITIZED, 900),
     ],
     "benchmarks": [TOOLS, ENVIRONMENT, Step("benchmarks", f"{PYTHON} -m benchmarks --quick", 300)],
 }
