@@ -23,8 +23,7 @@ template <class C, class F>
 DLT_HD void decode(Tile auto& tile, const uint8_t* message, int64_t numel, F f) {
   using Layout = MessageLayout<C>;
   const float scale = Layout::scaled ? *Layout::scale_at(message, tile.index()) : 1.0f;
-  tile.template decode<C>(Layout::words_at(message, numel, tile.index()),
-                          [=](float value, uint32_t code) DLT_HD_LAMBDA { return f(value, math::decoded<C>(code, scale)); });
+  tile.template decode<C>(Layout::words_at(message, numel, tile.index()), {scale}, f);
 }
 
 // One element of a message whose words hold one code each.
@@ -70,12 +69,7 @@ DLT_HD math::Scale encode(Tile auto& tile, uint8_t* message, int64_t numel, cons
       return found;
     }
   }
-  // If the statistic is the mean, a code is a sign, and needs no scale.
-  const auto nearest = [=](float x, uint32_t) DLT_HD_LAMBDA {
-    if constexpr (C::statistic == math::Statistic::mean) return C::nearest(x);
-    return C::nearest(x * found.encode);
-  };
-  tile.template encode<C>(words, non_temporal, nearest);
+  tile.template encode<C>(words, non_temporal, math::Nearest<C>{found.encode});
   return found;
 }
 

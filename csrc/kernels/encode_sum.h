@@ -69,8 +69,7 @@ struct EncodeSum : Sum {
     const bool fed = feedback.residual.data && add_residual(tile);
     const math::Scale found = encode<C>(tile, message, numel, rounding, non_temporal);
     if (!feedback.residual.data && !decoded.data) return;
-    tile.template recall<C>(MessageLayout<C>::words_at(message, numel, tile.index()),
-                            [&](uint32_t code) DLT_HD_LAMBDA { return math::decoded<C>(code, found.decode); });
+    tile.template recall<C>(MessageLayout<C>::words_at(message, numel, tile.index()), {found.decode});
     if (feedback.residual.data) keep_lost(tile, fed);
     if (decoded.data) {
       with_type(decoded, [&](auto* to) DLT_HD_LAMBDA { tile.store(to, [](float, float value) DLT_HD_LAMBDA { return value; }); });

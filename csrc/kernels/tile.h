@@ -18,7 +18,7 @@ concept Tile =
     requires(T& tile, const T& held, const float* floats, BFloat16* elements, const BFloat16* read_only, math::Int8::Word* words,
              const math::Int8::Word* received, double* number, const math::RandomStream& random, int64_t first, bool non_temporal,
              float (*of_value)(float, float), float (*of_element)(float, float, float), int* flag, uint32_t (*coded)(float, uint32_t),
-             float (*decoded)(float, uint32_t), float (*recalled)(uint32_t), double (*term)(int64_t, float)) {
+             double (*term)(int64_t, float)) {
       // The index of the tile, and the number of its elements: the last tile may have fewer than the others.
       { held.index() } -> std::same_as<int64_t>;
       { held.count() } -> std::same_as<int>;
@@ -40,10 +40,10 @@ concept Tile =
 
       // words <- f(value, random word), one code per element; on the CPU by non-temporal stores if non_temporal is set.
       tile.template encode<math::Int8>(words, non_temporal, coded);
-      // value <- f(value, code) for each code in the words.
-      tile.template decode<math::Int8>(received, decoded);
-      // decoded <- f(code) for each code that encode has written to the words.
-      tile.template recall<math::Int8>(received, recalled);
+      // value <- f(value, x) for each element x that is decoded from the words of a block of this scale.
+      tile.template decode<math::Int8>(received, {1.0f}, of_value);
+      // decoded <- the elements that are decoded from the words that encode has written.
+      tile.template recall<math::Int8>(received, {1.0f});
       // random word <- that of the stream. `first` is the number of the word of the first tile's first element, a multiple of 4.
       tile.randomize(random, first);
 

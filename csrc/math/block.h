@@ -49,6 +49,25 @@ DLT_HD float decoded(uint32_t code, float scale) {
   }
 }
 
+// Gives the decoded elements of a block.
+template <class Codec>
+struct Decoded {
+  float scale;
+
+  DLT_HD float operator()(uint32_t code) const { return decoded<Codec>(code, scale); }
+};
+
+// Gives the codes of a block's elements, rounded to nearest. If the statistic is the mean, a code is a sign, and needs no scale.
+template <class Codec>
+struct Nearest {
+  float encode;
+
+  DLT_HD uint32_t operator()(float x, uint32_t) const {
+    if constexpr (Codec::statistic == Statistic::mean) return Codec::nearest(x);
+    return Codec::nearest(x * encode);
+  }
+};
+
 // A random word as a number in [0, 1), in steps of 2^-31 near 0.
 DLT_HD float uniform(uint32_t random) {
   const float number = static_cast<float>(static_cast<int32_t>(random >> 1)) * 0x1p-31f;

@@ -1,13 +1,14 @@
 #pragma once
 
 // Converts arrays of half-precision elements to fp32 and back, by the processor's instructions for fp16 where it has them. The results are
-// those of widen, narrow and math/narrowing.h, so they are the same for every instruction set. The processor would keep payloads of NaNs,
-// so narrow converts NaNs.
+// those of widen, narrow, math/narrowing.h and math/codecs/fp16.h, so they are the same for every instruction set. The processor would keep
+// payloads of NaNs, so narrow converts NaNs.
 
 #include <cstdint>
 
 #include "core/dtype.h"
 #include "kernels/cpu/random.h"
+#include "math/codecs/fp16.h"
 #include "math/narrowing.h"
 
 #if defined(__AVX2__)
@@ -107,6 +108,25 @@ DLT_HD void narrow_run(Half* to, const float* from, int64_t count) {
     for (int64_t nan = i; nan < i + 8; ++nan) to[nan] = narrow<Half>(from[nan]);
   }
   for (; i < count; ++i) to[i] = narrow<Half>(from[i]);
+}
+
+// The codes of elements that are rounded to nearest.
+DLT_HD void encode_run(math::FP16::Word* to, const float* from, int64_t count) {
+  constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const __m256 overflow = _mm256_set1_ps(float_of(half_overflow)), sign = _mm256_set1_ps(-0.0f);
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m256 values = _mm256_loadu_ps(from + i);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(values, nearest));
+    if (_mm256_movemask_ps(_mm256_cmp_ps(_mm256_andnot_ps(sign, values), overflow, _CMP_NLT_UQ)) == 0) continue;
+    for (int64_t large = i; large < i + 8; ++large) to[large] = static_cast<uint16_t>(math::FP16::nearest(from[large]));
+  }
+  for (; i < count; ++i) to[i] = static_cast<uint16_t>(math::FP16::nearest(from[i]));
+}
+#else
+DLT_HD void encode_run(math::FP16::Word* to, const float* from, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint16_t>(math::FP16::nearest(from[i]));
 }
 #endif
 

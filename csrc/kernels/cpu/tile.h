@@ -8,6 +8,7 @@
 
 #include "core/dtype.h"
 #include "core/host_device.h"
+#include "kernels/cpu/convert.h"
 #include "kernels/cpu/random.h"
 #include "kernels/cpu/stream.h"
 #include "kernels/message.h"
@@ -102,15 +103,19 @@ class Tile {
     Wide<Codec>* wide = scratch;
     // Messages whose words hold several codes are small, so they are written through the cache.
     if constexpr (full && Layout::codes == 1) wide = non_temporal ? scratch : to;
+    if constexpr (std::is_same_v<F, math::Nearest<math::FP16>>) {
+      encode_run(wide, value, size);
+    } else {
 #pragma GCC ivdep
-    for (int j = 0; j < Layout::words; ++j) {
-      uint32_t packed = 0;
-      for (int k = 0; k < Layout::codes; ++k) {
-        const int i = j + k * Layout::words;
-        const uint32_t code = f(value[i], random_[i]);
-        packed |= (full || i < count_ ? code : 0) << (k * Codec::bits);
+      for (int j = 0; j < Layout::words; ++j) {
+        uint32_t packed = 0;
+        for (int k = 0; k < Layout::codes; ++k) {
+          const int i = j + k * Layout::words;
+          const uint32_t code = f(value[i], random_[i]);
+          packed |= (full || i < count_ ? code : 0) << (k * Codec::bits);
+        }
+        wide[j] = static_cast<Wide<Codec>>(packed);
       }
-      wide[j] = static_cast<Wide<Codec>>(packed);
     }
     if constexpr (full && Layout::codes == 1) {
       if (non_temporal) cpu::stream(to, scratch, sizeof(scratch));
@@ -122,15 +127,15 @@ class Tile {
   }
 
   template <class Codec, class F>
-  DLT_HD void decode(const typename Codec::Word* from, F f) {
+  DLT_HD void decode(const typename Codec::Word* from, math::Decoded<Codec> decoded, F f) {
     const float* const value = value_;
-    each_code<Codec>(from, [&](int i, uint32_t code) DLT_HD_LAMBDA { held_[i] = f(value[i], code); });
+    each_decoded<Codec>(from, decoded, [&](int i, float x) DLT_HD_LAMBDA { held_[i] = f(value[i], x); });
     value_ = held_;
   }
 
-  template <class Codec, class F>
-  DLT_HD void recall(const typename Codec::Word* words, F f) {
-    each_code<Codec>(words, [&](int i, uint32_t code) DLT_HD_LAMBDA { decoded_[i] = f(code); });
+  template <class Codec>
+  DLT_HD void recall(const typename Codec::Word* words, math::Decoded<Codec> decoded) {
+    each_decoded<Codec>(words, decoded, [&](int i, float x) DLT_HD_LAMBDA { decoded_[i] = x; });
   }
 
   DLT_HD void randomize(const math::RandomStream& stream, int64_t first) {
@@ -186,9 +191,18 @@ class Tile {
     return full || Layout::words < count_ ? Layout::words : count_;
   }
 
+  // Calls f(i, x) for each element x that is decoded from the words.
   template <class Codec, class F>
-  DLT_HD void each_code(const typename Codec::Word* from, F f) const {
+  DLT_HD void each_decoded(const typename Codec::Word* from, math::Decoded<Codec> decoded, F f) const {
     using Layout = MessageLayout<Codec>;
+    if constexpr (std::is_same_v<Codec, math::FP16>) {
+      alignas(cache_line) float widened[size];
+      const int n = count();
+      widen_run(widened, reinterpret_cast<const Half*>(from), n);
+#pragma GCC ivdep
+      for (int i = 0; i < n; ++i) f(i, widened[i]);
+      return;
+    }
     alignas(cache_line) Wide<Codec> scratch[Layout::words];
     const Wide<Codec>* wide = scratch;
     if constexpr (full && Layout::codes == 1) {
@@ -203,7 +217,7 @@ class Tile {
     for (int k = 0; k < Layout::codes; ++k) {
       const int rest = count() - k * Layout::words, n = rest < Layout::words ? rest : Layout::words;
 #pragma GCC ivdep
-      for (int j = 0; j < n; ++j) f(j + k * Layout::words, (wide[j] >> (k * Codec::bits)) & mask);
+      for (int j = 0; j < n; ++j) f(j + k * Layout::words, decoded((wide[j] >> (k * Codec::bits)) & mask));
     }
   }
 

@@ -109,20 +109,20 @@ class Tile {
   }
 
   template <class Codec, class F>
-  __device__ void decode(const typename Codec::Word* from, F f) {
+  __device__ void decode(const typename Codec::Word* from, math::Decoded<Codec> decoded, F f) {
     using Layout = MessageLayout<Codec>;
     constexpr uint32_t mask = 0xffffffff >> (32 - Codec::bits);
     Pack<typename Codec::Word> word[kept<Layout> / 4];
     for (int i = 0; i < kept<Layout>; i += 4) word[i / 4] = read(from, static_cast<int>(element(i) % Layout::words));
     for (int i = 0; i < held; ++i) {
       const uint32_t code = (word[i % kept<Layout> / 4].values[i % 4] >> shift<Codec>(i)) & mask;
-      if (is_present(i)) value_[i] = f(value_[i], code);
+      if (is_present(i)) value_[i] = f(value_[i], decoded(code));
     }
   }
 
-  template <class Codec, class F>
-  __device__ void recall(const typename Codec::Word*, F f) {
-    for (int i = 0; i < held; ++i) decoded_[i] = f(code_[i]);
+  template <class Codec>
+  __device__ void recall(const typename Codec::Word*, math::Decoded<Codec> decoded) {
+    for (int i = 0; i < held; ++i) decoded_[i] = decoded(code_[i]);
   }
 
   __device__ void randomize(const math::RandomStream& stream, int64_t first) {
