@@ -335,7 +335,8 @@ class Communicator:
     def _measured(self) -> Iterator[timing.Group]:
         """What is sent in this context is not counted."""
         before = self._counted()
-        yield timing.Group(self._rank, self._world_size, self._device, self._try, self._connections.rendezvous.exchange)
+        exchange, segment_bytes = self._connections.rendezvous.exchange, self._on(self._device).segment_bytes
+        yield timing.Group(self._rank, self._world_size, self._device, self._try, exchange, segment_bytes)
         measured = self._counted()
         measured.subtract(before)
         self._measuring.update(measured)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dltrain_ext import codecs
+from dltrain_ext import _ops, codecs
 from dltrain_ext.comm.cost_model import Network, Speed, simulate
 from dltrain_ext.comm.plans import algorithms_for
 from dltrain_ext.comm.timing import Group, Trial, synchronize, timer
@@ -35,7 +35,7 @@ def tune(group: Group, start: Network, levels: int, names: Sequence[str], second
     trials: list[Trial] = []
     if group.rank == 0:
         network = fit(replace(start, speeds=speeds), group.world_size, levels, times)
-        model = Model(network, group.world_size, levels)
+        model = Model(network, group.world_size, levels, group.segment_bytes)
         trials = list(_worth_trying(model, names, seconds))
     times = _time(group, [Trial(*fields) for fields in json.loads(group.exchange(json.dumps(trials))[0])])
     tuning = ""
@@ -141,6 +141,7 @@ class Model:
     network: Network
     world_size: int
     levels: int
+    segment_bytes: int = 0  # as of a timing.Group
 
     def seconds(self, trial: Trial) -> float:
         estimate = simulate(
@@ -156,13 +157,19 @@ class Model:
 
     def ranking(self, codec: str, nbytes: int) -> list[tuple[float, Trial]]:
         """Returns the plans, each with its best number of segments, the fastest first."""
-        most = 16 if self.world_size <= 64 else 1
+        counts = self._segments(codec, nbytes)
         found = []
         for algorithm in algorithms_for(codec):
-            counts = [count for count in (1, 2, 4, 8, 16) if count <= min(most, max(1, nbytes >> 18))]
             trials = [Trial(codec, nbytes, algorithm, count) for count in counts]
             found.append(min(((self.seconds(trial), trial) for trial in trials), key=lambda pair: pair[0]))
         return sorted(found, key=lambda pair: pair[0])
+
+    def _segments(self, codec: str, nbytes: int) -> list[int]:
+        if self.segment_bytes:
+            wire_bytes = _ops.find_codec(codec).bytes(nbytes // 4)
+            return [min(max(1, wire_bytes // self.segment_bytes), 256)]
+        most = 16 if self.world_size <= 64 else 1
+        return [count for count in (1, 2, 4, 8, 16) if count <= min(most, max(1, nbytes >> 18))]
 
 
 def _worth_trying(model: Model, names: Sequence[str], seconds: float) -> Iterator[Trial]:

@@ -66,6 +66,13 @@ def test_the_table_has_the_measured_times_and_interpolates_between_them():
     assert made["native"][-1].algorithm == "native"
 
 
+@pytest.mark.parametrize(("codec", "segments"), [("raw", 64), ("fp16", 32)])
+def test_segments_have_the_size_that_suits_the_transport(codec, segments):
+    model = tuner.Model(NETWORK, 4, 1, segment_bytes=256 << 10)
+    assert {trial.segments for _, trial in model.ranking(codec, 16 << 20)} == {segments}
+    assert {trial.segments for _, trial in model.ranking(codec, 1024)} == {1}
+
+
 @pytest.mark.parametrize(
     ("seconds", "codec"),
     [

@@ -228,6 +228,8 @@ Communicator::Stats Communicator::stats() const {
 
 std::optional<int> Communicator::culprit() const { return work_->group().culprit(); }
 
+int64_t Communicator::segment_bytes() const { return work_->group().across().segment_bytes(); }
+
 void Communicator::drain() {
   if (!is_forked()) work_->group().drain();
 }

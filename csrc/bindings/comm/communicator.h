@@ -39,6 +39,7 @@ class Communicator {
 
   // The global rank that is responsible for the failure; nothing if there is none, or it is not known.
   std::optional<int> culprit() const;
+  int64_t segment_bytes() const;  // the size of segments that suits the transport; 0: that of a network
 
   // Returns when the work that was enqueued on a CUDA device is done, or has failed.
   void drain();

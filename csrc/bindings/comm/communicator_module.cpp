@@ -90,6 +90,7 @@ void bind_communicator(py::module_& module) {
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Communicator::drain, py::call_guard<py::gil_scoped_release>())
       .def("culprit", &Communicator::culprit)
+      .def_property_readonly("segment_bytes", &Communicator::segment_bytes)
       .def("stats", [](const Communicator& self) {
         py::dict out;
         const auto stats = self.stats();

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <span>
+#include <vector>
 
 namespace dltrain::comm {
 
@@ -14,12 +14,14 @@ constexpr int most_turns = 6;
 constexpr double part = 0.3;     // the part of the time that is spent on one size
 constexpr double clearly = 1.1;  // the plan of few rounds must be this many times as fast, so that noise does not decide
 constexpr std::string_view few_bytes = "direct";
-constexpr std::string_view few_rounds_of_two[] = {"oneshot"}, few_rounds_of_more[] = {"recursive_doubling", "tree"};
+constexpr std::string_view for_lossless = "recursive_doubling", for_lossy = "tree";  // in place of it
 
-// Every codec may use the last one.
-std::span<const std::string_view> few_rounds(int world_size) {
-  if (world_size == 2) return few_rounds_of_two;
-  return few_rounds_of_more;
+std::vector<std::string> plans_of_few_rounds(int world_size) {
+  constexpr int few_ranks = 8;  // up to so many, a rank may send a small message to each of them
+  std::vector<std::string> plans;
+  if (world_size <= few_ranks) plans.emplace_back("oneshot");
+  if (world_size > 2) plans.insert(plans.end(), {std::string(for_lossless), std::string(for_lossy)});
+  return plans;
 }
 
 class Timings {
@@ -77,16 +79,15 @@ class Timings {
 std::string_view Crossover::plan_for(int64_t wire_bytes, bool lossy) const {
   for (const auto& [bytes, plan] : by_size) {
     if (wire_bytes > 2 * bytes) continue;  // 2 * bytes: the geometric mean of this size and the next one, which is four times as large
-    return lossy && plan != few_bytes ? few_rounds(world_size).back() : std::string_view(plan);
+    return lossy && plan == for_lossless ? for_lossy : std::string_view(plan);
   }
   return few_bytes;
 }
 
 Crossover look_for_crossover(int world_size, Seconds time, const SumByPlan& sum, const std::function<Seconds()>& now) {
-  Crossover found{world_size, {}};
+  Crossover found;
   Timings timings(world_size, time, sum, now);
-  const auto few_rounds = comm::few_rounds(world_size);
-  std::vector<std::string> plans(few_rounds.begin(), few_rounds.end());
+  std::vector<std::string> plans = plans_of_few_rounds(world_size);
   plans.emplace_back(few_bytes);
   bool was_few = false;
   for (int64_t bytes = middle; bytes >= smallest && bytes <= largest;) {

@@ -12,7 +12,6 @@ namespace dltrain::comm {
 // The fastest plan by the size of a message. Small messages need a plan of few rounds, large ones a plan of few bytes. The size at which
 // the second becomes faster depends on the network, the machines and the number of ranks.
 struct Crossover {
-  int world_size;
   std::map<int64_t, std::string> by_size;
 
   // For messages larger than all measured sizes, returns the plan of few bytes. lossy: return only plans that every codec may use.

@@ -158,7 +158,6 @@ void Executor::look_for_crossover(const ExecutionContext& context, std::chrono::
   const auto sum = [&](const std::string& algorithm, float* values, int64_t numel) {
     CallOptions call;
     call.algorithm = algorithm;
-    call.segments = 1;
     call.timeout = timeout;
     run(context, {values}, numel, call);
   };
@@ -188,7 +187,6 @@ void Executor::reduce_scatter(const ExecutionContext& context, float* values, in
   call.is_half = true;
   call.shards = shards;
   call.average = average;
-  call.segments = 1;
   call.timeout = timeout;
   run(context, {values}, numel, call);
 }
@@ -203,7 +201,6 @@ void Executor::all_gather(const ExecutionContext& context, float* values, int64_
   call.collective = Collective::all_gather;
   call.is_half = true;
   call.shards = shards;
-  call.segments = 1;
   call.timeout = timeout;
   run(context, {values}, numel, call);
 }
@@ -249,7 +246,7 @@ void Executor::enqueue(Collective collective, const ExecutionContext& context, c
 const Program& Executor::program(const CallOptions& call, const Codec& codec, int64_t numel, Result result) {
   constexpr size_t most = 256;
   const Crossover* const crossover = call.measures && crossover_ ? &*crossover_ : nullptr;
-  const int64_t segment_bytes = result == Result::message ? 0 : transport_->segment_bytes();  // encoded() knows of no transport
+  const int64_t segment_bytes = result == Result::message ? 0 : this->segment_bytes();  // encoded() knows of no transport
   const auto [algorithm, segments] = selection_of(call, codec, numel, world_size(), crossover, segment_bytes);
   static const Layout whole;
   const Layout& layout = call.layout ? *call.layout : whole;

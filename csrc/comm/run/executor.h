@@ -93,6 +93,7 @@ class Executor {
   int rank() const { return transport_->rank(); }
   int world_size() const { return transport_->world_size(); }
   int64_t wire_bytes() const { return wire_bytes_; }  // sent by this rank
+  int64_t segment_bytes() const { return transport_->segment_bytes(); }
 
  private:
   bool enqueues() const { return transport_->grouping() != nullptr; }  // on a device; otherwise messages are waited for

@@ -29,7 +29,7 @@ struct Network {
 };
 
 Network of_four(double latency, double per_byte) {
-  return {4, latency, per_byte, {{"recursive_doubling", {2, 2.0}}, {"tree", {4, 4.0}}, {"direct", {2, 1.5}}}};
+  return {4, latency, per_byte, {{"recursive_doubling", {2, 2.0}}, {"tree", {4, 4.0}}, {"oneshot", {1, 3.0}}, {"direct", {2, 1.5}}}};
 }
 
 Network of_two(double latency, double per_byte) { return {2, latency, per_byte, {{"oneshot", {1, 2.0}}, {"direct", {2, 1.0}}}}; }
@@ -53,16 +53,23 @@ TEST(Crossover, SelectsFewBytesBeyondTheMeasuredSizes) {
 
 TEST(Crossover, DoesNotDependOnNoise) {
   Network network = of_four(1e-4, 0);
-  network.plans["recursive_doubling"] = {2, 0};  // the same number of rounds as direct
+  network.plans["recursive_doubling"] = network.plans["oneshot"] = {2, 0};  // the same number of rounds as direct
   for (const auto& [bytes, plan] : network.look().by_size) EXPECT_EQ(plan, "direct") << bytes;
 }
 
 TEST(Crossover, SelectsPlansThatAcceptLossyCodecs) {
   Network network = of_four(1e-3, 1e-10);
-  network.plans["direct"].first = 9;
+  network.plans["direct"].first = network.plans["oneshot"].first = 9;
   const Crossover found = network.look();
   EXPECT_EQ(found.plan_for(4096, false), "recursive_doubling");
   EXPECT_EQ(found.plan_for(4096, true), "tree");
+}
+
+TEST(Crossover, SelectsOneShotForFewRanks) {
+  Network network = of_four(1e-3, 1e-10);
+  for (const bool lossy : {false, true}) EXPECT_EQ(network.look().plan_for(4096, lossy), "oneshot");
+  network.world_size = 64;
+  EXPECT_EQ(network.look().plan_for(4096, false), "recursive_doubling");
 }
 
 TEST(Crossover, MeasuresForALimitedTime) {
@@ -72,7 +79,7 @@ TEST(Crossover, MeasuresForALimitedTime) {
   Network slow = of_four(0.15, 8e-7);  // 10 Mbit/s, 150 ms
   const Crossover found = slow.look();
   EXPECT_EQ(found.by_size.size(), 1u);
-  EXPECT_LT(slow.clock, 4.0);  // one turn of three plans, each after a handshake, and the exchange of the times
+  EXPECT_LT(slow.clock, 4.0);  // one turn of four plans, each after a handshake, and the exchange of the times
 }
 
 TEST(Crossover, IsMeasuredOnceByAnExecutorAndNotCounted) {
