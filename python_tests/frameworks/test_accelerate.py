@@ -124,6 +124,7 @@ def runs(ranks, request):
     return [found[request.param] for found in ranks]
 
 
+@pytest.mark.exhaustive
 def test_raw_gives_the_results_without_the_hook(runs):
     for run in runs:
         for name in ("losses", "parameters"):
@@ -131,6 +132,7 @@ def test_raw_gives_the_results_without_the_hook(runs):
         assert run["raw"]["stats"]["steps"] == STEPS, "accumulated batches are not reduced"
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_sent_as_int8(runs):
     for run in runs:
         assert 0 < run["int8"]["stats"]["wire_bytes"] < 0.3 * run["raw"]["stats"]["wire_bytes"]
@@ -139,6 +141,7 @@ def test_gradients_are_sent_as_int8(runs):
         assert_same(runs[0]["int8"]["parameters"], runs[0]["raw"]["parameters"])
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_continues_has_the_bits_of_one_that_never_stopped(runs):
     for run in runs:
         assert_same(run["resumed"]["parameters"], run["whole"]["parameters"])
@@ -147,6 +150,7 @@ def test_a_run_that_continues_has_the_bits_of_one_that_never_stopped(runs):
         assert any(residual.any() for residual in feedback.values())
 
 
+@pytest.mark.exhaustive
 def test_the_step_clips_like_accelerate(ranks):
     for rank in ranks:
         run = rank["accelerate"]
@@ -154,6 +158,7 @@ def test_the_step_clips_like_accelerate(ranks):
             torch.testing.assert_close(run["fused"][name], run["raw"][name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_accelerates_optimizer_steps_with_our_scaler(ranks):
     for rank in ranks:
         run = rank["accelerate"]["unclipped"]
@@ -161,6 +166,7 @@ def test_accelerates_optimizer_steps_with_our_scaler(ranks):
         assert run["losses"][2:] != pytest.approx(rank["accelerate"]["raw"]["losses"][2:], rel=1e-2), "clipping matters"
 
 
+@pytest.mark.exhaustive
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
     for rank in ranks:
         run = rank["accelerate"]["overflow"]

@@ -54,6 +54,7 @@ def check(rank: int, world_size: int) -> None:
             assert (mine - its).norm() < bound * (its - first).norm(), codec
 
 
+@pytest.mark.exhaustive
 def test_raw_gives_the_results_of_ddp() -> None:
     run_ranks(2, check, fresh=True)
 

@@ -171,8 +171,9 @@ class Hashed(torch.nn.Parameter):
     __eq__ = object.__eq__
 
 
+@pytest.mark.exhaustive
 def test_state_is_also_found_by_the_public_api_of_cpython(tmp_path):
-    """This is the code of DLTRAIN_PRIVATE_CPYTHON=0; .ci/full tests the rest of such a build."""
+    """This is the code of DLTRAIN_PRIVATE_CPYTHON=0; another portion of .ci/full tests the rest of such a build."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     (tmp_path / "members.cpp").write_text(MEMBERS)
