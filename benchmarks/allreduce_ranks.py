@@ -27,7 +27,7 @@ from dltrain_ext.selftest.sums import (
 
 DEADLINE = 60.0
 SMALL = 64 << 10  # bytes; up to here the rounds of a plan take the time, and not its bytes
-BURST, BURST_BYTES = 20, 8 << 20  # the most calls that are one sample, because ranks do not begin at the same time
+BURST_BYTES = 8 << 20  # at most as much is one sample; several calls, because ranks do not begin at the same time
 PEERS = {"cpu": "gloo", "cuda": "nccl"}  # torch.distributed's own backends
 CUPY = "cupy nccl"
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -62,6 +62,7 @@ class Job(NamedTuple):
     device: str
     ranks_per_host: int | None
     needs_hosts: bool  # False: without several hosts the sides with two levels are left out
+    burst: int  # the most calls that are one sample
     tuned: bool = False
 
 
@@ -200,7 +201,7 @@ def measure(
         sent.append(connections.wire_bytes() - already)
         errors.append(relative_error(message, data[name].total))
     right = [name for name, count in zip(sides, over_ranks(list(wrong.values()), "sum"), strict=True) if not count]
-    length = max(1, min(BURST, BURST_BYTES // (4 * n)))
+    length = max(1, min(job.burst, BURST_BYTES // (4 * n)))
     beside = link_probe.sides(rank, ranks, job.device) if 4 * n > SMALL else {}
     timed = interleave(
         {name: partial(burst, name) for name in right} | beside,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks import cupy_peers
-from benchmarks.allreduce_ranks import BURST, BURST_BYTES, CUPY, DEADLINE, PEERS, SMALL, Job, Result, Side, work
+from benchmarks.allreduce_ranks import BURST_BYTES, CUPY, DEADLINE, PEERS, SMALL, Job, Result, Side, work
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
 from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import count_ranks, given_rank, on_ranks
@@ -66,6 +66,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what carries our messages: one or several of auto, shm and gloo, on CUDA auto, nccl and c10d (default: "
         "auto)",
     )
+    parser.add_argument(
+        "--burst",
+        type=at_least(1),
+        default=20,
+        help="most calls that are one sample; in long ones it matters less that ranks do not begin at the same time "
+        "(default: %(default)s)",
+    )
     parser.add_argument("--segments", type=at_least(1), help="segments of a message (default: depends on its size)")
     parser.add_argument("--tune", action="store_true", help="measure the group first, and let auto use the result")
     parser.add_argument("--op", choices=["sum", "avg"], default="sum", help="reduction (default: %(default)s)")
@@ -94,6 +101,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         device=options.device,
         ranks_per_host=options.ranks_per_host,
         needs_hosts=bool(options.levels) or (options.ranks_per_host or 1) > 1,
+        burst=options.burst,
         tuned=options.tune,
     )
     where = "over loopback" if options.device == "cpu" else f"on {min(ranks, torch.cuda.device_count())} GPU(s)"
@@ -152,7 +160,7 @@ def left_out(device: str) -> list[Row]:
 def make_notes(options: argparse.Namespace, algorithms: Sequence[str], sides: Sequence[Side]) -> list[str]:
     peer = PEERS[options.device]
     notes = [
-        f"a sample is the mean of some calls after a barrier, on the slowest rank: at most {BURST}, of "
+        f"a sample is the mean of some calls after a barrier, on the slowest rank: at most {options.burst}, of "
         f"{BURST_BYTES >> 20} MiB together, or a single one",
         "algbw = S / t, busbw = algbw * 2(p - 1) / p, as nccl-tests defines them (its doc/PERFORMANCE.md); S in fp32",
         "#wrong: number of elements that differ from the sum, which is exact in any order, or in a bit from those of "

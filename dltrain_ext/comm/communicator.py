@@ -188,7 +188,7 @@ class Communicator:
         if codec == "auto":
             algorithm, codec = self.codec_for(nbytes, algorithm, tensor.dtype) if fits else (algorithm, "raw")
         if algorithm == "auto" and fits:
-            algorithm, chosen = self.plan_for(codec, nbytes)
+            algorithm, chosen = self._selector.plan_for(codec, nbytes)
         return self._start(
             tensor,
             device,

@@ -80,18 +80,20 @@ constexpr __mmask16 all = 0xffff;  // without a mask GCC 12 warns of uninitialis
 #endif
 
 DLT_HD void widen_run(float* to, const Half* from, int64_t count) {
+  const int64_t whole = count / 8 * 8;
   int64_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16) {
     _mm512_storeu_ps(to + i, _mm512_maskz_cvtph_ps(all, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
   }
 #endif
-  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-  for (; i < count; ++i) to[i] = widen(from[i]);
+  for (; i < whole; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  for (i = whole; i < count; ++i) to[i] = widen(from[i]);
 }
 
 DLT_HD void narrow_run(Half* to, const float* from, int64_t count) {
   constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const int64_t whole = count / 8 * 8;
   int64_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16) {
@@ -101,27 +103,28 @@ DLT_HD void narrow_run(Half* to, const float* from, int64_t count) {
     for (int64_t nan = i; nan < i + 16; ++nan) to[nan] = narrow<Half>(from[nan]);
   }
 #endif
-  for (; i + 8 <= count; i += 8) {
+  for (; i < whole; i += 8) {
     const __m256 values = _mm256_loadu_ps(from + i);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(values, nearest));
     if (_mm256_movemask_ps(_mm256_cmp_ps(values, values, _CMP_UNORD_Q)) == 0) continue;
     for (int64_t nan = i; nan < i + 8; ++nan) to[nan] = narrow<Half>(from[nan]);
   }
-  for (; i < count; ++i) to[i] = narrow<Half>(from[i]);
+  for (i = whole; i < count; ++i) to[i] = narrow<Half>(from[i]);
 }
 
 // The codes of elements that are rounded to nearest.
 DLT_HD void encode_run(math::FP16::Word* to, const float* from, int64_t count) {
   constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   const __m256 overflow = _mm256_set1_ps(float_of(half_overflow)), sign = _mm256_set1_ps(-0.0f);
+  const int64_t whole = count / 8 * 8;
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
+  for (; i < whole; i += 8) {
     const __m256 values = _mm256_loadu_ps(from + i);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(values, nearest));
     if (_mm256_movemask_ps(_mm256_cmp_ps(_mm256_andnot_ps(sign, values), overflow, _CMP_NLT_UQ)) == 0) continue;
     for (int64_t large = i; large < i + 8; ++large) to[large] = static_cast<uint16_t>(math::FP16::nearest(from[large]));
   }
-  for (; i < count; ++i) to[i] = static_cast<uint16_t>(math::FP16::nearest(from[i]));
+  for (i = whole; i < count; ++i) to[i] = static_cast<uint16_t>(math::FP16::nearest(from[i]));
 }
 #else
 DLT_HD void encode_run(math::FP16::Word* to, const float* from, int64_t count) {

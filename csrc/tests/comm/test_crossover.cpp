@@ -67,6 +67,7 @@ TEST(Crossover, SelectsPlansThatAcceptLossyCodecs) {
 
 TEST(Crossover, SelectsOneShotForFewRanks) {
   Network network = of_four(1e-3, 1e-10);
+  network.plans["direct"].first = 9;
   for (const bool lossy : {false, true}) EXPECT_EQ(network.look().plan_for(4096, lossy), "oneshot");
   network.world_size = 64;
   EXPECT_EQ(network.look().plan_for(4096, false), "recursive_doubling");
