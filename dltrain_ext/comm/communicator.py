@@ -328,15 +328,15 @@ class Communicator:
         per_host = self._connections.ranks_per_host
         start = Network(latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-10, ranks_per_host=per_host)
         with self._measured() as group, self._connections.rendezvous.at_work():
-            self._selector.tuning = tuner.tune(group, start, 1 if per_host == 1 else 2, names, seconds)
+            segment_bytes, levels = self._on(self._device).segment_bytes, 1 if per_host == 1 else 2
+            self._selector.tuning = tuner.tune(group, start, levels, names, seconds, segment_bytes)
         return self._selector.tuning
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[timing.Group]:
         """What is sent in this context is not counted."""
         before = self._counted()
-        exchange, segment_bytes = self._connections.rendezvous.exchange, self._on(self._device).segment_bytes
-        yield timing.Group(self._rank, self._world_size, self._device, self._try, exchange, segment_bytes)
+        yield timing.Group(self._rank, self._world_size, self._device, self._try, self._connections.rendezvous.exchange)
         measured = self._counted()
         measured.subtract(before)
         self._measuring.update(measured)

@@ -27,7 +27,6 @@ class Group:
 
     all_reduce: runs a trial on a tensor, in place, and returns when it is complete.
     exchange: returns the texts of all ranks, by rank.
-    segment_bytes: the size of segments that suits its transport; 0 if that is for the trials to find.
     """
 
     rank: int
@@ -35,7 +34,6 @@ class Group:
     device: torch.device
     all_reduce: Callable[[Tensor, Trial], None]
     exchange: Callable[[str], list[str]]
-    segment_bytes: int = 0
 
 
 def synchronize(device: torch.device) -> None:

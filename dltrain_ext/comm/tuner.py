@@ -25,8 +25,9 @@ _PER_TRIAL = 0.08  # seconds for which a trial is repeated, within these limits
 _SHORT = 4**9  # bytes up to which the model is too inaccurate to leave a plan out
 
 
-def tune(group: Group, start: Network, levels: int, names: Sequence[str], seconds: float) -> Tuning:
-    """Is a collective call in which rank 0 decides. start: what is known about the network. names: those of codecs."""
+def tune(group: Group, start: Network, levels: int, names: Sequence[str], seconds: float, segment_bytes: int) -> Tuning:
+    """Is a collective call in which rank 0 decides. start: what is known about the network. names: those of codecs.
+    segment_bytes: the size of segments that suits the transport; 0 if that is for the trials to find."""
     if len(set(group.exchange(json.dumps([seconds, *names])))) > 1:
         raise ValueError("seconds, codecs: expected the same on all ranks")
     names = ("raw", *names)
@@ -35,7 +36,7 @@ def tune(group: Group, start: Network, levels: int, names: Sequence[str], second
     trials: list[Trial] = []
     if group.rank == 0:
         network = fit(replace(start, speeds=speeds), group.world_size, levels, times)
-        model = Model(network, group.world_size, levels, group.segment_bytes)
+        model = Model(network, group.world_size, levels, segment_bytes)
         trials = list(_worth_trying(model, names, seconds))
     times = _time(group, [Trial(*fields) for fields in json.loads(group.exchange(json.dumps(trials))[0])])
     tuning = ""
@@ -141,7 +142,7 @@ class Model:
     network: Network
     world_size: int
     levels: int
-    segment_bytes: int = 0  # as of a timing.Group
+    segment_bytes: int = 0  # as for tune()
 
     def seconds(self, trial: Trial) -> float:
         estimate = simulate(
