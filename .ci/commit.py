@@ -50,6 +50,7 @@ THREADED = (  # tests of code that has its own threads, and of the CUDA kernels 
     "*FoldOn.Adds*:*CodecOn.Sees*:*ReduceOn.IsFinite*:*ReadsItsScalars*:Memory*:*Nccl*:*ReduceScatter*:*TwoLevels*:"
     "*Layout*:*Feedback*:*PsNode*:Shm.*"
 )
+
 PORTIONS = {
     "tests": [TOOLS, Step("the README's test command", TEST, 3000)],
     "wheel": [

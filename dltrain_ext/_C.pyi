@@ -168,6 +168,9 @@ def simulate(
 ) -> Estimate:
     """Does what sim.simulate does. ``encode`` and ``decode`` are seconds per element."""
 
+def segments_of(wire_bytes: int, segment_bytes: int) -> int:
+    """The number of segments of a message if segments of this size suit the transport."""
+
 def simulate_servers(
     world_size: int,
     servers: int,

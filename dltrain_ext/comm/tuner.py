@@ -167,8 +167,7 @@ class Model:
 
     def _segments(self, codec: str, nbytes: int) -> list[int]:
         if self.segment_bytes:
-            wire_bytes = _ops.find_codec(codec).bytes(nbytes // 4)
-            return [min(max(1, wire_bytes // self.segment_bytes), 256)]
+            return [_ops.segments_of(_ops.find_codec(codec).bytes(nbytes // 4), self.segment_bytes)]
         most = 16 if self.world_size <= 64 else 1
         return [count for count in (1, 2, 4, 8, 16) if count <= min(most, max(1, nbytes >> 18))]
 

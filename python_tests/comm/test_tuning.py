@@ -140,6 +140,8 @@ def tune(rank, world_size):
     assert tuning is communicator.tuning and tuning.world_size == world_size
     assert set(tuning.table) == {"raw", "int8", "int4", "native"}
     assert any(choice.measured for choice in tuning.table["raw"])
+    segments = communicator.tuning.choose("raw", 16 << 20).segments
+    assert segments > 16 or world_size == 1, "the transport's segments are smaller than those of a network"
     for codec, numel in itertools.product(("raw", "int8", "auto"), (0, 1, 1000, 100_000)):
         tensor = torch.full((numel,), 2.0**rank)
         communicator.all_reduce(tensor, codec=codec)

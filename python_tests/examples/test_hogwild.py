@@ -15,7 +15,7 @@ LINE = re.compile(r"(.+) (\S+)%: processes (\d), updates (\d+), (\S+) by others 
 @pytest.mark.parametrize(
     ("task", "metric", "steps", "least"),
     [
-        ("digits", "test accuracy", 100, 40),
+        ("digits", "test accuracy", 200, 80),
         pytest.param("catch", "games won", 600, 40, marks=pytest.mark.exhaustive),
     ],
 )

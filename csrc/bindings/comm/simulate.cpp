@@ -1,6 +1,7 @@
 #include "comm/program/simulate.h"
 
 #include "bindings/module.h"
+#include "comm/program/selection.h"
 #include "comm/run/two_levels.h"
 
 namespace dltrain::bindings {
@@ -13,6 +14,7 @@ void bind_simulate(py::module_& module) {
       .def_readonly("segments", &comm::Estimate::segments)
       .def_readonly("algorithm", &comm::Estimate::algorithm);
   module.def("two_level_pieces", &comm::pieces_of);
+  module.def("segments_of", &comm::segments_of, py::arg("wire_bytes"), py::arg("segment_bytes"));
   module.def(
       "simulate",
       [](const std::string& collective, const std::string& algorithm, int world_size, int64_t numel, const std::string& codec, int segments,

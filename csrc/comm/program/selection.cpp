@@ -34,18 +34,19 @@ std::string_view plan_with_owners(Collective collective, const std::string& algo
   return collective == Collective::all_gather && world_size > 2 && nbytes >= 4096 * kib ? "ring" : "direct";
 }
 
+int pieces(int64_t bytes, int64_t size, int64_t most) { return static_cast<int>(std::clamp<int64_t>(bytes / size, 1, most)); }
+
 // A few segments hide encoding behind sending; more only add messages. Lossless codecs have no encoding to hide. The sizes were measured on
 // links of 1 Gbit/s, and over loopback, where sending needs the processor as well, so that each segment costs time.
 int segments_for(int64_t wire_bytes, bool lossy, bool pipelined, int64_t segment_bytes) {
-  const auto pieces = [wire_bytes](int64_t size, int64_t most) {
-    return static_cast<int>(std::clamp<int64_t>(wire_bytes / size, 1, most));
-  };
-  if (segment_bytes > 0) return pieces(segment_bytes, 256);
-  if (pipelined) return pieces(1024 * kib, 16);
-  return std::max(pieces(8192 * kib, 8), lossy ? pieces(640 * kib, 3) : 1);
+  if (segment_bytes > 0) return segments_of(wire_bytes, segment_bytes);
+  if (pipelined) return pieces(wire_bytes, 1024 * kib, 16);
+  return std::max(pieces(wire_bytes, 8192 * kib, 8), lossy ? pieces(wire_bytes, 640 * kib, 3) : 1);
 }
 
 }  // namespace
+
+int segments_of(int64_t wire_bytes, int64_t segment_bytes) { return pieces(wire_bytes, segment_bytes, 256); }
 
 Selection select(Collective collective, const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec,
                  int64_t wire_bytes, const Crossover* crossover, int64_t segment_bytes) {

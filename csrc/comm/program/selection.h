@@ -21,4 +21,7 @@ struct Selection {
 Selection select(Collective collective, const std::string& algorithm, int segments, int world_size, int64_t numel, const Codec& codec,
                  int64_t wire_bytes, const Crossover* crossover = nullptr, int64_t segment_bytes = 0);
 
+// The number of segments of a message of wire_bytes if segments of this size suit the transport.
+int segments_of(int64_t wire_bytes, int64_t segment_bytes);
+
 }  // namespace dltrain::comm

@@ -91,7 +91,9 @@ DLT_HD void widen_run(float* to, const Half* from, int64_t count) {
   for (i = whole; i < count; ++i) to[i] = widen(from[i]);
 }
 
-DLT_HD void narrow_run(Half* to, const float* from, int64_t count) {
+// Rounds to nearest. one: converts one number; it alone decides on those whose magnitude is not below `limit`, and on NaNs.
+template <class T, class F>
+DLT_HD void round_run(T* to, const float* from, int64_t count, float limit, F one) {
   constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   const int64_t whole = count / 8 * 8;
   int64_t i = 0;
@@ -99,38 +101,33 @@ DLT_HD void narrow_run(Half* to, const float* from, int64_t count) {
   for (; i + 16 <= count; i += 16) {
     const __m512 values = _mm512_loadu_ps(from + i);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm512_maskz_cvtps_ph(all, values, nearest));
-    if (_mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q) == 0) continue;
-    for (int64_t nan = i; nan < i + 16; ++nan) to[nan] = narrow<Half>(from[nan]);
+    if (_mm512_cmp_ps_mask(_mm512_abs_ps(values), _mm512_set1_ps(limit), _CMP_NLT_UQ) == 0) continue;
+    for (int64_t large = i; large < i + 16; ++large) to[large] = one(from[large]);
   }
 #endif
   for (; i < whole; i += 8) {
-    const __m256 values = _mm256_loadu_ps(from + i);
+    const __m256 values = _mm256_loadu_ps(from + i), magnitudes = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(values, nearest));
-    if (_mm256_movemask_ps(_mm256_cmp_ps(values, values, _CMP_UNORD_Q)) == 0) continue;
-    for (int64_t nan = i; nan < i + 8; ++nan) to[nan] = narrow<Half>(from[nan]);
+    if (_mm256_movemask_ps(_mm256_cmp_ps(magnitudes, _mm256_set1_ps(limit), _CMP_NLT_UQ)) == 0) continue;
+    for (int64_t large = i; large < i + 8; ++large) to[large] = one(from[large]);
   }
-  for (i = whole; i < count; ++i) to[i] = narrow<Half>(from[i]);
+  for (i = whole; i < count; ++i) to[i] = one(from[i]);
 }
+
+DLT_HD void narrow_run(Half* to, const float* from, int64_t count) {
+  round_run(to, from, count, float_of(0x7f800000), [](float x) DLT_HD_LAMBDA { return narrow<Half>(x); });
+}
+#endif
 
 // The codes of elements that are rounded to nearest.
 DLT_HD void encode_run(math::FP16::Word* to, const float* from, int64_t count) {
-  constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  const __m256 overflow = _mm256_set1_ps(float_of(half_overflow)), sign = _mm256_set1_ps(-0.0f);
-  const int64_t whole = count / 8 * 8;
-  int64_t i = 0;
-  for (; i < whole; i += 8) {
-    const __m256 values = _mm256_loadu_ps(from + i);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(values, nearest));
-    if (_mm256_movemask_ps(_mm256_cmp_ps(_mm256_andnot_ps(sign, values), overflow, _CMP_NLT_UQ)) == 0) continue;
-    for (int64_t large = i; large < i + 8; ++large) to[large] = static_cast<uint16_t>(math::FP16::nearest(from[large]));
-  }
-  for (i = whole; i < count; ++i) to[i] = static_cast<uint16_t>(math::FP16::nearest(from[i]));
-}
+  const auto one = [](float x) DLT_HD_LAMBDA { return static_cast<math::FP16::Word>(math::FP16::nearest(x)); };
+#if defined(__F16C__)
+  round_run(to, from, count, float_of(half_overflow), one);
 #else
-DLT_HD void encode_run(math::FP16::Word* to, const float* from, int64_t count) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint16_t>(math::FP16::nearest(from[i]));
-}
+  for (int64_t i = 0; i < count; ++i) to[i] = one(from[i]);
 #endif
+}
 
 }  // namespace dltrain::cpu
