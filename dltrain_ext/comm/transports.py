@@ -212,7 +212,7 @@ def _in_time(make: Callable[[], Any], timeout: timedelta) -> Any:
         except Exception as error:
             made.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name="dltrain_ext: connecting", daemon=True).start()
     if wait([made], timeout.total_seconds()).not_done:
         raise RuntimeError(f"not connected in {timeout}")
     return made.result()

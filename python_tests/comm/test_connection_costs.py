@@ -14,12 +14,22 @@ from ranks import run_ranks
 from dltrain_ext import comm
 
 
+def threads_that_stay():
+    """Return the number of threads, without those that end now: Python forgets a thread before the kernel does."""
+    while any(thread.name.startswith("dltrain_ext: ") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    counts = []
+    for _ in range(10):
+        counts.append(len(os.listdir("/proc/self/task")))
+        time.sleep(0.01)
+    return min(counts)
+
+
 def taken(store):
     """Return the numbers of descriptors and threads, and the keys in the store, after these have been cleaned up."""
     gc.collect()
-    while any(thread.name == "dltrain_ext: at work" for thread in threading.enumerate()):
-        time.sleep(0.01)
-    own = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    threads = threads_that_stay()
+    own = len(os.listdir("/proc/self/fd")), threads
     dist.barrier()
     keys = len(store.list_keys())
     dist.barrier()
