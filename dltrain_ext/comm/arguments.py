@@ -1,5 +1,6 @@
 """Checks of the arguments of collectives."""
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import check_dense, check_number
+from dltrain_ext.codecs.arguments import is_stochastic
 
 IN_PLANS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that plans add
 
@@ -71,12 +73,27 @@ def check_devices(tensors: Sequence[torch.Tensor], name: str) -> None:
             )
 
 
-def check_options(algorithm: str, codec: str, seed: int, step: int | None, segments: int | None) -> None:
+def how_to_add(
+    op: "str | dist.ReduceOp", rounding: str, algorithm: str, codec: str, seed: int, segments: int | None
+) -> tuple[bool, bool]:
+    """Checks these options. Returns whether the sum is divided by the number of ranks, and whether roundings are
+    stochastic."""
+    try:
+        return _how_to_add(op, rounding, algorithm, codec, seed, segments)
+    except TypeError:  # also that of a key that cannot be one
+        return _how_to_add.__wrapped__(op, rounding, algorithm, codec, seed, segments)
+
+
+# What it has accepted is kept, because a call for a small tensor does not take longer than these checks.
+@functools.lru_cache(maxsize=256, typed=True)
+def _how_to_add(
+    op: "str | dist.ReduceOp", rounding: str, algorithm: str, codec: str, seed: int, segments: int | None
+) -> tuple[bool, bool]:
     _check_texts(algorithm=algorithm, codec=codec)
     check_number(seed, "seed", 2**63)
-    for name, number, bound in (("step", step, 2**32), ("segments", segments, 2**16)):
-        if number is not None:
-            check_number(number, name, bound)
+    if segments is not None:
+        check_number(segments, "segments", 2**16)
+    return is_average(op), is_stochastic(rounding)
 
 
 def check_sent(nbytes: int, algorithm: str, dtype: torch.dtype) -> None:

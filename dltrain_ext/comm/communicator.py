@@ -17,19 +17,17 @@ import torch.distributed as dist
 from dltrain_ext import _ops
 from dltrain_ext._arguments import check_number
 from dltrain_ext.codecs import CODECS
-from dltrain_ext.codecs.arguments import is_stochastic
 from dltrain_ext.comm import timing, tuner
 from dltrain_ext.comm.arguments import (
     IN_PLANS,
     check_devices,
     check_list,
     check_names,
-    check_options,
     check_sent,
     check_tensors,
     check_timeout,
     checked_device,
-    is_average,
+    how_to_add,
 )
 from dltrain_ext.comm.connections import Connections
 from dltrain_ext.comm.cost_model import Network
@@ -60,6 +58,17 @@ class CallOptions(TypedDict, total=False):
 
 
 _CALL_OPTIONS = CallOptions.__annotations__.keys()
+_USUAL_OPTIONS: dict[str, Any] = {
+    "op": "sum",
+    "algorithm": "auto",
+    "codec": "raw",
+    "residual": None,
+    "rounding": "nearest",
+    "seed": 0,
+    "step": None,
+    "segments": None,
+    "async_op": False,
+}
 
 
 class Communicator:
@@ -157,9 +166,11 @@ class Communicator:
 
     def _on(self, device: torch.device) -> "_ops.Communicator":
         self.check_process()
+        if not self._close.alive:
+            raise dist.DistBackendError("the communicator was closed")
+        if (connected := self._by_device.get(device)) is not None:
+            return connected
         with self._lock:
-            if not self._close.alive:
-                raise dist.DistBackendError("the communicator was closed")
             if device not in self._by_device:
                 self._by_device[device] = self._connections.connect(device)
             return self._by_device[device]
@@ -180,7 +191,7 @@ class Communicator:
     ) -> Work | None:
         """Runs :func:`dltrain_ext.comm.all_reduce` on this communicator."""
         check_tensors(tensor=tensor, residual=residual)
-        check_options(algorithm, codec, seed, step, segments)
+        average, stochastic = how_to_add(op, rounding, algorithm, codec, seed, segments)
         device = checked_device(tensor)
         if codec == "auto" and residual is not None:
             raise ValueError("codec: expected one by its name where there is a residual, got 'auto'")
@@ -192,15 +203,15 @@ class Communicator:
         return self._start(
             tensor,
             device,
-            op=op,
+            async_op,
+            step,
             algorithm=algorithm,
             codec=codec,
+            average=average,
             residual=residual,
-            rounding=rounding,
+            stochastic=stochastic,
             seed=seed,
-            step=step,
-            segments=segments or chosen,
-            async_op=async_op,
+            segments=segments or chosen or 0,
         )
 
     def reduce_scatter(
@@ -261,31 +272,26 @@ class Communicator:
 
     def _run(self, collective: str, name: str, tensor: torch.Tensor, options: CallOptions, **own: Any) -> Work | None:
         """Checks what C++ does not check, and runs a collective on a tensor; ``name`` is that of its argument."""
-        get: Any = options.get
         if unknown := options.keys() - _CALL_OPTIONS:
             raise TypeError(f"{collective}: expected the options {', '.join(_CALL_OPTIONS)}, got {', '.join(unknown)}")
-        check_tensors(**{name: tensor}, residual=get("residual"))
-        check_options(get("algorithm", "auto"), get("codec", "raw"), get("seed", 0), get("step"), get("segments"))
-        return self._start(tensor, checked_device(tensor, name), collective=collective, **own, **options)
+        check_tensors(**{name: tensor}, residual=options.get("residual"))
+        call = {**_USUAL_OPTIONS, **own, **options}
+        op, rounding, async_op, step, segments = map(call.pop, ("op", "rounding", "async_op", "step", "segments"))
+        average, stochastic = how_to_add(op, rounding, call["algorithm"], call["codec"], call["seed"], segments)
+        call.update(collective=collective, average=average, stochastic=stochastic, segments=segments or 0)
+        return self._start(tensor, checked_device(tensor, name), async_op, step, **call)
 
     def _start(
-        self,
-        tensor: torch.Tensor,
-        device: torch.device,
-        *,
-        op: "str | dist.ReduceOp" = "sum",
-        rounding: str = "nearest",
-        step: int | None = None,
-        segments: int | None = None,
-        async_op: bool = False,
-        **options: Any,
+        self, tensor: torch.Tensor, device: torch.device, async_op: bool, step: int | None, **options: Any
     ) -> Work | None:
-        options["step"] = next(self._numbers) % 2**32 if step is None else step
-        options.update(average=is_average(op), stochastic=is_stochastic(rounding), segments=segments or 0)
+        if step is None:
+            step = next(self._numbers) % 2**32
+        else:
+            check_number(step, "step", 2**32)
         communicator = self._on(device)
         if async_op:
-            return self._submit(communicator, tensor, **options)
-        communicator.run(tensor, **options)
+            return self._submit(communicator, tensor, step=step, **options)
+        communicator.run(tensor, step=step, **options)
         return None
 
     def run_bucket(self, tensor: torch.Tensor, bucket: _ops.BucketState, **options: Any) -> None:
@@ -329,8 +335,9 @@ class Communicator:
         start = Network(latency=1e-4, bandwidth=1e9, overhead=1e-5, copy=1e-10, ranks_per_host=per_host)
         with self._measured() as group, self._connections.rendezvous.at_work():
             segment_bytes, levels = self._on(self._device).segment_bytes, 1 if per_host == 1 else 2
-            self._selector.tuning = tuner.tune(group, start, levels, names, seconds, segment_bytes)
-        return self._selector.tuning
+            tuning = tuner.tune(group, start, levels, names, seconds, segment_bytes)
+        self._selector.use(tuning)
+        return tuning
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[timing.Group]:
@@ -376,10 +383,13 @@ class Communicator:
     def usual_plan(self) -> str:
         """The plan for large tensors if nothing was measured and runs are to have the same bits.
 
-        ``"direct"`` has the fewest rounds, and on CUDA a fifth of the ring's launches. On the CPU the ring was a little
-        faster on up to 8 ranks, although each of its hops encodes again.
+        ``"direct"`` has the fewest rounds, on CUDA a fifth of the ring's launches, and adds what others have written to
+        shared memory where it lies. Over Gloo the ring was a little faster on up to 8 ranks, although each of its hops
+        encodes again.
         """
-        return "ring" if self._device.type == "cpu" and self._world_size <= 8 else "direct"
+        if self._device.type != "cpu" or self._world_size > 8:
+            return "direct"
+        return "ring" if self._on(self._device).segment_bytes == 0 else "direct"  # shared memory is read in segments
 
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
         """Returns what ``algorithm="auto"`` stands for, with tensors of ``nbytes`` bytes in fp32: a plan, which is

@@ -15,6 +15,7 @@ from dltrain_ext.comm.timing import Group
 from dltrain_ext.comm.trial_selection import select_by_trials, times_by_trials
 from dltrain_ext.comm.tuning import Tuning
 
+_MOST_PLANS = 1024  # that are kept, because a call for a small tensor does not take longer than to find one
 _SECONDS = 1.0  # the time that measuring for a codec may take
 Measured = Callable[[], AbstractContextManager[Group]]  # enters and leaves the measuring of the group; collective
 
@@ -25,12 +26,17 @@ class Selector:
     def __init__(self, tuning: Tuning | str | os.PathLike[str] | None, world_size: int):
         given = _as_tuning(tuning, world_size)
         self._overrides = Overrides.of_environment(world_size)
-        self.tuning = self._overrides.tuning or given
+        self.use(self._overrides.tuning or given)
         self._world_size = world_size
         # In torch's deterministic mode the noise of measurements must not change the bits.
         self.may_measure = world_size > 1 and not torch.are_deterministic_algorithms_enabled()
         self._selected: dict[object, tuple[str, str]] = {}
         self._times: dict[object, dict[str, float]] = {}
+
+    def use(self, tuning: Tuning | None) -> None:
+        """Selects by this tuning from now on; None selects without one."""
+        self.tuning = tuning
+        self._plans: dict[tuple[str, int], tuple[str, int | None]] = {}  # found by plan_for
 
     @property
     def digest(self) -> str:
@@ -40,6 +46,13 @@ class Selector:
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
         """Returns for the algorithm ``"auto"`` and tensors of ``nbytes`` bytes in fp32 a plan, which is ``"auto"``
         without a tuning, and the number of segments if it is decided."""
+        if (known := self._plans.get((codec, nbytes))) is not None:
+            return known
+        if len(self._plans) == _MOST_PLANS:
+            self._plans.clear()
+        return self._plans.setdefault((codec, nbytes), self._find_plan(codec, nbytes))
+
+    def _find_plan(self, codec: str, nbytes: int) -> tuple[str, int | None]:
         overrides, choice = self._overrides, None
         if overrides.algorithm is not None:
             _check_override(overrides.algorithm, codec)

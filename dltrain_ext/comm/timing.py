@@ -41,18 +41,23 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timer(group: Group, nbytes: int, dtype: torch.dtype = torch.float32) -> Callable[[Trial], float]:
-    """Returns a function that returns the seconds of a trial of that size, which starts after a barrier."""
+def timer(group: Group, nbytes: int, dtype: torch.dtype = torch.float32) -> Callable[..., float]:
+    """Returns a function that returns the seconds of a trial of that size, the mean of some calls after a barrier. The
+    tensor is written anew before every call, as gradients are, and not left in the caches by the previous one."""
     tensor = torch.zeros(nbytes // 4, dtype=dtype, device=group.device)
     barrier = torch.zeros(1, device=group.device)
 
-    def once(trial: Trial) -> float:
+    def once(trial: Trial, calls: int = 1) -> float:
+        tensor.zero_()
         group.all_reduce(barrier, Trial("raw", 4, "recursive_doubling", 1))
         synchronize(group.device)
         began = time.perf_counter()
-        group.all_reduce(tensor, trial)
+        for call in range(calls):
+            if call > 0:
+                tensor.zero_()
+            group.all_reduce(tensor, trial)
         synchronize(group.device)
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / calls
 
     return once
 

@@ -21,8 +21,11 @@ _TRIED_SIZES = {"raw": SIZES[:-1], "native": SIZES[:-1]}  # up to 16 MiB; for lo
 _TRIED_LOSSY_SIZES = (4**8, 4**10, 4**12)
 _CALIBRATING_SIZES = (4**6, 4**9, 4**11)
 _REPEATS = (5, 40)  # the least and the most turns of a trial
-_PER_TRIAL = 0.08  # seconds for which a trial is repeated, within these limits
-_SHORT = 4**9  # bytes up to which the model is too inaccurate to leave a plan out
+_PER_TRIAL = 0.03  # seconds for which a trial is repeated, within these limits
+_BURST = 5e-3, 50  # a turn is calls for so many seconds, but not more than so many: ranks do not begin at the same time
+_CLOSE = 1.5  # up to this factor of the fastest time, which plan is faster is for a second timing to decide
+_LEFT_OUT = 3.0  # the factor of the fastest time from which on the model is believed that a plan is slow,
+_LONG = 4**9  # for messages of more than so many bytes
 
 
 def tune(group: Group, start: Network, levels: int, names: Sequence[str], seconds: float, segment_bytes: int) -> Tuning:
@@ -32,13 +35,15 @@ def tune(group: Group, start: Network, levels: int, names: Sequence[str], second
         raise ValueError("seconds, codecs: expected the same on all ranks")
     names = ("raw", *names)
     speeds = _slowest(group, {codec: speed_of(codec, group.device) for codec in names})
-    times = _time(group, list(_calibrating()))
+    times = _time(group, list(_calibrating()), _PER_TRIAL)
     trials: list[Trial] = []
     if group.rank == 0:
         network = fit(replace(start, speeds=speeds), group.world_size, levels, times)
         model = Model(network, group.world_size, levels, segment_bytes)
-        trials = list(_worth_trying(model, names, seconds))
-    times = _time(group, [Trial(*fields) for fields in json.loads(group.exchange(json.dumps(trials))[0])])
+        trials = list(_worth_trying(model, names, seconds / 2))
+    times = _time(group, _of_rank_0(group, trials), _PER_TRIAL)
+    close = list(_close(times))
+    times |= _time(group, close, seconds / 2 / max(1, len(close)))
     tuning = ""
     if group.rank == 0:
         tuning = Tuning(group.world_size, network, tabulate(model, names, times)).to_json()
@@ -84,12 +89,17 @@ def _calibrating() -> Iterator[Trial]:
     yield Trial("raw", _CALIBRATING_SIZES[-1], "ring", 8)
 
 
-def _time(group: Group, trials: Sequence[Trial]) -> dict[Trial, float]:
-    """Returns the seconds of each trial, the same on all ranks: the median over turns of the slowest rank's time."""
+def _of_rank_0(group: Group, trials: Sequence[Trial]) -> list[Trial]:
+    return [Trial(*fields) for fields in json.loads(group.exchange(json.dumps(trials))[0])]
+
+
+def _time(group: Group, trials: Sequence[Trial], seconds: float) -> dict[Trial, float]:
+    """Returns the seconds of each trial, the same on all ranks: the median over turns of the slowest rank's time. A
+    trial is repeated for so many seconds, within limits."""
     by_size: dict[int, list[Trial]] = {}
     for trial in trials:
         by_size.setdefault(trial.nbytes, []).append(trial)
-    own = [_take_turns(group, nbytes, some) for nbytes, some in by_size.items()]
+    own = [_take_turns(group, nbytes, some, seconds) for nbytes, some in by_size.items()]
     of_all_ranks = [json.loads(text) for text in group.exchange(json.dumps([s for samples in own for s in samples]))]
     ordered = [trial for some in by_size.values() for trial in some]
     return {
@@ -98,13 +108,28 @@ def _time(group: Group, trials: Sequence[Trial]) -> dict[Trial, float]:
     }
 
 
-def _take_turns(group: Group, nbytes: int, trials: Sequence[Trial]) -> list[list[float]]:
+def _take_turns(group: Group, nbytes: int, trials: Sequence[Trial], seconds: float) -> list[list[float]]:
     once = timer(group, nbytes)
-    first = [once(trial) for trial in trials]
-    shortest = [float(text) for text in group.exchange(str(min(first)))]
-    turns = int(min(max(_PER_TRIAL / max(shortest), _REPEATS[0]), _REPEATS[1]))
-    columns = [[once(trial) for trial in trials] for _ in range(turns)]
+    first = json.dumps([once(trial) for trial in trials])
+    slowest = [max(times) for times in zip(*map(json.loads, group.exchange(first)), strict=True)]
+    duration, most = _BURST
+    calls = [int(min(max(duration / each, 1), most)) for each in slowest]
+    shortest = min(each * count for each, count in zip(slowest, calls, strict=True))
+    turns = int(min(max(seconds / shortest, _REPEATS[0]), _REPEATS[1]))
+    columns = [[once(trial, count) for trial, count in zip(trials, calls, strict=True)] for _ in range(turns)]
     return [list(samples) for samples in zip(*columns, strict=True)]
+
+
+def _close(times: Mapping[Trial, float]) -> Iterator[Trial]:
+    """Yields the trials of which one may be the fastest of its codec and size, if there are several."""
+    alike: dict[tuple[str, int], list[Trial]] = {}
+    for trial in times:
+        alike.setdefault((trial.codec, trial.nbytes), []).append(trial)
+    for trials in alike.values():
+        fastest = min(times[trial] for trial in trials)
+        close = [trial for trial in trials if times[trial] <= _CLOSE * fastest]
+        if len(close) > 1:
+            yield from close
 
 
 def fit(
@@ -173,23 +198,24 @@ class Model:
 
 
 def _worth_trying(model: Model, names: Sequence[str], seconds: float) -> Iterator[Trial]:
-    """Yields the trials that could be the fastest, as the time permits: first the likeliest of each codec and size."""
-    candidates = []
+    """Yields the trials that could be the fastest, as the time permits: first the likeliest of each codec and size, and
+    then the others, by how much slower than these they are by the model."""
+    likeliest, others = [], []
     for nbytes in SIZES:
         for codec in ("native", *names):
             if nbytes not in _TRIED_SIZES.get(codec, _TRIED_LOSSY_SIZES):
                 continue
             ranking = model.ranking("raw" if codec == "native" else codec, nbytes)
+            fastest, trial = ranking[0]
             if codec == "native":
-                candidates.append([(ranking[0][0], Trial("native", nbytes, "native", 1))])
+                likeliest.append((fastest, Trial("native", nbytes, "native", 1)))
                 continue
-            promising = [pair for pair in ranking if pair[0] <= 1.5 * ranking[0][0]][: 3 if codec == "raw" else 2]
-            candidates.append(ranking if nbytes <= _SHORT else promising)
-    likeliest = [pairs[0] for pairs in candidates]
-    others = [pair for pairs in candidates for pair in pairs[1:]]
+            likeliest.append((fastest, trial))
+            others += [(expected / fastest, (expected, trial)) for expected, trial in ranking[1:]]
+    less_likely = [pair for factor, pair in sorted(others) if factor <= _LEFT_OUT or pair[1].nbytes <= _LONG]
     left = seconds
-    for expected, trial in likeliest + others:
-        cost = (1 + _REPEATS[0]) * (expected + 1e-3)
+    for expected, trial in likeliest + less_likely:
+        cost = max((1 + _REPEATS[0]) * (expected + 1e-3), _PER_TRIAL)
         if cost <= left:
             left -= cost
             yield trial

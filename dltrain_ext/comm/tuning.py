@@ -1,5 +1,6 @@
 """A table of the fastest plan, and its number of segments, for each size of a message. It is made by measuring."""
 
+import itertools
 import json
 import math
 import os
@@ -55,10 +56,13 @@ class Tuning:
         """Returns the choice whose size is nearest to ``nbytes``, logarithmically, with its time scaled beyond the
         largest."""
         choices = self.table[codec]
-        nearest = min(choices, key=lambda choice: abs(math.log(choice.nbytes / max(nbytes, 1))))
-        if nbytes <= choices[-1].nbytes:
-            return nearest
-        return Choice(nbytes, nearest.algorithm, nearest.segments, nearest.seconds * nbytes / nearest.nbytes, False)
+        for smaller, larger in itertools.pairwise(choices):
+            if nbytes**2 <= smaller.nbytes * larger.nbytes:
+                return smaller
+        largest = choices[-1]
+        if nbytes <= largest.nbytes:
+            return largest
+        return Choice(nbytes, largest.algorithm, largest.segments, largest.seconds * nbytes / largest.nbytes, False)
 
     def codec_for(self, nbytes: int, dtype: torch.dtype = torch.float32) -> str:
         """Returns the most accurate codec that takes at most 10 % longer than the fastest, or ``"native"`` if that is
@@ -125,6 +129,8 @@ class Tuning:
                     if not (choice.nbytes > 0 and choice.seconds > 0 and choice.segments > 0):
                         raise ValueError(f"{choice} has a number that is not above 0")
                     check_names(choice.algorithm, "raw" if codec == "native" else codec)
+                if any(larger.nbytes <= smaller.nbytes for smaller, larger in itertools.pairwise(choices)):
+                    raise ValueError(f"the sizes for {codec} do not grow")
             if not table or type(plain["world_size"]) is not int or plain["world_size"] < 1:
                 raise ValueError(f"a table of {len(table)} codecs for {plain['world_size']!r} ranks")
             return cls(plain["world_size"], Network.from_dict(plain["network"]), table)

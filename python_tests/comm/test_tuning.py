@@ -66,6 +66,17 @@ def test_the_table_has_the_measured_times_and_interpolates_between_them():
     assert made["native"][-1].algorithm == "native"
 
 
+def test_what_may_be_the_fastest_is_timed_again():
+    times = {
+        tuner.Trial("raw", 4**6, "ring", 1): 3.1,
+        tuner.Trial("raw", 4**6, "tree", 1): 2.9,
+        tuner.Trial("raw", 4**6, "direct", 1): 2.0,
+        tuner.Trial("raw", 4**8, "direct", 1): 4.0,
+        tuner.Trial("native", 4**6, "native", 1): 2.0,
+    }
+    assert [trial.algorithm for trial in tuner._close(times)] == ["tree", "direct"]
+
+
 @pytest.mark.parametrize(("codec", "segments"), [("raw", 64), ("fp16", 32)])
 def test_segments_have_the_size_that_suits_the_transport(codec, segments):
     model = tuner.Model(NETWORK, 4, 1, segment_bytes=256 << 10)
@@ -104,9 +115,9 @@ def test_a_tuning_is_saved_completely(tmp_path):
     assert "direct/1 250" in str(tuning) and "ring/4 ~1e+06" in str(tuning)
 
 
-def one_choice(**change):
+def one_choice(times=1, **change):
     choice = {"nbytes": 8, "algorithm": "ring", "segments": 1, "seconds": 1.0, "measured": True} | change
-    return {"table": {"raw": [choice]}}
+    return {"table": {"raw": times * [choice]}}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +133,7 @@ def one_choice(**change):
         one_choice(seconds="1"),
         one_choice(seconds=0),
         one_choice(algorithm="rign"),
+        one_choice(times=2),
     ],
 )
 def test_other_json_is_refused(change):

@@ -133,7 +133,7 @@ def test_a_loaded_selection_is_used_only_if_it_was_asked_for():
 
 
 def where_ranks_are(rank, world_size):
-    for hosts, on_cpu, on_cuda in (("abc", "ring", "direct"), ("aaa", "ring", "direct"), ("aab", "ring", "direct")):
+    for hosts, on_cpu, on_cuda in (("abc", "ring", "direct"), ("aaa", "direct", "direct"), ("aab", "ring", "direct")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connections, "host_id", lambda hosts=hosts: hosts[rank])
             communicator = comm.Communicator()
