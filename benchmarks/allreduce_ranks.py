@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import cupy_peers
+from benchmarks import cupy_peers, deepspeed_peer
 from benchmarks.harness import Failure, Progress, interleave
 from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import over_ranks
@@ -30,6 +30,7 @@ SMALL = 64 << 10  # bytes; up to here the rounds of a plan take the time, and no
 BURST_BYTES = 8 << 20  # at most as much is one sample; several calls, because ranks do not begin at the same time
 PEERS = {"cpu": "gloo", "cuda": "nccl"}  # torch.distributed's own backends
 CUPY = "cupy nccl"
+DEEPSPEED = "deepspeed shm"
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -49,7 +50,7 @@ class Side(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        return self.algorithm not in (*PEERS.values(), CUPY)
+        return self.algorithm not in (*PEERS.values(), CUPY, DEEPSPEED)
 
 
 class Job(NamedTuple):
@@ -83,11 +84,11 @@ class Result(NamedTuple):
 
 
 class Connections(NamedTuple):
-    """The peer's process group (None: the default group), and our communicators by levels and transport."""
+    """The peer's process group (None: the default group), our communicators by levels and transport, other peers."""
 
     peer: dist.ProcessGroup | None
     ours: dict[tuple[int, str], comm.Communicator]
-    cupy: "cupy_peers.Nccl | None" = None
+    others: dict[str, "cupy_peers.Nccl | deepspeed_peer.SharedMemory"]
 
     def plan_for(self, side: Side, nbytes: int) -> str:
         return self.ours[side.levels, side.transport].plan_for(side.codec, nbytes)[0]
@@ -109,8 +110,9 @@ def work(rank: int, ranks: int, progress: Progress, job: Job) -> Iterator[list[R
     peer = nccl_group() if job.device == "cuda" else None
     ours = connect(job)
     sides = [side for side in job.sides if not side.ours or (side.levels, side.transport) in ours]
-    cupy = cupy_peers.Nccl(rank, ranks) if Side(CUPY) in sides else None
-    job, connections = job._replace(sides=sides), Connections(peer, ours, cupy)
+    makers = {CUPY: cupy_peers.Nccl, DEEPSPEED: deepspeed_peer.SharedMemory}
+    others = {name: make(rank, ranks) for name, make in makers.items() if Side(name) in sides}
+    job, connections = job._replace(sides=sides), Connections(peer, ours, others)
     for communicator in ours.values() if job.tuned else ():
         progress(f"tuning on {ranks} ranks", 0.0)
         communicator.tune(codecs=sorted({side.codec for side in sides}))
@@ -246,8 +248,8 @@ def make_call(side: Side, message: Tensor, connections: Connections, job: Job) -
         dist.all_reduce(narrow, group=connections.peer)
         message.copy_(narrow)
 
-    def by_cupy() -> None:
-        connections.cupy.all_reduce(message)
+    def by_other() -> None:
+        connections.others[side.algorithm].all_reduce(message)
         if average:
             message.div_(dist.get_world_size())
 
@@ -258,6 +260,6 @@ def make_call(side: Side, message: Tensor, connections: Connections, job: Job) -
 
     if side.ours:
         return ours
-    if side.algorithm == CUPY:
-        return by_cupy
+    if side.algorithm in connections.others:
+        return by_other
     return peer if side.codec == "raw" else peer_narrow

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import cupy_peers
-from benchmarks.allreduce_ranks import BURST_BYTES, CUPY, DEADLINE, PEERS, SMALL, Job, Result, Side, work
+from benchmarks import cupy_peers, deepspeed_peer
+from benchmarks.allreduce_ranks import BURST_BYTES, CUPY, DEADLINE, DEEPSPEED, PEERS, SMALL, Job, Result, Side, work
 from benchmarks.harness import Failure, Keep, Progress, Row, Table, at_least, choices
 from benchmarks.machine import link_probe
 from benchmarks.machine.ranks import count_ranks, given_rank, on_ranks
@@ -142,6 +142,8 @@ def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[S
     peers = [Side(PEERS[options.device], codec) for codec in ("raw", *narrow)]
     if options.device == "cuda" and not cupy_peers.why_not():
         peers.append(Side(CUPY))
+    if options.device == "cpu" and not why_not_deepspeed():
+        peers.append(Side(DEEPSPEED))
     return peers + [
         Side(*pair, transport, int(levels))
         for pair in pairs
@@ -150,10 +152,15 @@ def make_sides(options: argparse.Namespace, algorithms: Sequence[str]) -> list[S
     ]
 
 
+def why_not_deepspeed() -> str:
+    return "its ranks have to be on one host" if given_rank() else deepspeed_peer.why_not()
+
+
 def left_out(device: str) -> list[Row]:
     """Return the rows of the peers that cannot run here."""
     if device == "cpu":
-        return [Row.missing(peer, "needs --device cuda") for peer in (PEERS["cuda"], CUPY)]
+        missing = [Row.missing(peer, "needs --device cuda") for peer in (PEERS["cuda"], CUPY)]
+        return missing + ([Row.missing(DEEPSPEED, why)] if (why := why_not_deepspeed()) else [])
     return [Row.missing(CUPY, why)] if (why := cupy_peers.why_not()) else []
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from ranks import ROOT, run_ranks
 
+from benchmarks import deepspeed_peer
 from benchmarks.__main__ import main, parse
 from benchmarks.allreduce_ranks import Result, Side
-from benchmarks.cases.allreduce import DEFAULT, make_row, make_sides
+from benchmarks.cases.allreduce import DEFAULT, left_out, make_row, make_sides
 from dltrain_ext import codecs, comm
 from dltrain_ext.selftest.ranks import nccl_variables
 from dltrain_ext.selftest.sums import Data, count_wrong, first_if_unlike, normal, tolerance, whole_numbers
@@ -36,6 +37,25 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def names_of_sides(*arguments: str) -> list[str]:
     options, _ = parse(["allreduce", *arguments])
     return [side.name for side in make_sides(options, options.algorithms or DEFAULT[options.device])]
+
+
+def test_deepspeed_is_a_peer_where_it_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("several lines\nno compiler")
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(deepspeed_peer, "find_spec", lambda name: None)
+    assert left_out("cpu")[-1].check == "not installed: pip install deepspeed"
+    monkeypatch.setattr(deepspeed_peer, "find_spec", lambda name: name)
+    monkeypatch.setattr(deepspeed_peer, "_load", fails)
+    assert left_out("cpu")[-1].check == "cannot be compiled: no compiler"
+    assert "deepspeed shm" not in names_of_sides("--algorithms", "ring")
+    monkeypatch.setattr(deepspeed_peer, "_load", lambda: None)
+    assert names_of_sides("--algorithms", "ring") == ["gloo", "deepspeed shm", "ring", "ring, 2 levels"]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert left_out("cpu")[-1].check == "its ranks have to be on one host"
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
