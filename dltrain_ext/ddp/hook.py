@@ -51,7 +51,7 @@ class AllReduceState(Reports):
             continues from a checkpoint of as many ranks uses that of the checkpoint. With ``max_error`` a codec is
             selected for each bucket.
         algorithm: as for :func:`dltrain_ext.comm.all_reduce`, but one for buckets of any size. ``"auto"`` is that of
-            the tuning. Without one it is ``"ring"`` for up to 8 ranks on the CPU, else ``"direct"``, so that runs have
+            the tuning. Without one it is ``"ring"`` for up to 8 ranks over Gloo, else ``"direct"``, so that runs have
             the same bits; with the codec ``"auto"`` it is the fastest plan, or ``"direct"``, which encodes least often,
             if that takes at most 10 % longer.
         error_feedback: add the encoding error of a gradient to that of the next step (Seide et al. 2014; Karimireddy et
