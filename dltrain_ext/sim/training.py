@@ -95,14 +95,20 @@ def training_step(
         return simulate(algorithm, world_size, nbytes, codec=codec, network=network).seconds
 
     each = {nbytes: reduce(nbytes) if world_size > 1 else 0.0 for nbytes in set(buckets)}
-    total, full, done = sum(buckets), 0.0, 0.0
-    for nbytes in buckets:
-        full += backward * nbytes / max(total, 1)
-        done = max(done, full) + each[nbytes]
     compute = backward + other
     straggling = delay * (1 - (1 - probability) ** world_size)
-    exposed = max(0.0, done - backward)
+    exposed = exposed_seconds(buckets, [each[nbytes] for nbytes in buckets], backward)
     return StepEstimate(compute + exposed + straggling, compute, exposed, straggling)
+
+
+def exposed_seconds(buckets: Sequence[int], each: Sequence[float], backward: float) -> float:
+    """Returns by how many seconds the all-reduces of buckets, which take ``each``, end after backward: they run one
+    after another, each when backward, at a constant rate, has filled its bucket."""
+    total, full, done = sum(buckets), 0.0, 0.0
+    for nbytes, seconds in zip(buckets, each, strict=True):
+        full += backward * nbytes / max(total, 1)
+        done = max(done, full) + seconds
+    return max(0.0, done - backward)
 
 
 def break_even(

@@ -55,6 +55,7 @@ MODULES = {
     "lightning": {"ddp", "local_sgd", "compress", "amp"},
     "sim": {"comm", "codecs", "_ops", "_arguments"},
     "selftest": {"ddp", "sim", "info", "amp", "optim", "comm", "codecs", "reference", "_ops"},
+    "advise": {"selftest", "sim", "amp", "optim", "comm", "codecs"},
     "info": {"codecs", "comm", "_ops", "__init__", "_build_info"},
 }
 PUBLIC = MODULES.keys() - {"__init__", "_ops", "_arguments", "compress"}
