@@ -7,28 +7,14 @@ write. The prediction takes all-reduces for independent of backward: where both 
 
 import argparse
 import importlib.util
-import os
 import sys
-from pathlib import Path
-
-import torch.multiprocessing as mp
 
 from dltrain_ext.advise.session import run
-from dltrain_ext.selftest import ranks
-from dltrain_ext.selftest.session import without_cuda
+from dltrain_ext.selftest import command
 
 
 def main(argv: list[str]) -> int:
-    under_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    options = parse(argv, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
-    if under_torchrun:
-        with ranks.joined():
-            return run(options)
-    try:
-        return ranks.launch(options.ranks, run, options)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        print(f"advise: {error}", file=sys.stderr)
-        return 1
+    return command.on_ranks("advise", run, parse(argv, command.given_ranks()))
 
 
 def count(text: str) -> int:
@@ -55,7 +41,7 @@ def milliseconds(text: str) -> float:
 
 def parse(argv: list[str], given: int | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dltrain_ext.advise", description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, help="processes to start here (default 2), or those that torchrun started")
+    command.add_options(parser)
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
@@ -70,22 +56,14 @@ def parse(argv: list[str], given: int | None) -> argparse.Namespace:
         )
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to time all-reduces (default 10)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default cpu)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args(argv)
-    if given and options.ranks not in (None, given):
-        parser.error(f"--ranks: expected {given}, as torchrun has started, got {options.ranks}")
-    options.ranks = given or (2 if options.ranks is None else options.ranks)
-    if options.ranks < 2:
-        parser.error(f"--ranks: expected at least 2, got {options.ranks}")
+    command.check_options(parser, options, given, least=2)
     if not 1 <= options.seconds <= 3600:
         parser.error(f"--seconds: expected 1 to 3600, got {options.seconds}")
-    if options.model and not (importlib.util.find_spec(options.model.partition(":")[0].partition(".")[0])):
-        parser.error(f"--model: expected module:function of a module that can be imported, got {options.model!r}")
-    if options.device == "cuda" and (reason := without_cuda()):
-        parser.error(f"--device: expected cpu, since {reason}, got cuda")
-    writes = options.json is not None and os.environ.get("RANK", "0") == "0"
-    if writes and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
-        parser.error(f"--json: expected a file in a folder that exists, got {options.json}")
+    if options.model is not None:
+        package = options.model.partition(":")[0].partition(".")[0]
+        if not package or not importlib.util.find_spec(package):
+            parser.error(f"--model: expected module:function of a module that can be imported, got {options.model!r}")
     return options
 
 

@@ -3,5 +3,5 @@
 The modules: ``session`` runs all checks on every rank. ``checks`` has the checks of a single device, ``together`` those
 of several ranks, ``links`` measures the links between ranks, and ``faults`` checks what ranks report when one is
 killed. ``sums`` makes contributions with known sums, and compares results with them. ``ranks`` starts and connects the
-ranks. ``report`` writes the table and the JSON.
+ranks, and ``command`` calls something on each. ``report`` writes the table and the JSON.
 """

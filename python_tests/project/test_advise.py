@@ -145,6 +145,7 @@ def test_numbers_of_parameters():
         (["--backward", "-1"], "expected a number of milliseconds of at least 0, got '-1'"),
         (["--seconds", "nan"], "--seconds: expected 1 to 3600, got nan"),
         (["--model", "no_such_module:f"], "--model: expected module:function of a module that can be imported"),
+        (["--model", ":f"], "--model: expected module:function of a module that can be imported, got ':f'"),
         (["--json", "/no/such/folder/x"], "--json: expected a file in a folder that exists"),
     ],
 )
