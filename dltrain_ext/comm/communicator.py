@@ -311,9 +311,9 @@ class Communicator:
 
         A few all-reduces are timed, and the latency, the bandwidth and the costs of messages and copies are fitted to
         them, with the model of :mod:`dltrain_ext.sim`. Codecs are timed on each rank. Then the plans and numbers of
-        segments that are the fastest by the model are timed, as many as there is time for, and the fastest are entered
-        in a table. Times between the measured sizes are interpolated, and beyond them they are the model's, corrected
-        by its error at the largest measured size. Rank 0 decides for all.
+        segments that are the fastest by the model are timed, as many as there is time for, those that are close to the
+        fastest again, and the fastest are entered in a table. Times between the measured sizes are interpolated, and
+        beyond them they are the model's, corrected by its error at the largest measured size. Rank 0 decides for all.
 
         Args:
             seconds: about how long plans may be timed; the calibration takes some more seconds.
