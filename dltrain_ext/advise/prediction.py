@@ -1,14 +1,12 @@
 """The time of a training step with each codec, predicted from a tuning, and which codec to use."""
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dltrain_ext.advise.workload import Workload
 from dltrain_ext.codecs import error_bound
-from dltrain_ext.comm import Choice, Tuning
-from dltrain_ext.comm.tuning import most_accurate
+from dltrain_ext.comm import Tuning
+from dltrain_ext.comm.tuning import most_accurate, seconds_for
 from dltrain_ext.sim.training import exposed_seconds
 
 PLAIN = "native"  # DDP without a hook
@@ -44,26 +42,13 @@ def predict(tuning: Tuning, workload: Workload) -> list[Prediction]:
 
 def _of_codec(codec: str, tuning: Tuning, workload: Workload, optimizer: float) -> Prediction:
     buckets = workload.buckets
-    each = [seconds_of(tuning.table[codec], nbytes) for nbytes in buckets]
+    each = [seconds_for(tuning.table[codec], nbytes) for nbytes in buckets]
     exposed = exposed_seconds(buckets, each, workload.backward)
     seconds = workload.forward + workload.backward + exposed + optimizer
     error = 0.0 if codec in (PLAIN, "raw") else error_bound(codec).rms
     return Prediction(
         codec, seconds, sum(each), exposed, optimizer, error, tuning.choose(codec, max(buckets)).algorithm
     )
-
-
-def seconds_of(choices: Sequence[Choice], nbytes: int) -> float:
-    """Returns the time of an all-reduce, interpolated in the logarithms of sizes and times. Beyond the sizes of the
-    choices it is that of the smallest, or in proportion to the largest."""
-    first, last = choices[0], choices[-1]
-    if nbytes <= first.nbytes:
-        return first.seconds
-    for smaller, larger in itertools.pairwise(choices):
-        if nbytes <= larger.nbytes:
-            part = math.log(nbytes / smaller.nbytes) / math.log(larger.nbytes / smaller.nbytes)
-            return smaller.seconds * math.exp(part * math.log(larger.seconds / smaller.seconds))
-    return last.seconds * nbytes / last.nbytes
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:

@@ -13,6 +13,7 @@ from dltrain_ext.advise.prediction import PLAIN, Prediction, best, plain, predic
 from dltrain_ext.advise.workload import Workload
 from dltrain_ext.comm import Tuning
 from dltrain_ext.selftest import ranks
+from dltrain_ext.selftest.report import write
 
 CODECS = ("fp16", "bf16", "int8", "int4")
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
                 "workload": asdict(slowest),
                 "tuning": json.loads(tuning.to_json()),
             }
-            options.json.write_text(json.dumps(kept, indent=1) + "\n")
+            write(options.json, kept)
     return 0
 
 

@@ -57,9 +57,7 @@ class CallOptions(TypedDict, total=False):
     async_op: bool
 
 
-_CALL_OPTIONS = CallOptions.__annotations__.keys()
-_USUAL_OPTIONS: dict[str, Any] = {
-    "op": "sum",
+_USUAL_OPTIONS: CallOptions = {
     "algorithm": "auto",
     "codec": "raw",
     "residual": None,
@@ -272,10 +270,10 @@ class Communicator:
 
     def _run(self, collective: str, name: str, tensor: torch.Tensor, options: CallOptions, **own: Any) -> Work | None:
         """Checks what C++ does not check, and runs a collective on a tensor; ``name`` is that of its argument."""
-        if unknown := options.keys() - _CALL_OPTIONS:
-            raise TypeError(f"{collective}: expected the options {', '.join(_CALL_OPTIONS)}, got {', '.join(unknown)}")
+        if unknown := options.keys() - _USUAL_OPTIONS.keys():
+            raise TypeError(f"{collective}: expected the options {', '.join(_USUAL_OPTIONS)}, got {', '.join(unknown)}")
         check_tensors(**{name: tensor}, residual=options.get("residual"))
-        call = {**_USUAL_OPTIONS, **own, **options}
+        call: dict[str, Any] = {"op": "sum", **_USUAL_OPTIONS, **own, **options}
         op, rounding, async_op, step, segments = map(call.pop, ("op", "rounding", "async_op", "step", "segments"))
         average, stochastic = how_to_add(op, rounding, call["algorithm"], call["codec"], call["seed"], segments)
         call.update(collective=collective, average=average, stochastic=stochastic, segments=segments or 0)
@@ -389,7 +387,8 @@ class Communicator:
         """
         if self._device.type != "cpu" or self._world_size > 8:
             return "direct"
-        return "ring" if self._on(self._device).segment_bytes == 0 else "direct"  # shared memory is read in segments
+        over_gloo = self._on(self._device).segment_bytes == 0  # only shared memory asks for segments of a size
+        return "ring" if over_gloo else "direct"
 
     def plan_for(self, codec: str, nbytes: int) -> tuple[str, int | None]:
         """Returns what ``algorithm="auto"`` stands for, with tensors of ``nbytes`` bytes in fp32: a plan, which is

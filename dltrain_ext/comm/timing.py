@@ -41,20 +41,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timer(group: Group, nbytes: int, dtype: torch.dtype = torch.float32) -> Callable[..., float]:
-    """Returns a function that returns the seconds of a trial of that size, the mean of some calls after a barrier. The
-    tensor is written anew before every call, as gradients are, and not left in the caches by the previous one."""
+def timer(group: Group, nbytes: int, dtype: torch.dtype = torch.float32) -> Callable[[Trial, int], float]:
+    """Returns a function that returns the seconds of a trial of that size: the mean of so many calls after a barrier.
+    The tensor is written anew before each of them, as gradients are."""
     tensor = torch.zeros(nbytes // 4, dtype=dtype, device=group.device)
     barrier = torch.zeros(1, device=group.device)
 
-    def once(trial: Trial, calls: int = 1) -> float:
+    def once(trial: Trial, calls: int) -> float:
         tensor.zero_()
         group.all_reduce(barrier, Trial("raw", 4, "recursive_doubling", 1))
         synchronize(group.device)
         began = time.perf_counter()
-        for call in range(calls):
-            if call > 0:
-                tensor.zero_()
+        group.all_reduce(tensor, trial)
+        for _ in range(calls - 1):
+            tensor.zero_()
             group.all_reduce(tensor, trial)
         synchronize(group.device)
         return (time.perf_counter() - began) / calls
@@ -78,7 +78,7 @@ class TrialRunner:
         once, end = timer(self._group, trials[0].nbytes, dtype), self.left - part * self.seconds
         shortest = [math.inf] * len(trials)
         for turn in range(_MOST_TURNS):
-            shortest = list(map(min, shortest, self._mean([once(trial) for trial in trials])))
+            shortest = list(map(min, shortest, self._mean([once(trial, 1) for trial in trials])))
             if self.left - sum(shortest) < (0 if turn == 0 else end):
                 break
         return shortest

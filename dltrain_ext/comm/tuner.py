@@ -14,7 +14,7 @@ from dltrain_ext import _ops, codecs
 from dltrain_ext.comm.cost_model import Network, Speed, simulate
 from dltrain_ext.comm.plans import algorithms_for
 from dltrain_ext.comm.timing import Group, Trial, synchronize, timer
-from dltrain_ext.comm.tuning import Choice, Tuning
+from dltrain_ext.comm.tuning import Choice, Tuning, interpolated
 
 SIZES = tuple(4**power for power in range(5, 14))  # bytes: 1 KiB to 64 MiB
 _TRIED_SIZES = {"raw": SIZES[:-1], "native": SIZES[:-1]}  # up to 16 MiB; for lossy codecs:
@@ -24,8 +24,7 @@ _REPEATS = (5, 40)  # the least and the most turns of a trial
 _PER_TRIAL = 0.03  # seconds for which a trial is repeated, within these limits
 _BURST = 5e-3, 50  # a turn is calls for so many seconds, but not more than so many: ranks do not begin at the same time
 _CLOSE = 1.5  # up to this factor of the fastest time, which plan is faster is for a second timing to decide
-_LEFT_OUT = 3.0  # the factor of the fastest time from which on the model is believed that a plan is slow,
-_LONG = 4**9  # for messages of more than so many bytes
+_LONG, _LEFT_OUT = 4**9, 3.0  # above so many bytes, plans are left out that are so much slower by the model
 
 
 def tune(group: Group, start: Network, levels: int, names: Sequence[str], seconds: float, segment_bytes: int) -> Tuning:
@@ -110,7 +109,7 @@ def _time(group: Group, trials: Sequence[Trial], seconds: float) -> dict[Trial, 
 
 def _take_turns(group: Group, nbytes: int, trials: Sequence[Trial], seconds: float) -> list[list[float]]:
     once = timer(group, nbytes)
-    first = json.dumps([once(trial) for trial in trials])
+    first = json.dumps([once(trial, 1) for trial in trials])
     slowest = [max(times) for times in zip(*map(json.loads, group.exchange(first)), strict=True)]
     duration, most = _BURST
     calls = [int(min(max(duration / each, 1), most)) for each in slowest]
@@ -243,8 +242,7 @@ def _between(best: Mapping[int, tuple[Trial, float]], nbytes: int) -> Choice:
     trial, seconds = best[near]
     below, above = (max((s for s in best if s < nbytes), default=0), min(s for s in best if s >= nbytes))
     if near != nbytes and below:
-        part = math.log(nbytes / below) / math.log(above / below)
-        seconds = best[below][1] ** (1 - part) * best[above][1] ** part
+        seconds = interpolated((below, best[below][1]), (above, best[above][1]), nbytes)
     return Choice(nbytes, trial.algorithm, trial.segments, seconds, near == nbytes)
 
 

@@ -153,6 +153,24 @@ class Tuning:
             raise ValueError(f"tuning: expected the path of a file, got the folder {path}") from error
 
 
+def seconds_for(choices: Sequence[Choice], nbytes: int) -> float:
+    """Returns the seconds of an all-reduce by the choices of a codec, interpolated between their sizes. For smaller
+    tensors it is the time of the smallest, and for larger ones that of the largest in proportion."""
+    smallest, largest = choices[0], choices[-1]
+    if nbytes >= largest.nbytes:
+        return largest.seconds * nbytes / largest.nbytes
+    for smaller, larger in itertools.pairwise(choices):
+        if smaller.nbytes < nbytes <= larger.nbytes:
+            return interpolated((smaller.nbytes, smaller.seconds), (larger.nbytes, larger.seconds), nbytes)
+    return smallest.seconds
+
+
+def interpolated(below: tuple[int, float], above: tuple[int, float], nbytes: int) -> float:
+    """Returns the seconds for a size between two sizes with their seconds, linear in the logarithms of both."""
+    part = math.log(nbytes / below[0]) / math.log(above[0] / below[0])
+    return below[1] * math.exp(part * math.log(above[1] / below[1]))
+
+
 def most_accurate(seconds: Mapping[str, float]) -> str:
     """Returns the most accurate of the codecs, or ``"native"``, that take at most 10 % longer than the fastest."""
     fast = [codec for codec in seconds if seconds[codec] <= LIKE_THE_FASTEST * min(seconds.values())]

@@ -96,6 +96,11 @@ class Report:
         if self._path is None:
             return
         kept = {"complete": complete, "facts": self._facts, "outcomes": [asdict(one) for one in self.outcomes]}
-        part = self._path.with_name(self._path.name + ".part")
-        part.write_text(json.dumps(kept, indent=1) + "\n")
-        part.replace(self._path)
+        write(self._path, kept)
+
+
+def write(path: Path, kept: Mapping[str, Any]) -> None:
+    """Writes a file of JSON, completely or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(kept, indent=1) + "\n")
+    part.replace(path)

@@ -17,6 +17,7 @@ from dltrain_ext import comm, sim
 from dltrain_ext.advise import prediction, session, workload
 from dltrain_ext.advise.__main__ import count, main, parse
 from dltrain_ext.advise.workload import Workload
+from dltrain_ext.comm.tuning import seconds_for
 
 MIB = 1 << 20
 MODEL = """
@@ -54,9 +55,9 @@ def workload_of(*numels, forward=1.0, backward=4.0, torch_step=3.0, our_step=2.0
 
 def test_times_between_sizes_are_interpolated():
     choices = tuning_of(raw=2.0).table["raw"]
-    assert [prediction.seconds_of(choices, size * MIB) for size in (1, 4, 16)] == pytest.approx([2.0, 8.0, 32.0])
-    assert prediction.seconds_of(choices, MIB // 2) == 2.0
-    assert prediction.seconds_of(choices, 32 * MIB) == pytest.approx(64.0)
+    assert [seconds_for(choices, size * MIB) for size in (1, 4, 16)] == pytest.approx([2.0, 8.0, 32.0])
+    assert seconds_for(choices, MIB // 2) == 2.0
+    assert seconds_for(choices, 32 * MIB) == pytest.approx(64.0)
 
 
 def test_a_step_is_forward_backward_what_is_exposed_and_the_optimizer():
