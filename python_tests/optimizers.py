@@ -8,10 +8,12 @@ import torch
 
 from dltrain_ext import optim
 from dltrain_ext.amp import LossScaler
+from dltrain_ext.optim.fused import FusedStep
 from dltrain_ext.optim.rule import RULES
 
 RTOL, ATOL = 2e-5, 2e-6  # as between torch's own fp32 implementations, over tens of steps
-KINDS = [getattr(optim, name) for name in optim.__all__]
+FUSED = [name for name in optim.__all__ if issubclass(getattr(optim, name), FusedStep)]
+KINDS = [getattr(optim, name) for name in FUSED]
 PAIRS = [(kind, getattr(torch.optim, kind.__name__)) for kind in KINDS if hasattr(torch.optim, kind.__name__)]
 IDS = [kind.__name__ for kind, _ in PAIRS]
 # Options with values for which a test can detect more errors than with the defaults.

@@ -20,6 +20,7 @@ from benchmarks.cases import (
     local_sgd,
     masters,
     membership,
+    muon,
     optim,
     population,
     sharded,
@@ -31,6 +32,7 @@ from benchmarks.cases import (
 CASES: dict[str, ModuleType | collectives.Case] = {
     "optim": optim,
     "masters": masters,
+    "muon": muon,
     "amp": amp,
     "allreduce": allreduce,
     **collectives.CASES,

@@ -14,6 +14,7 @@ from benchmarks.harness import Keep, Progress, Row, Table, at_least, choices
 from benchmarks.machine.memory import MemoryLimit, extra_memory, last_level_cache, time_rows
 from benchmarks.optim_peers import MOVING, PROXIMAL, UNDECAYED, ByReference, LARSByHand, Make, ThirdParty
 from dltrain_ext import optim
+from dltrain_ext.optim.rule import RULES
 
 OVERVIEW = ["--elements", "8400000", "--seconds", "2", "--no-compile"]
 
@@ -144,7 +145,7 @@ OPTIMIZERS = {
 OPTIMIZERS |= {
     name.lower(): usual(getattr(optim, name), getattr(torch.optim, name))
     for name in optim.__all__
-    if name.lower() not in OPTIMIZERS
+    if name.lower() in RULES and name.lower() not in OPTIMIZERS
 }
 
 

@@ -1,4 +1,4 @@
-"""Optimizers with the interface and behaviour of torch.optim, whose step is one pass over memory."""
+"""Optimizers with the interface and behaviour of torch.optim, whose step is one pass over memory; and Muon."""
 
 from dltrain_ext.optim.adadelta import Adadelta
 from dltrain_ext.optim.adagrad import Adagrad
@@ -9,6 +9,7 @@ from dltrain_ext.optim.ftrl import FTRL
 from dltrain_ext.optim.lamb import LAMB
 from dltrain_ext.optim.lars import LARS
 from dltrain_ext.optim.lion import Lion
+from dltrain_ext.optim.muon import Muon
 from dltrain_ext.optim.nadam import NAdam
 from dltrain_ext.optim.radam import RAdam
 from dltrain_ext.optim.rmsprop import RMSprop
@@ -27,6 +28,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Lion",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",

@@ -41,7 +41,7 @@ MODULES = {
     "reference": set(),
     "codecs": {"_ops", "_arguments"},
     "comm": {"codecs", "_ops", "_arguments"},
-    "optim": {"_ops", "_arguments"},
+    "optim": {"comm", "codecs", "_ops", "_arguments"},
     "amp": {"optim", "_ops", "_arguments"},
     "compress": {"comm", "codecs", "_ops", "_arguments"},
     "ddp": {"compress", "comm", "amp", "_ops", "_arguments"},

@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from optimizers import FUSED
 
-from dltrain_ext import codecs, optim
+from dltrain_ext import codecs
 from dltrain_ext.optim.rule import RULES
 
 LIBRARY = os.environ.get("DLTRAIN_SASS")
@@ -29,7 +30,7 @@ TILE = dict.fromkeys(codecs.CODECS, 256) | {"int4": 128, "fp8": 128}  # elements
 
 def updates():
     """Return, for each optimizer and each selection of its states, the kernel and its numbers of streams."""
-    for name in optim.__all__:
+    for name in FUSED:
         states = RULES[name.lower()].states
         for chosen in itertools.product(*((0, 1) if state.optional else (1,) for state in states)):
             bits = sum(bit << k for k, bit in enumerate(chosen))
