@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
             "a sample is one step; the sides, each with parameters of its own, are timed alternately",
             f"{ALONE}: with {torch.get_num_threads()} threads; {ranks} ranks: with one thread each, after a barrier, "
             "on the slowest one: torch's optimizer does the same work on each rank, ours divides it",
-            f"check: the norm of the difference to what torch has changed in 3 steps, relative to it (at most {BOUND}); "
+            f"check: the norm of the difference to what torch has changed in 3 steps, relative to it, at most {BOUND}; "
             "ranks must have the same bits",
         ],
     )
