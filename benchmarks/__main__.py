@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Namespace]]:
     """Return the options that all cases share, and the options of each case to run; none if the command is no case."""
-    from benchmarks import plots, sweep
+    from benchmarks import figures, plots, sweep
     from benchmarks.cases import CASES
     from benchmarks.harness import at_least
     from benchmarks.machine import namespaces
@@ -42,14 +42,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     for name, case in CASES.items():
         summary = case.__doc__.splitlines()[0]
         case.add_options(commands.add_parser(name, help=summary, description=summary, parents=[shared]))
-    for name, module, parents in (("hosts", namespaces, []), ("sweep", sweep, [output]), ("plot", plots, [])):
+    others = (("hosts", namespaces, []), ("sweep", sweep, [output]), ("figures", figures, []), ("plot", plots, []))
+    for name, module, parents in others:
         summary = module.__doc__.splitlines()[0]
         module.add_options(commands.add_parser(name, help=summary, description=summary, parents=parents))
 
     defaults = {"quick": False, "device": "cpu", "ranks": None, "list": False}
     defaults |= dict.fromkeys(("json", "plot", "compare"))
     given = parser.parse_args(argv, argparse.Namespace(**defaults))
-    if given.case in ("hosts", "sweep", "plot"):
+    if given.case in ("hosts", "sweep", "figures", "plot"):
         return given, {}
     if given.case:
         return given, {given.case: given}
@@ -61,7 +62,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
 
 def main(argv: list[str]) -> int:
     try:
-        from benchmarks import compare, plots, report, saved_results, summary, sweep
+        from benchmarks import compare, figures, plots, report, saved_results, summary, sweep
         from benchmarks.cases import CASES
         from benchmarks.harness import Failure, check_device
         from benchmarks.machine import namespaces
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
             console.print(f"{name:16}{case.__doc__.splitlines()[0]}", soft_wrap=True)
         return 0
     try:
-        if command := {"hosts": namespaces, "sweep": sweep, "plot": plots}.get(shared.case):
+        if command := {"hosts": namespaces, "sweep": sweep, "figures": figures, "plot": plots}.get(shared.case):
             return command.run(shared)
         check_device(shared.device)
         old = saved_results.load(shared.compare, "--compare") if shared.compare else None

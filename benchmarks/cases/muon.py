@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
 
 
 def shapes(job: Job) -> list[tuple[int, int]]:
-    """Return the shapes of the attention's and the feed-forward layer's matrices in all blocks (Radford et al. 2019)."""
+    """Return the shapes of the matrices of attention and feed-forward layers in all blocks (Radford et al. 2019)."""
     width = job.width
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * job.blocks
 
