@@ -55,6 +55,21 @@ class LARSByHand(torch.optim.Optimizer):
             torch._foreach_sub_(params, buffers)
 
 
+class LangevinByHand(torch.optim.Optimizer):
+    """SGLD (Welling & Teh 2011) with torch's noise."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "temperature": 1.0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = group["params"]
+            torch._foreach_add_(params, [p.grad for p in params], alpha=-group["lr"] / 2)
+            noise = [torch.randn_like(p) for p in params]
+            torch._foreach_add_(params, noise, alpha=group["temperature"] * group["lr"] ** 0.5)
+
+
 class ByReference(torch.optim.Optimizer):
     """An optimizer that torch does not have, as one writes it with torch's functions for each parameter."""
 

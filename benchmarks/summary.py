@@ -13,49 +13,56 @@ from benchmarks.report import number, show_notes, time_of
 from benchmarks.simulation import Simulation
 
 LIMITS = {"% of limit": "memory", "% of line": "line"}
-HEADINGS = ("case", "workload", "ours", "time", "peer", "time", "ratio", "% of limit", "correct", "")
-SLOWER, NOT_TIMED = "SLOWER", "left out"
+HEADINGS = ("ours", "time", "peer", "time", "ratio", "% of limit", "")
+SLOWER, WRONG = "SLOWER", "WRONG"
 NOTES = [
     "time: median of rounds in which the sides of a workload alternate; ratio: time of the peer / time of ours, so "
     f"below 1 ours is slower, which the last column marks as {SLOWER}",
     "% of limit, for ours: % memory of the rate of plain memory streams, or % line of the rate of plain messages, in "
     "the same run",
-    "correct: every side is checked against a reference before it is timed; a wrong side is not timed",
+    f"every side is checked against a reference before it is timed; a wrong side is marked as {WRONG}, and not timed",
 ]
 
 
 def show(console: Console, tables: Mapping[str, Table | Simulation]) -> None:
     grid = Grid(title="Summary", box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
     for index, heading in enumerate(HEADINGS):
-        grid.add_column(heading, justify="right" if index in (3, 5, 6, 7) else "left")
+        justify = "right" if index in (1, 3, 4, 5) else "left"
+        grid.add_column(heading, justify=justify, min_width=38 if index == 0 else None)
     notes = list(NOTES)
     for case, table in tables.items():
         if isinstance(table, Simulation):
             notes.append(f"{case}: {table.title.split(':')[0]}; `python -m benchmarks {case}` shows it")
             continue
-        first = True
-        for cells, style in lines(table):
-            grid.add_row(case if first else "", *cells, style=style)
-            first = False
+        grid.add_row(Text(case, style="bold"))
+        for line in lines(table):
+            grid.add_row(*line)
         grid.add_section()
+        notes += [f"{case} left out {what}" for what in left_out(table)]
     console.print(grid)
     notes.append("`python -m benchmarks CASE` measures one case in detail, and explains its figures")
     show_notes(console, notes)
 
 
-def lines(table: Table) -> Iterator[tuple[list[Text | str], str]]:
-    """Yield the cells after the name of the case, and their style."""
+def lines(table: Table) -> Iterator[list[Text | str]]:
+    """Yield the cells of a line for each workload, and below it of one for each pair that is compared."""
     rows = [row for row in table.rows if not row.left_out]
     for workload, group in groupby(rows, key=lambda row: row.workload):
+        shown = None
         for index, (ours, peer) in enumerate(pairs(list(group))):
-            yield cells(workload if index == 0 else "", ours, peer), ""
-    missing: dict[tuple[str, str], list[str]] = {}
+            if index == 0:
+                yield [f" {workload}"]
+            yield cells(ours, peer, repeats=ours is not None and ours is shown)
+            shown = ours
+
+
+def left_out(table: Table) -> Iterator[str]:
+    missing: dict[tuple[str, str], int] = {}
     for row in table.rows:
         if row.left_out:
-            missing.setdefault((row.side, row.check), []).append(row.workload.split(":")[0])
-    for (side, why), workloads in missing.items():
-        where = workloads[0] if len(workloads) == 1 else f"in {len(workloads)} workloads"
-        yield [where, "", "", f"{side}: {why}", "", "", "", "", NOT_TIMED], "dim"
+            missing[row.side, row.check] = missing.get((row.side, row.check), 0) + 1
+    for (side, why), count in missing.items():
+        yield f"{side}{f', in {count} workloads' if count > 1 else ''}: {why}"
 
 
 def pairs(rows: list[Row]) -> list[tuple[Row | None, Row | None]]:
@@ -75,19 +82,20 @@ def pairs(rows: list[Row]) -> list[tuple[Row | None, Row | None]]:
     return found + [(row, None) if row.ours else (None, row) for row in alone]
 
 
-def cells(workload: str, ours: Row | None, peer: Row | None) -> list[Text | str]:
+def cells(ours: Row | None, peer: Row | None, repeats: bool) -> list[Text | str]:
+    """Return the cells of two sides; if our side repeats that of the line above, its name and time are not shown."""
     both = [row for row in (ours, peer) if row]
     ratio = next((row.ratio for row in both if row.against and {row.against, row.side} == {r.side for r in both}), None)
-    correct = all(row.correct for row in both)
     times = [(row.side, time_of(row)) if row else ("", "") for row in (ours, peer)]
+    name, time = ("", "") if repeats else times[0]
+    mark = "" if all(row.correct for row in both) else WRONG
     return [
-        workload,
-        *times[0],
+        f"  {name}",
+        time,
         *times[1],
         f"{number(ratio)}x" if ratio else "",
-        share(ours) if ours else "",
-        "yes" if correct else Text("WRONG", style="bold red"),
-        Text(SLOWER, style="bold red") if ratio and ratio < 1 else "",
+        share(ours) if ours and not repeats else "",
+        Text(mark or (SLOWER if ratio and ratio < 1 else ""), style="bold red"),
     ]
 
 

@@ -1,6 +1,6 @@
 """The cases by name. A case is a module, or an object, whose docstring's first line says what it measures. It has
 
-OVERVIEW    its options in the run of all cases, chosen so that all cases together take about two minutes
+OVERVIEW    its options in the run of all cases, chosen so that all cases together take about four minutes
 add_options(parser) -> None    adds its own command line options, each with a default
 run(options, progress, keep) -> None    verifies each side, times them alternately; raises Failure with a clear text
 
