@@ -22,8 +22,8 @@ LARGE = (
 )
 IN_TWO_LEVELS = "allreduce -b 16M -e 16M --codecs raw,int8,int4 --algorithms ring,direct,halving_doubling --levels 1,2"
 ALL_PLANS = (
-    "allreduce -b 64K -e 16M -f 4 --algorithms ring,tree,double_tree,recursive_doubling,halving_doubling,direct,oneshot "
-    "--codecs raw,fp16,int8,int4 -n 7 -w 2"
+    "allreduce -b 64K -e 16M -f 4 "
+    "--algorithms ring,tree,double_tree,recursive_doubling,halving_doubling,direct,oneshot --codecs raw,fp16,int8,int4 -n 7 -w 2"
 )
 # By link: the options of `hosts`, or none for this machine alone; then the case and its options by file.
 FIGURES: dict[str, dict[str, str]] = {
