@@ -22,8 +22,8 @@ LARGE = (
 )
 IN_TWO_LEVELS = "allreduce -b 16M -e 16M --codecs raw,int8,int4 --algorithms ring,direct,halving_doubling --levels 1,2"
 ALL_PLANS = (
-    "allreduce -b 64K -e 16M -f 4 "
-    "--algorithms ring,tree,double_tree,recursive_doubling,halving_doubling,direct,oneshot --codecs raw,fp16,int8,int4 -n 7 -w 2"
+    "allreduce -b 64K -e 16M -f 4 --codecs raw,fp16,int8,int4 -n 7 -w 2 "
+    "--algorithms ring,tree,double_tree,recursive_doubling,halving_doubling,direct,oneshot"
 )
 # By link: the options of `hosts`, or none for this machine alone; then the case and its options by file.
 FIGURES: dict[str, dict[str, str]] = {
@@ -103,7 +103,8 @@ FIGURES: dict[str, dict[str, str]] = {
         "collectives/reduce-4-hosts-1gbit": "reduce -b 64K -f 16 -n 8 --codecs raw,int8 --algorithms tree,direct",
         "collectives/reduce_scatter-4-hosts-1gbit": "reduce_scatter -b 64K -f 16 -n 8 --codecs raw,int8 "
         "--algorithms direct,ring",
-        "collectives/all_gather-4-hosts-1gbit": "all_gather -b 64K -f 16 -n 8 --codecs raw,int8 --algorithms direct,ring",
+        "collectives/all_gather-4-hosts-1gbit": "all_gather -b 64K -f 16 -n 8 --codecs raw,int8 "
+        "--algorithms direct,ring",
         "ddp/ddp-4-hosts-1gbit": "ddp -n 14",
         "ddp/budget-4-hosts-1gbit": "ddp --workloads backward --codecs int8,int4 --max-error 0.2,0.02,0.000001 -n 60",
         "sharded/gather-4-hosts-1gbit": "sharded --workloads gather --layers 3 --width 2048 -n 10",
