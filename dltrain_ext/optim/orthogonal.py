@@ -57,8 +57,8 @@ def _period(short: int, long: int, dtype: torch.dtype) -> int:
 
 
 def usual_dtype(matrix: Tensor) -> torch.dtype:
-    """Returns the dtype with which the iterations are faster: on a CPU bfloat16 needs instructions for its products, and
-    matrices that are not small."""
+    """Returns the dtype with which the iterations are faster: bfloat16 where there are instructions for its products,
+    unless the matrix is small and on the CPU."""
     if matrix.device.type != "cpu":
         return torch.bfloat16
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
