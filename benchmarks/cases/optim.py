@@ -346,7 +346,7 @@ def even(values: Values) -> Values:
 
 
 def stepped(make: Make, values: Values) -> torch.optim.Optimizer:
-    """Return an optimizer after STEPS steps over its own copy of the values, without the noise of those that add any."""
+    """Return an optimizer after STEPS steps over its own copy of the values; one that adds noise leaves it out."""
     parameters = []
     for value, gradient in values:
         parameters.append(torch.nn.Parameter(value.clone()))
