@@ -1,4 +1,4 @@
-"""The figures of the documents: each saved file has a command, each command is valid, and a failure replaces nothing."""
+"""The figures of the documents: every saved file has a command, which is valid, and a failure replaces nothing."""
 
 import argparse
 import json
