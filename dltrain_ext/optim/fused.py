@@ -10,7 +10,7 @@ from torch import Tensor
 from dltrain_ext import _ops
 from dltrain_ext.optim import codes, masters, sparse
 from dltrain_ext.optim.metrics import metrics_of
-from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable
+from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable, evaluated
 from dltrain_ext.optim.rule import Rule, State
 from dltrain_ext.optim.shards import Shards, any_sharded
 from dltrain_ext.optim.state import check, decoded, is_compact, lay_out, recode
@@ -272,12 +272,7 @@ class FusedStep(torch.optim.Optimizer):
         Returns:
             The result of ``closure``, or None.
         """
-        loss = None
-        if closure is not None:
-            if not callable(closure):
-                raise TypeError(f"closure: expected a callable or None, got {type(closure).__name__}")
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         fresh = [group for group in self.param_groups if masters.prepare(group)]
         try:
             if any(any_sharded(group["params"]) for group in self.param_groups):

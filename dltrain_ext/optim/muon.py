@@ -14,7 +14,7 @@ from dltrain_ext._arguments import as_number, check_dense, check_number, check_n
 from dltrain_ext.codecs import CODECS
 from dltrain_ext.comm import Owners
 from dltrain_ext.optim.metrics import metrics_of
-from dltrain_ext.optim.options import as_float, check_iterable
+from dltrain_ext.optim.options import as_float, check_iterable, evaluated
 from dltrain_ext.optim.orthogonal import LONGEST, Coefficients, cost, orthogonalized, usual_dtype
 
 MOMENTUM = "momentum_buffer"
@@ -117,12 +117,7 @@ class Muon(torch.optim.Muon):
                 of the parameters may have been updated: the ranks that are left have to load a checkpoint, or the
                 parameters and the state of one of them.
         """
-        loss = None
-        if closure is not None:
-            if not callable(closure):
-                raise TypeError(f"closure: expected a callable or None, got {type(closure).__name__}")
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         jobs = self._jobs()
         if self._group is not None and jobs:
             self._step_of_ranks(jobs, self._group)

@@ -1,9 +1,10 @@
-"""Reads and checks the options of optimizers."""
+"""Reads and checks the options and arguments of optimizers."""
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dltrain_ext._arguments import as_number, check_numbers
@@ -47,6 +48,16 @@ def check_nonnegative(group: dict[str, Any], *names: str) -> None:
         is_on_device = isinstance(value, Tensor) and not value.is_cpu  # reading it would wait for the device
         if not is_on_device and not 0 <= value < math.inf:
             raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
+
+
+def evaluated(closure: Any) -> Any:
+    """Returns the result of the closure of a step, which is called with grad mode enabled, or None if there is none."""
+    if closure is None:
+        return None
+    if not callable(closure):
+        raise TypeError(f"closure: expected a callable or None, got {type(closure).__name__}")
+    with torch.enable_grad():
+        return closure()
 
 
 def check_iterable(params: Any) -> None:

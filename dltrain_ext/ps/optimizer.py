@@ -15,6 +15,7 @@ from dltrain_ext.amp import note_skipped
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.elastic import Membership
 from dltrain_ext.optim.masters import MASTER
+from dltrain_ext.optim.options import evaluated
 from dltrain_ext.ps.checkpoint import complete
 from dltrain_ext.ps.gradients import are_finite
 from dltrain_ext.ps.hosts import Host
@@ -143,12 +144,10 @@ class Optimizer(torch.optim.Optimizer):
         """Pushes the gradients and pulls the parameters. Returns the result of ``closure``, or None.
 
         Raises:
+            TypeError: ``closure`` is not callable.
             torch.distributed.DistBackendError: a rank that it needs is lost or late; the message names it.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         rates = [as_number(each["lr"], "lr") for each in self.param_groups]
         gradients, finite = self._gradients()
         if self._host is not None:
