@@ -82,7 +82,7 @@ def test_a_wheel_contains_the_package_and_nothing_else():
     package = {path.relative_to(ROOT) for end in ("py", "pyi") for path in (ROOT / "dltrain_ext").rglob(f"*.{end}")}
     wanted = {str(path) for path in package} | {"dltrain_ext/py.typed", "dltrain_ext/_build_info.py"}
     wanted.add(f"dltrain_ext/_C{sysconfig.get_config_var('EXT_SUFFIX')}")
-    named = zipfile.ZipFile(WHEEL).namelist()
+    named = [name for name in zipfile.ZipFile(WHEEL).namelist() if not name.endswith("/")]
     info = {name for name in named if ".dist-info/" in name}
     assert set(named) - info == wanted
     kept = {name.split("/", 1)[1] for name in info}
