@@ -3,9 +3,11 @@
 import contextlib
 import gc
 import io
+import json
 import os
 import re
 import shlex
+import statistics
 from functools import cache
 from pathlib import Path
 
@@ -171,6 +173,53 @@ def test_times_are_those_of_the_measured_tables(page: Path) -> None:
         if time
     ]
     assert len(times) > 12 and set(times) <= kept
+
+
+# Sections of measured.md, and which files in benchmarks/results their tables are from.
+SOURCES = {
+    "Optimizers": "cpu/*",
+    "Muon": "cpu/muon.json",
+    "All-reduces within a host": "allreduce/shm-*",
+    "All-reduces over loopback": "allreduce/allreduce-loopback.json",
+    "All-reduces between hosts": "allreduce/allreduce-4-hosts-*",
+    "The other collectives": "collectives/*",
+    "Two levels": "allreduce/allreduce-2-hosts-*",
+    "DDP": "ddp/*",
+    "Sharded training": "sharded/*",
+    "Population based training": "population/copy-*",
+    "The cost of techniques": "techniques.json",
+    "The parameter server": "store/*",
+    "K-FAC": "kfac/*",
+    "On a GPU": "cuda/*",
+    "Training over slow links": "local_sgd/*",
+    "Jobs whose members come and go": "membership/*",
+}
+
+
+def saved_seconds(pattern: str) -> list[float]:
+    """Return the medians and the longest times of all sides in these files, and their other figures."""
+    found: list[float] = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob(pattern)):
+        cases = json.loads(path.read_text()).get("cases", {}) if path.suffix == ".json" else {}
+        for row in (row for case in cases.values() for row in case["rows"]):
+            if row["samples"]:
+                found += [statistics.median(row["samples"]), max(row["samples"])]
+            found += [figure for figure in row["figures"].values() if isinstance(figure, int | float)]
+    return found
+
+
+@pytest.mark.parametrize("section", SOURCES)
+def test_measured_times_are_those_of_saved_results(section: str) -> None:
+    """A median that leaves out some steps may differ by 1 %."""
+    text = (DOCS / "measured.md").read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    saved, units = saved_seconds(SOURCES[section]), {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+    cells = [cell for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
+    times = [time for cell in cells for time in re.findall(r"(?:^ *|at most )([\d,.]*\d) (s|ms|µs)\b", cell)]
+    assert times
+    for number, unit in times:
+        value = float(number.replace(",", ""))
+        half = 0.5 * 10.0 ** -len(number.partition(".")[2]) + 0.01 * value
+        assert any(abs(seconds / units[unit] - value) <= half for seconds in saved), f"{number} {unit}"
 
 
 def commands(text: str) -> list[list[str]]:
