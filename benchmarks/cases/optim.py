@@ -219,7 +219,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-compile", action="store_true", help="measure the memory limit with torch's own ops, without torch.compile"
     )
-    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default: 8, --quick: 1)")
+    parser.add_argument("--seconds", type=at_least(1), help="time budget per workload (default: 7, --quick: 1)")
 
 
 def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
@@ -261,7 +261,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
             progress(label, (index + done) / len(jobs))
 
         advance(0.0)
-        seconds = options.seconds or (1 if options.quick else 8)
+        seconds = options.seconds or (1 if options.quick else 7)
         reads = 0 if options.quick or options.no_compile or device == "cuda" else 2 + len(kind.state)
         why_not = {name: third_party.why_not(device, workload) for name, third_party in kind.third_parties.items()}
         rows, note = measure(kind, shapes, device, [OURS, *options.peers], why_not, seconds, reads, advance)
