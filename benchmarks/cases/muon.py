@@ -78,8 +78,8 @@ class Result(NamedTuple):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank; rank 0 reports. The defaults are "
-        "smaller on processors without instructions for products of bfloat16, for which torch takes minutes there."
+        "If torchrun's variables (RANK, WORLD_SIZE, ...) are set, it runs as that rank; rank 0 reports. The defaults "
+        "are smaller on processors without instructions for products of bfloat16, for which torch takes minutes there."
     )
     parser.add_argument("--blocks", type=at_least(1), help="blocks of the model (default: 12, or 1; --quick: 1)")
     parser.add_argument("--width", type=at_least(8), help="width of the model (default: 768, or 256; --quick: 64)")
