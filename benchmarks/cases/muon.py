@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.harness import Keep, Progress, Row, Table, at_least, interleave
 from benchmarks.machine.ranks import count_ranks, given_rank, on_ranks, over_ranks
 from dltrain_ext import optim
-from dltrain_ext.optim.orthogonal import usual_dtype
+from dltrain_ext.optim.muon.orthogonal import usual_dtype
 from dltrain_ext.selftest.sums import first_if_unlike
 
 OVERVIEW = ["--blocks", "1", "--width", "192", "-n", "5"]
@@ -98,8 +98,8 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         f"Muon, {len(shapes(job))} matrices of GPT-2 of width {job.width}, float32 parameters",
         notes=[
             "a sample is one step; the sides, each with parameters of its own, are timed alternately",
-            f"{ALONE}: with {torch.get_num_threads()} threads; {ranks} ranks: with one thread each, after a barrier, "
-            "on the slowest one: torch's optimizer does the same work on each rank, ours divides it",
+            f"{ALONE}: with {torch.get_num_threads()} threads; {ranks} ranks: on the CPU, with one thread each, after "
+            "a barrier, on the slowest one: torch's optimizer does the same work on each rank, ours divides it",
             f"check: the norm of the difference to what torch has changed in 3 steps, relative to it, at most {BOUND}; "
             "ranks must have the same bits",
         ],
@@ -151,7 +151,8 @@ def measure(
     advance: Callable[[float], None],
     largest: Callable[[list[float], str], list[float]] = lambda values, how: values,
 ) -> list[Result]:
-    """Verify the sides after three steps, and time the correct ones. `largest` reduces numbers over the ranks."""
+    """Verify the sides after three steps, and time the correct ones. `largest` reduces numbers over the ranks, and so
+    waits for them."""
     generator = torch.Generator().manual_seed(0)
     start = [0.02 * torch.randn(shape, generator=generator).to(device) for shape in shapes(job)]
     grads = [torch.randn(shape, generator=generator).to(device) for shape in shapes(job)]

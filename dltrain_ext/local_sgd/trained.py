@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dltrain_ext._arguments import is_dense
-from dltrain_ext.optim.masters import MASTER
 from dltrain_ext.optim.shards import local
+from dltrain_ext.optim.state.masters import MASTER
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

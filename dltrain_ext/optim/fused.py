@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext.optim import codes, masters, sparse
+from dltrain_ext.optim import sparse
 from dltrain_ext.optim.metrics import metrics_of
 from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable, evaluated
 from dltrain_ext.optim.rule import Rule, State
 from dltrain_ext.optim.shards import Shards, any_sharded
-from dltrain_ext.optim.state import check, decoded, is_compact, lay_out, recode
+from dltrain_ext.optim.state import codes, masters
+from dltrain_ext.optim.state.layout import check, decoded, is_compact, lay_out, recode
 
 EVERY, NONE = 0, 2**62  # a rule's flag is set for parameters of at least so many dimensions
 
@@ -47,8 +48,9 @@ class FusedStep(torch.optim.Optimizer):
     state_dict.
 
     For a float16 or bfloat16 parameter the step updates a float32 master, ``state[p]["master_param"]``, and copies it
-    to the parameter, unless the group's ``master_weights`` is False or "8bit" (``dltrain_ext/optim/masters.py``). In a
-    group whose ``state_codec`` is "int8", states are stored as codes (``dltrain_ext/optim/codes.py``).
+    to the parameter, unless the group's ``master_weights`` is False or "8bit"
+    (``dltrain_ext/optim/state/masters.py``). In a group whose ``state_codec`` is "int8", states are stored as codes
+    (``dltrain_ext/optim/state/codes.py``).
     """
 
     unscaler: Unscaler | None = None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dltrain_ext.optim.fused import FusedStep
-from dltrain_ext.optim.masters import MASTER
+from dltrain_ext.optim.state.masters import MASTER
 from dltrain_ext.ps.layout import Block
 from dltrain_ext.ps.serving import optimizer_named
 from dltrain_ext.ps.settings import Settings

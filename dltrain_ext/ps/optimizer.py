@@ -14,8 +14,8 @@ from dltrain_ext._arguments import as_number
 from dltrain_ext.amp import note_skipped
 from dltrain_ext.comm.groups import group_of
 from dltrain_ext.elastic import Membership
-from dltrain_ext.optim.masters import MASTER
 from dltrain_ext.optim.options import evaluated
+from dltrain_ext.optim.state.masters import MASTER
 from dltrain_ext.ps.checkpoint import complete
 from dltrain_ext.ps.gradients import are_finite
 from dltrain_ext.ps.hosts import Host

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dltrain_ext import _ops, optim
 from dltrain_ext.optim.fused import FusedStep
-from dltrain_ext.optim.state import ALIGNMENT
+from dltrain_ext.optim.state.layout import ALIGNMENT
 from dltrain_ext.ps.layout import Block, Key
 from dltrain_ext.ps.settings import Settings
 

@@ -10,8 +10,8 @@ from optimizers import give_grads, make_params
 from ranks import DEADLINE, run_ranks
 
 from dltrain_ext import amp, optim
-from dltrain_ext.optim import muon
-from dltrain_ext.optim.orthogonal import LONGEST, cost, orthogonalized, usual_dtype
+from dltrain_ext.optim.muon import optimizer as muon
+from dltrain_ext.optim.muon.orthogonal import cost, orthogonalized, usual_dtype
 
 SHAPES = [(24, 8), (16, 16), (8, 40), (1, 5), (7, 1), (12, 9)]
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -137,9 +137,11 @@ def test_a_loss_scaler_skips_and_clips():
     assert scaler.skipped_steps == 1
 
 
-def test_small_matrices_are_worked_on_in_float32():
+@pytest.mark.parametrize("capability", [None, "amx_bf16", "avx512_bf16"])
+def test_the_dtype_is_the_one_that_is_faster(monkeypatch, capability):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True}, raising=False)
     assert usual_dtype(torch.empty(128, 1000)) == torch.float32
-    assert usual_dtype(torch.empty(1000, 1000)) in LONGEST
+    assert usual_dtype(torch.empty(1000, 129)) == (torch.bfloat16 if capability else torch.float32)
 
 
 def test_costs_count_multiplications():

@@ -51,8 +51,8 @@ def _advanced(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
 
 
 def _period(short: int, long: int, dtype: torch.dtype) -> int:
-    """Returns for how many iterations Gram matrices are followed. Each of n costs 4 products of small matrices, and
-    saves 2 long / short - 3 of them but for one in n."""
+    """Returns for how many iterations Gram matrices are followed. From one to the next, n iterations take as long as
+    2 long / short - 3 + 4 n products of square matrices (short, short)."""
     return LONGEST[dtype] if 2 * long > 3 * short else 1
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dltrain_ext._arguments import as_number, check_dense
-from dltrain_ext.optim import codes, masters
-from dltrain_ext.optim.masters import MASTER
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import local
+from dltrain_ext.optim.state import codes, masters
+from dltrain_ext.optim.state.masters import MASTER
 
 ALIGNMENT = 16  # float32 elements: a cache line
 

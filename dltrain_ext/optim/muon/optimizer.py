@@ -14,8 +14,8 @@ from dltrain_ext._arguments import as_number, check_dense, check_number, check_n
 from dltrain_ext.codecs import CODECS
 from dltrain_ext.comm import Owners
 from dltrain_ext.optim.metrics import metrics_of
+from dltrain_ext.optim.muon.orthogonal import LONGEST, Coefficients, cost, orthogonalized, usual_dtype
 from dltrain_ext.optim.options import as_float, check_iterable, evaluated
-from dltrain_ext.optim.orthogonal import LONGEST, Coefficients, cost, orthogonalized, usual_dtype
 
 MOMENTUM = "momentum_buffer"
 WAVE = 2**22  # elements that a rank sends at once: larger temporary tensors take long to allocate
@@ -23,7 +23,7 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 class Muon(torch.optim.Muon):
-    """``torch.optim.Muon`` with about half of the work for matrices that are not square, which ranks can share.
+    """``torch.optim.Muon`` with fewer products for matrices that are not square, whose work ranks can share.
 
     Arguments, behaviour and ``state_dict`` are torch's (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/;
     ``adjust_lr_fn="match_rms_adamw"``: Liu et al. 2025, arXiv:2502.16982), and the results differ by rounding. The
