@@ -6,6 +6,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,12 +18,18 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
+def other_commands() -> dict[str, ModuleType]:
+    """Return the modules of the commands that are no case."""
+    from benchmarks import figures, plots, sweep
+    from benchmarks.machine import namespaces
+
+    return {"hosts": namespaces, "sweep": sweep, "figures": figures, "plot": plots}
+
+
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Namespace]]:
     """Return the options that all cases share, and the options of each case to run; none if the command is no case."""
-    from benchmarks import figures, plots, sweep
     from benchmarks.cases import CASES
     from benchmarks.harness import at_least
-    from benchmarks.machine import namespaces
 
     output = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     output.add_argument("--quick", action="store_true", help="measure less, for CI: all cases in two minutes")
@@ -42,15 +49,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
     for name, case in CASES.items():
         summary = case.__doc__.splitlines()[0]
         case.add_options(commands.add_parser(name, help=summary, description=summary, parents=[shared]))
-    others = (("hosts", namespaces, []), ("sweep", sweep, [output]), ("figures", figures, []), ("plot", plots, []))
-    for name, module, parents in others:
+    for name, module in other_commands().items():
         summary = module.__doc__.splitlines()[0]
+        parents = [output] if name == "sweep" else []
         module.add_options(commands.add_parser(name, help=summary, description=summary, parents=parents))
 
     defaults = {"quick": False, "device": "cpu", "ranks": None, "list": False}
     defaults |= dict.fromkeys(("json", "plot", "compare"))
     given = parser.parse_args(argv, argparse.Namespace(**defaults))
-    if given.case in ("hosts", "sweep", "figures", "plot"):
+    if given.case in other_commands():
         return given, {}
     if given.case:
         return given, {given.case: given}
@@ -62,10 +69,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, argparse.Names
 
 def main(argv: list[str]) -> int:
     try:
-        from benchmarks import compare, figures, plots, report, saved_results, summary, sweep
+        from benchmarks import compare, plots, report, saved_results, summary
         from benchmarks.cases import CASES
         from benchmarks.harness import Failure, check_device
-        from benchmarks.machine import namespaces
+
+        others = other_commands()
     except ImportError as error:
         reason = " ".join(str(error).split())
         if error.name:  # otherwise the error is from dltrain_ext, and its text says what to run
@@ -81,7 +89,7 @@ def main(argv: list[str]) -> int:
             console.print(f"{name:16}{case.__doc__.splitlines()[0]}", soft_wrap=True)
         return 0
     try:
-        if command := {"hosts": namespaces, "sweep": sweep, "figures": figures, "plot": plots}.get(shared.case):
+        if command := others.get(shared.case):
             return command.run(shared)
         check_device(shared.device)
         old = saved_results.load(shared.compare, "--compare") if shared.compare else None

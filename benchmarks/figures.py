@@ -150,15 +150,13 @@ def commands(names: Sequence[str]) -> dict[str, list[str]]:
 def run(options: argparse.Namespace) -> int:
     """Run the commands one after another; return 1 if one of them has failed."""
     chosen, console = commands(options.names), report.make_console()
-    if options.commands:
-        for name, arguments in chosen.items():
-            console.print(f"{name}: {shlex.join(arguments)}", soft_wrap=True, markup=False)
-        return 0
-    if "dirty" in (commit := report.provenance()["commit"]):
+    if "dirty" in (commit := report.provenance()["commit"]) and not options.commands:
         raise Failure(f"figures: expected a build of a commit, got {commit}: commit, and build again")
     failed = []
     for name, arguments in chosen.items():
         console.print(f"{name}: {shlex.join(arguments)}", soft_wrap=True, markup=False)
+        if options.commands:
+            continue
         began, status = time.monotonic(), measure(arguments, options.to / f"{name}.json", options.quick)
         console.print(f"  {'failed' if status else 'done'} after {time.monotonic() - began:.0f} s")
         failed += [name] if status else []

@@ -218,8 +218,8 @@ def test_measured_times_are_those_of_saved_results(section: str) -> None:
     assert times
     for number, unit in times:
         value = float(number.replace(",", ""))
-        half = 0.5 * 10.0 ** -len(number.partition(".")[2]) + 0.01 * value
-        assert any(abs(seconds / units[unit] - value) <= half for seconds in saved), f"{number} {unit}"
+        tolerance = 0.5 * 10.0 ** -len(number.partition(".")[2]) + 0.01 * value
+        assert any(abs(seconds / units[unit] - value) <= tolerance for seconds in saved), f"{number} {unit}"
 
 
 def commands(text: str) -> list[list[str]]:
