@@ -67,6 +67,18 @@ def store_of_first(store: dist.Store, rank: int) -> dist.Store:
     return own
 
 
+def finish_before(victim: int, *others: int) -> None:
+    """Have the victim, which dies next, wait until the others have come here too.
+
+    Otherwise they may still be in the call before, which would fail: it ends when the death is known, and a process
+    that dies with unread messages discards what it has sent.
+    """
+    store, rank = dist.group.WORLD.get_group_store(), dist.get_rank()
+    store.set(f"{rank} has finished before {victim} dies", "")
+    if rank == victim:
+        store.wait([f"{other} has finished before {victim} dies" for other in others])
+
+
 def ready() -> None:
     """Report that this rank is ready, so that the test may call ``when_ready``."""
     processes.report(None)

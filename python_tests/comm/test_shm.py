@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ROOT, SLACK, ready, run_ranks
+from ranks import ROOT, SLACK, finish_before, ready, run_ranks
 
 from dltrain_ext import _ops, comm
 
@@ -156,6 +156,7 @@ def test_ranks_that_share_one_core():
 def wait_long(rank, world_size):
     communicator = comm.Communicator(timeout=timedelta(minutes=5))
     sum_of_ranks(communicator, rank, world_size)
+    finish_before(1, *range(world_size))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.DistBackendError, match=r"the culprit is rank 1: it has left"):

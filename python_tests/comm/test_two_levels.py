@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contributions import fitting, normal, same_everywhere, whole, whole_total
-from ranks import DEADLINE, FAR, SILENCE, SLACK, run_ranks
+from ranks import DEADLINE, FAR, SILENCE, SLACK, finish_before, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -192,6 +192,7 @@ def lose(rank, world_size, sizes, how, when):
     communicator = on_hosts(sizes, timeout=deadline, answer_timeout=SILENCE)
     tensor = torch.ones(3_000_000)  # several segments
     communicator.all_reduce(tensor, "avg", codec="int8")
+    finish_before(2, *range(world_size))
     if rank == 2:
         if when == "under way":
             communicator.all_reduce(tensor, async_op=True)

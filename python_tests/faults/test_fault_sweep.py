@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from commands import cluster, wait_for
 from contributions import LOSSY, fitting
-from ranks import DEADLINE, FAR, ROOT, SILENCE, SLACK, join_group, ready, run_ranks, store_of_first
+from ranks import DEADLINE, FAR, ROOT, SILENCE, SLACK, finish_before, join_group, ready, run_ranks, store_of_first
 
 from dltrain_ext import comm
 
@@ -180,6 +180,7 @@ def test_the_dead_rank_was_host_of_the_store(how):
 def go_on(rank, world_size, how, victim, where, hosted):
     communicator = comm.Communicator(timeout=DEADLINE, answer_timeout=SILENCE)
     reduce(communicator, rank, world_size, "ring", "int8", 1000, 1, 1)
+    finish_before(victim, *range(world_size))
     if rank == victim:
         os.kill(os.getpid(), how)
     with pytest.raises(dist.DistBackendError, match=f"the culprit is rank {victim}: {SAID[how]}"):

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEADLINE, FAR, SILENCE, SLACK, ready, run_ranks
+from ranks import DEADLINE, FAR, SILENCE, SLACK, finish_before, ready, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,13 +35,6 @@ def deadline_for(how):
     return DEADLINE if how == signal.SIGSTOP else FAR
 
 
-def wait_for_the_others(*others):
-    """Wait until the others have finished: a process that dies with unread messages also discards what it has sent."""
-    store, rank = dist.group.WORLD.get_group_store(), dist.get_rank()
-    store.set(f"{rank} is done", "")
-    store.wait([f"{other} is done" for other in others])
-
-
 def survive(rank, world_size, algorithm, how, async_op):
     """Return the error and the seconds it took; rank 1 dies after two all-reduces."""
     communicator = comm.Communicator(timeout=deadline_for(how), answer_timeout=SILENCE)
@@ -49,7 +42,7 @@ def survive(rank, world_size, algorithm, how, async_op):
     for _ in range(2):
         communicator.all_reduce(tensor, "avg", algorithm=algorithm)
     assert torch.equal(tensor, torch.ones(300_000))
-    wait_for_the_others(*range(world_size))
+    finish_before(1, *range(world_size))
     if rank == 1:
         os.kill(os.getpid(), how)
     start = time.monotonic()
@@ -163,7 +156,7 @@ def lose_a_rank_of_a_subgroup(rank, world_size):
         return None
     communicator = comm.Communicator(group, timeout=FAR)
     communicator.all_reduce(torch.ones(1))
-    wait_for_the_others(1, 2)
+    finish_before(2, 1)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.DistBackendError, match=r"on rank 1 in a group of 2: .*the culprit is rank 2: it has left"):
@@ -180,6 +173,7 @@ def survive_in_backward(rank, world_size, options):
     ddp.register(model, timeout=FAR, **options)
     for _ in range(3):
         model(torch.randn(2, 64)).sum().backward()
+    finish_before(1, *range(world_size))
     if rank == 1:
         model.module[2].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     start = time.monotonic()
