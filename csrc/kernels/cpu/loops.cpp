@@ -5,6 +5,7 @@
 #include "kernels/codecs.h"
 #include "kernels/coding.h"
 #include "kernels/cpu/convert.h"
+#include "kernels/cpu/fetch_ahead.h"
 #include "kernels/cpu/instruction_set.h"
 #include "kernels/cpu/tile.h"
 #include "kernels/operations.h"
@@ -104,7 +105,13 @@ struct ElementRun<Operation, std::index_sequence<K...>> {
     const Element element = given;
     if (signature.is_plain()) {
       float* const data[] = {static_cast<float*>(row.data[K])...};
-      return over(element, first_index(row.numbers), data, begin, end);
+      const int64_t index = first_index(row.numbers);
+      constexpr int unit = 128;
+      for (; begin + unit <= end; begin += unit) {
+        (fetch_ahead<unit, first_level>(data[K] + begin), ...);
+        over(element, index, data, begin, begin + unit);
+      }
+      return over(element, index, data, begin, end);
     }
     alignas(cache_line) float buffer[Operation::streams][piece];
     for (int64_t at = begin; at < end; at += piece) {

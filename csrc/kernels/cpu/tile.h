@@ -9,6 +9,7 @@
 #include "core/dtype.h"
 #include "core/host_device.h"
 #include "kernels/cpu/convert.h"
+#include "kernels/cpu/fetch_ahead.h"
 #include "kernels/cpu/random.h"
 #include "kernels/cpu/stream.h"
 #include "kernels/message.h"
@@ -32,7 +33,7 @@ class Tile {
   template <class T, class F>
   DLT_HD void load(const T* from, F f) {
     from += first_;
-    fetch_ahead(from);
+    fetch_ahead<size, second_level>(from);
     const float* const value = value_;
     const int n = count();
 #pragma GCC ivdep
@@ -44,8 +45,8 @@ class Tile {
   DLT_HD void load(const T* from, const U* others, F f) {
     from += first_;
     others += first_;
-    fetch_ahead(from);
-    fetch_ahead(others);
+    fetch_ahead<size, second_level>(from);
+    fetch_ahead<size, second_level>(others);
     const float* const value = value_;
     const int n = count();
 #pragma GCC ivdep
@@ -56,7 +57,7 @@ class Tile {
   DLT_HD void view(const float* from) {
     if constexpr (full) {
       value_ = from + first_;
-      fetch_ahead(value_);
+      fetch_ahead<size, second_level>(value_);
     } else {
       load(from, [](float, float x) DLT_HD_LAMBDA { return x; });
     }
@@ -174,14 +175,6 @@ class Tile {
   DLT_HD void raise(int* flag) const { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 
  private:
-  // Prefetches into the second-level cache: memory would otherwise be idle while a tile is processed.
-  template <class T>
-  DLT_HD static void fetch_ahead(const T* elements) {
-    constexpr int distance = 2048, second_level = 2;
-    const auto* const ahead = reinterpret_cast<const char*>(elements) + distance;  // only a hint, so it may be beyond the end
-    for (int at = 0; at < size * static_cast<int>(sizeof(T)); at += cache_line) __builtin_prefetch(ahead + at, 0, second_level);
-  }
-
   // Words of several codes are packed and unpacked as uint32_t: otherwise the compiler narrows or widens each code on its own.
   template <class Codec>
   using Wide = std::conditional_t<MessageLayout<Codec>::codes == 1, typename Codec::Word, uint32_t>;
