@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.cases import codec
+from benchmarks.machine import memory
 from dltrain_ext import _ops, codecs
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
@@ -129,3 +131,8 @@ def test_the_error_for_an_unknown_codec_lists_the_valid_ones() -> None:
     done = run("--codecs", "int9")
     assert done.returncode == 2
     assert all(name in done.stderr for name in ("int9", *codecs.CODECS))
+
+
+def test_the_cache_of_a_host_counts_for_the_cpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert 0 < memory.last_level_cache() <= 2**25
