@@ -1,4 +1,4 @@
-"""Run the commands that the documented figures are from, and write the files in benchmarks/results anew."""
+"""Run the commands that the documented figures are from, and write the files and plots in benchmarks/results anew."""
 
 import argparse
 import shlex
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report, saved_results
+from benchmarks import plots, report, saved_results
 from benchmarks.harness import Failure
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ ALL_PLANS = (
 # By link: the options of `hosts`, or none for this machine alone; then the case and its options by file.
 FIGURES: dict[str, dict[str, str]] = {
     "": {
-        "cpu/optim": "optim",
+        "cpu/optim": "optim --seconds 15",
         "cpu/optim-more": "optim --optimizers nadam,radam,rmsprop,adadelta,adamax,lion,lamb,ftrl,adam,adagrad "
         "--workloads one,resnet50,many --no-compile",
         "cpu/optim-int8": "optim --optimizers adamw --workloads one,resnet50 "
@@ -121,6 +121,9 @@ FIGURES: dict[str, dict[str, str]] = {
     },
 }
 
+# Figures whose plots the documents show.
+DRAWN = ("allreduce/shm-4-ranks", "cpu/optim", "ddp/sweep-4-hosts", "simulate/simulated-scaling")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
@@ -157,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"{name}: {shlex.join(arguments)}", soft_wrap=True, markup=False)
         if options.commands:
             continue
-        began, status = time.monotonic(), measure(arguments, options.to / f"{name}.json", options.quick)
+        began, status = time.monotonic(), measure(name, arguments, options.to, options.quick)
         console.print(f"  {'failed' if status else 'done'} after {time.monotonic() - began:.0f} s")
         failed += [name] if status else []
     if failed:
@@ -165,14 +168,17 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def measure(arguments: list[str], path: Path, quick: bool) -> int:
-    """Run a command of this program, which writes the file, and show the end of its output if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder, "figures.json")
+def measure(name: str, arguments: list[str], folder: Path, quick: bool) -> int:
+    """Run a command of this program, write its file and plots, and show the end of its output if it fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        written, path = Path(scratch, "figures.json"), folder / f"{name}.json"
         command = [sys.executable, "-m", "benchmarks", *arguments, *["--quick"] * quick, "--json", str(written)]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode == 0:
-            saved_results.write(path, saved_results.load(written, "--json"))
-        else:
+        if done.returncode:
             print(*done.stdout.splitlines()[-SHOWN:], sep="\n", file=sys.stderr)
-        return done.returncode
+            return done.returncode
+        measured = saved_results.load(written, "--json")
+    saved_results.write(path, measured)
+    for case, table in measured.tables.items() if name in DRAWN else ():
+        plots.draw(path.parent, case, table)
+    return 0

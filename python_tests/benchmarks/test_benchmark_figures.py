@@ -39,6 +39,13 @@ def test_a_figure_is_written(tmp_path, monkeypatch):
     assert list(json.loads((tmp_path / "simulate" / "simulate-published.json").read_text())["cases"]) == ["simulate"]
 
 
+def test_its_plots_are_drawn_where_the_documents_show_them(tmp_path):
+    assert set(figures.DRAWN) <= set(figures.commands([]))
+    name = "simulate/simulated-scaling"
+    assert figures.measure(name, ["simulate", "--parts", "training"], tmp_path, quick=True) == 0
+    assert (tmp_path / "simulate" / "simulated-efficiency.png").stat().st_size
+
+
 def test_a_failure_is_reported_and_replaces_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "provenance", lambda: {"commit": "1234567"})
     monkeypatch.setattr(figures, "FIGURES", {"": {"a/broken": "codec -n none"}})
