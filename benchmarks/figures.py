@@ -121,8 +121,13 @@ FIGURES: dict[str, dict[str, str]] = {
     },
 }
 
-# Figures whose plots the documents show.
-DRAWN = ("allreduce/shm-4-ranks", "cpu/optim", "ddp/sweep-4-hosts", "simulate/simulated-scaling")
+# The plots that the documents show, by figure.
+DRAWN = {
+    "allreduce/shm-4-ranks": ["allreduce.png"],
+    "cpu/optim": ["optim.png"],
+    "ddp/sweep-4-hosts": ["sweep.png"],
+    "simulate/simulated-scaling": ["simulated-efficiency.png", "simulated-topologies.png"],
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -180,5 +185,7 @@ def measure(name: str, arguments: list[str], folder: Path, quick: bool) -> int:
         measured = saved_results.load(written, "--json")
     saved_results.write(path, measured)
     for case, table in measured.tables.items() if name in DRAWN else ():
-        plots.draw(path.parent, case, table)
+        for plot in plots.draw(path.parent, case, table):
+            if plot.name not in DRAWN[name]:
+                plot.unlink()
     return 0

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, progress: Progress, keep: Keep) -> None:
         burst=options.burst,
         tuned=options.tune,
     )
-    where = "over loopback" if options.device == "cpu" else f"on {min(ranks, torch.cuda.device_count())} GPU(s)"
+    where = "on one host" if options.device == "cpu" else f"on {min(ranks, torch.cuda.device_count())} GPU(s)"
     title = f"all_reduce {options.op}, {ranks} ranks {'under torchrun' if given_rank() else where}, fp32"
     table = Table(title, check_heading="#wrong", x_label="message, bytes")
     keep(table)

@@ -53,14 +53,14 @@ def time_rows(
 def last_level_cache(device: str = "cpu") -> int:
     """Return the bytes of the largest cache of CPU 0 (32 MiB if the system does not report it), or of the GPU's L2.
 
-    A virtual machine reports the whole cache of its host, so at most 32 MiB are counted for each of its CPUs.
+    A virtual machine reports the whole cache of its host, so at most 16 MiB are counted for each of its CPUs.
     """
     if device == "cuda":
         return torch.cuda.get_device_properties(0).L2_cache_size
     units = {"K": 2**10, "M": 2**20}
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     largest = max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=2**25)
-    return min(largest, 2**25 * (os.cpu_count() or 1))
+    return min(largest, 2**24 * (os.cpu_count() or 1))
 
 
 class MemoryLimit:

@@ -107,7 +107,9 @@ def bands(axes: Axes, curves: list[Curve], styles: dict[str, dict[str, Any]], in
     """Draw the fastest plan, named if its range is long enough, and below it the plan that auto selected, if known.
 
     `inches`: the approximate width of the axes."""
-    named = [curve for curve in curves if curve.name != AUTO]
+    # auto is one of our plans, so it is a curve of its own only where no plan was timed by name.
+    plans = any(curve.ours and curve.name != AUTO for curve in curves)
+    named = [curve for curve in curves if curve.name != AUTO or not plans]
     rows = []
     if named:
         rows.append("fastest")

@@ -135,4 +135,4 @@ def test_the_error_for_an_unknown_codec_lists_the_valid_ones() -> None:
 
 def test_the_cache_of_a_host_counts_for_the_cpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert 0 < memory.last_level_cache() <= 2**25
+    assert 0 < memory.last_level_cache() <= 2**24
