@@ -71,13 +71,14 @@ def panels(table: Table, rows: list[Row], label: str, draw: Callable[[Axes, list
 def bars(
     axes: Axes, rows: list[Row], values: list[float], labels: list[str], errors: list[list[float]] | None = None
 ) -> None:
+    ours = [row.ours or row.side.startswith("ours") for row in rows]  # some of ours are timed against another of ours
     drawn = axes.barh(
         range(len(rows)),
         values,
         0.75,
         xerr=errors,
-        color=[OURS if row.ours else PEER for row in rows],
-        hatch=["" if row.ours else "///" for row in rows],
+        color=[OURS if mine else PEER for mine in ours],
+        hatch=["" if mine else "///" for mine in ours],
         edgecolor="white",
         error_kw={"elinewidth": 1, "capsize": 2},
     )

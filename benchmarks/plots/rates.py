@@ -77,7 +77,7 @@ def stretches(axes: Axes, ours: dict[str, Curve], other: Curve, styles: dict[str
         for begin, end in faster_in(curve, other):
             axes.plot([begin, end], [line] * 2, color=styles[side]["color"], linewidth=6, solid_capstyle="butt")
         for rate, below in crossings(curve, other):
-            beside = {"xytext": (3 if below else -3, 0), "ha": "left" if below else "right", "va": "center"}
+            beside = {"xytext": (3, 4) if below else (-3, -4), "ha": "left" if below else "right", "va": "center"}
             axes.annotate(f"{rate:.3g}", (rate, line), textcoords="offset points", **beside, fontsize=8)
     axes.set_yticks(range(len(ours)), list(ours))
     axes.set_ylim(len(ours) - 0.4, -0.6)
