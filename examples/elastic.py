@@ -107,7 +107,7 @@ def train(run: Run, done: int, args: argparse.Namespace) -> None:
             die_in_backward(run.model)
         error = run.step(inputs, targets)
         if step % args.every == 0 or step == args.steps:
-            comm.all_reduce(error, "avg")
+            comm.all_reduce(error, "avg", algorithm="ring")  # "auto" selects by times, so bits could differ
             run.save(args.folder, step)
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {error.item():.6f} ({error.item().hex()})")
