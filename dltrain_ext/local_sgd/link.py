@@ -8,7 +8,7 @@ from torch import Tensor
 from dltrain_ext.comm import Communicator
 from dltrain_ext.comm.addresses import check_private
 from dltrain_ext.comm.groups import Members
-from dltrain_ext.comm.sockets import limit_unsent, sockets
+from dltrain_ext.local_sgd.sockets import limit_unsent, sockets
 
 _UNSENT = 1 << 16  # bytes of a connection: 50 ms at 10 Mbit/s
 

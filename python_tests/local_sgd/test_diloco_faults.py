@@ -14,7 +14,7 @@ from local_training import backups, flat, give_grads, network, same, train
 from ranks import FAR, finish_before, run_ranks
 
 from dltrain_ext import comm, local_sgd, optim
-from dltrain_ext.comm.sockets import sockets
+from dltrain_ext.local_sgd.sockets import sockets
 
 SCHEDULES = [dict(), dict(fragments=2), dict(delay=3), dict(fragments=2, delay=1)]
 
