@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -183,9 +184,9 @@ def measure(name: str, arguments: list[str], folder: Path, quick: bool) -> int:
             print(*done.stdout.splitlines()[-SHOWN:], sep="\n", file=sys.stderr)
             return done.returncode
         measured = saved_results.load(written, "--json")
-    saved_results.write(path, measured)
-    for case, table in measured.tables.items() if name in DRAWN else ():
-        for plot in plots.draw(path.parent, case, table):
-            if plot.name not in DRAWN[name]:
-                plot.unlink()
+        saved_results.write(path, measured)
+        for case, table in measured.tables.items() if name in DRAWN else ():
+            for plot in plots.draw(Path(scratch), case, table):
+                if plot.name in DRAWN[name]:
+                    shutil.copy(plot, path.parent)
     return 0

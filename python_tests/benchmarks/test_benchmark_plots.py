@@ -1,17 +1,21 @@
 """The plots of the benchmarks, drawn from small tables: which plots each table gives, and the texts in them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import commands
 import pytest
+from matplotlib.colors import to_hex
 
 from benchmarks import plots, saved_results
 from benchmarks.allreduce_ranks import Result, Side
 from benchmarks.cases.allreduce import make_row
 from benchmarks.harness import Failure, Row, Table
+from benchmarks.plots.bars import times
 from benchmarks.plots.rates import LINK
 from benchmarks.plots.sizes import curves_of, fastest
+from benchmarks.plots.style import OURS, PEER
 from benchmarks.simulation import Section, Simulation
 
 pytestmark = pytest.mark.needs("matplotlib", "rich")
@@ -130,6 +134,12 @@ def test_the_same_table_gives_the_same_files(tmp_path: Path) -> None:
 
 def test_rows_that_were_not_timed_are_not_drawn(tmp_path: Path) -> None:
     assert plots.draw(tmp_path, "case", Table("t", [Row("w", "ours", True, False, "wrong")], [])) == []
+
+
+def test_ours_has_one_colour_also_where_it_is_compared_as_a_peer() -> None:
+    coded = replace(row("w", "ours int8 state", 2), ours=False)
+    (axes,) = times(Table("t", [row("w", "ours", 1), coded, row("w", "torch", 3)], [])).axes
+    assert [to_hex(bar.get_facecolor()).upper() for bar in axes.patches] == [OURS, OURS, PEER]
 
 
 def test_the_fastest_plan_changes_where_the_curves_cross() -> None:
