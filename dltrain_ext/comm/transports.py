@@ -88,16 +88,19 @@ def _over_memory(site: Site, part: SubWork, device: torch.device) -> _ops.Level:
     """Between hosts over Gloo."""
     if len(part.ranks) == 1 or len({site.hosts[rank] for rank in part.ranks}) > 1:
         return _over_gloo(site, part, device)
-    gloo = site.gloo(part, threads=1)  # first, because a rank that fails is not to be waited for
+    gloo: Any = None
     memory, problem = None, ""
     try:
+        gloo = site.gloo(part, threads=1)
         memory = _ops.SharedMemory.make(len(part.ranks)) if part.rank == 0 else None
     except RuntimeError as error:
         problem = str(error)
+    # A rank that has failed answers too: the others wait for it as long as it is alive.
     told = {"process": os.getpid(), "address": memory.address if memory else None, "problem": problem}
     answers = [json.loads(answer) for answer in part.agree(json.dumps(told))]
-    if problem := answers[0]["problem"]:
-        raise RuntimeError(f"rank {part.ranks[0]}: {problem}")
+    for rank, answer in zip(part.ranks, answers, strict=True):
+        if answer["problem"]:
+            raise RuntimeError(f"rank {rank}: {answer['problem']}")
     if memory is None:
         memory = _ops.SharedMemory.open(answers[0]["address"], len(part.ranks))
     processes = [answer["process"] for answer in answers]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ranks import ROOT, SLACK, finish_before, ready, run_ranks
 
 from dltrain_ext import _ops, comm
+from dltrain_ext.comm import transports
 
 MEMORY = "memfd:dltrain_ext"
 
@@ -108,6 +109,31 @@ def test_ranks_that_cannot_share_memory_use_gloo_and_say_why_once(failing):
     expected = "dltrain_ext: messages between the processes of a host are sent over Gloo, not through memory that they"
     for told in run_ranks(3, fail_to_share, failing, fresh=True):
         assert len(told) == 1 and told[0].startswith(expected) and "no memory today" in told[0]
+
+
+def fail_after_gloo(rank, world_size, failing):
+    """Gloo may be connected on some ranks and fail on another, as when one dies meanwhile."""
+    connect = transports.Site.gloo
+
+    def fail(site, part, threads):
+        connected = connect(site, part, threads)
+        if part.name.startswith("shm"):
+            raise RuntimeError("no Gloo today")
+        return connected
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == failing:
+            patch.setattr(transports.Site, "gloo", fail)
+        with pytest.raises(
+            dist.DistBackendError, match=f"transport: shm cannot be used: .*rank {failing}: .*no Gloo today"
+        ):
+            comm.Communicator(transport="shm")
+        sum_of_ranks(comm.Communicator(), rank, world_size)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_rank_waits_for_one_whose_gloo_has_failed(failing):
+    run_ranks(3, fail_after_gloo, failing, timeout=60)
 
 
 def work_until_killed(rank, world_size):
