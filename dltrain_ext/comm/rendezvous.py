@@ -36,7 +36,7 @@ class Rendezvous:
         beats: Callable[[int], int] | None = None,
     ):
         self._store, self._ranks, self._index, self._timeout = store, ranks, index, timeout
-        self._beats, self._silence = (_no_beats, timeout) if beats is None else (beats, min(timeout, SILENCE))
+        self._beats, self._silence = beats, timeout if beats is None else min(timeout, SILENCE)
         self._numbers = itertools.count()
         self._work: JointWork | None = None
 
@@ -139,11 +139,12 @@ def exchange_texts(
     answer: str,
     timeout: timedelta,
     *,
-    beats: Callable[[int], int] = _no_beats,
+    beats: Callable[[int], int] | None = None,
 ) -> list[str]:
-    """Stores this rank's answer and returns those of all ranks, in their order. Names a rank that does not come.
+    """Stores this rank's answer and returns those of all ranks, in their order.
 
-    Each rank is waited for since now, or since its heartbeats last changed.
+    Each rank is waited for since now, or since its heartbeats last changed. The error names the rank whose heart has
+    stopped, or, without hearts, all ranks that are missing.
     """
     keys = [f"{about}/{member}" for member in range(len(ranks))]
     began = time.monotonic()
@@ -152,10 +153,12 @@ def exchange_texts(
         for member, key in enumerate(keys):
             if store.check(keys[member:]):  # all at once, since the store may be far away
                 break
-            if not wait_for_key(store, key, timeout, began, functools.partial(beats, ranks[member])):
-                raise dist.DistBackendError(
-                    f"communicator of ranks {ranks}: rank {ranks[member]} did not come in {timeout}"
-                )
+            if not wait_for_key(store, key, timeout, began, functools.partial(beats or _no_beats, ranks[member])):
+                missing = [ranks[member]]
+                if beats is None:  # one of them may be late because it waits for another
+                    missing += [ranks[m] for m in range(member + 1, len(keys)) if not store.check([keys[m]])]
+                who = f"rank{'s' if missing[1:] else ''} {', '.join(map(str, missing))}"
+                raise dist.DistBackendError(f"communicator of ranks {ranks}: {who} did not come in {timeout}")
         return [said.decode() for said in store.multi_get(keys)]
     except dist.DistNetworkError as error:
         raise dist.DistBackendError(f"communicator of ranks {ranks}: the store of their group is gone") from error

@@ -33,9 +33,16 @@ def test_texts_are_exchanged_in_the_order_of_the_ranks():
     assert together(*say) == [[[f"{r} {turn}" for r in range(4)] for turn in range(3)]] * 4
 
 
-def test_the_error_names_a_rank_that_does_not_arrive():
-    said = together(lambda rendezvous: rendezvous.exchange(""), lambda rendezvous: None)[0]
-    assert str(said) == "communicator of ranks [5, 6]: rank 6 did not come in 0:00:02"
+def test_the_error_names_the_ranks_that_do_not_arrive():
+    def come(rendezvous):
+        return rendezvous.exchange("")
+
+    def miss(rendezvous):
+        return None
+
+    assert str(together(come, miss)[0]) == "communicator of ranks [5, 6]: rank 6 did not come in 0:00:02"
+    for said in together(miss, come, miss, come)[1::2]:
+        assert str(said) == "communicator of ranks [5, 6, 7, 8]: ranks 5, 7 did not come in 0:00:02"
 
 
 def test_a_rank_at_work_is_waited_for():

@@ -156,8 +156,9 @@ def strike_at_the_beginning(how, tunes, victim, after):
     del results[victim]
     took = max(failed for _, failed in results) - struck[0]
     for text, _ in results:
-        named = re.search(r"the culprit is rank (\d+): |: rank (\d+) did not come in ", text)
-        assert named and int(named[1] or named[2]) == victim, text
+        # One that waits in its call for the victim may be missing, too, where the other makes the next communicator.
+        named = re.search(r"the culprit is rank (\d+): |: ranks? ([\d, ]+) did not come in ", text)
+        assert named and str(victim) in re.findall(r"\d+", named[1] or named[2]), text
     assert took < 2 * DEADLINE.total_seconds() + SLACK
     return took
 
