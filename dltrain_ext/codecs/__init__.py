@@ -216,6 +216,8 @@ def reduce(
         if not received:
             raise ValueError("codec: expected one of " + ", ".join(CODECS) + " where nothing is received, got None")
         codec = getattr(received[0], "codec", CODECS[0])
+    else:
+        _find(codec)
     messages = []
     for index, message in enumerate(received):
         messages.append(_wire_of(message, f"received[{index}]", codec, own.numel())[0])

@@ -726,6 +726,11 @@ names = ", ".join(codecs.CODECS)
 REFUSED = {
     "codec": (ValueError, f"codec: expected one of {names}, got 'int9'", lambda: codecs.encode(X, "int9")),
     "no codec": (ValueError, f"codec: expected one of {names} .*, got None", lambda: codecs.reduce(X, [])),
+    "a list of codecs": (
+        TypeError,
+        rf"codec: expected one of {names}, got \['raw'\]",
+        lambda: codecs.encode(X, ["raw"], out=codecs.encode(X, "raw")),
+    ),
     "rounding": (
         ValueError,
         "rounding: expected 'nearest' or 'stochastic', got 'up'",
