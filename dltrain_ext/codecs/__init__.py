@@ -207,7 +207,8 @@ def reduce(
         TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
     stochastic = is_stochastic(rounding)
-    for name, number, bound in (("seed", seed, 2**63), ("step", step, 2**32), ("rank", rank, 2**32)):
+    numbers = ("seed", seed, 2**63), ("step", step, 2**32), ("rank", rank, 2**32), ("first", first, 2**63)
+    for name, number, bound in numbers:
         check_number(number, name, bound)
     if not isinstance(received, Sequence):
         raise TypeError(f"received: expected a sequence of messages, got {type(received).__name__}")

@@ -726,6 +726,11 @@ names = ", ".join(codecs.CODECS)
 REFUSED = {
     "codec": (ValueError, f"codec: expected one of {names}, got 'int9'", lambda: codecs.encode(X, "int9")),
     "no codec": (ValueError, f"codec: expected one of {names} .*, got None", lambda: codecs.reduce(X, [])),
+    "a sparse first": (
+        TypeError,
+        "first: expected an int",
+        lambda: codecs.encode(X, "raw", first=torch.ones(2, 2).to_sparse_csr()),
+    ),
     "a list of codecs": (
         TypeError,
         rf"codec: expected one of {names}, got \['raw'\]",
