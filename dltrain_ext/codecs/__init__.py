@@ -207,11 +207,16 @@ def reduce(
         TypeError, ValueError: an argument is invalid; the message names it, the expected and the actual value.
     """
     stochastic = is_stochastic(rounding)
-    numbers = ("seed", seed, 2**63), ("step", step, 2**32), ("rank", rank, 2**32), ("first", first, 2**63)
-    for name, number, bound in numbers:
-        check_number(number, name, bound)
     if not isinstance(received, Sequence):
         raise TypeError(f"received: expected a sequence of messages, got {type(received).__name__}")
+    for name, number, bound in (
+        ("seed", seed, 2**63),
+        ("step", step, 2**32),
+        ("rank", rank, 2**32),
+        ("first", first, 2**63),
+        ("position", position, len(received) + 1),
+    ):
+        check_number(number, name, bound)
     own, in_kind = as_tensor(tensor, "tensor")
     if codec is None:
         if not received:

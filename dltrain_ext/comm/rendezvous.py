@@ -36,7 +36,8 @@ class Rendezvous:
         beats: Callable[[int], int] | None = None,
     ):
         self._store, self._ranks, self._index, self._timeout = store, ranks, index, timeout
-        self._beats, self._silence = beats, timeout if beats is None else min(timeout, SILENCE)
+        self._beats = beats
+        self._silence = timeout if beats is None else min(timeout, SILENCE)
         self._numbers = itertools.count()
         self._work: JointWork | None = None
 
@@ -127,10 +128,6 @@ class SubWork:
         return exchange_texts(work.own_store, about, self.ranks, self.rank, answer, work.silence, beats=work.beats)
 
 
-def _no_beats(rank: int) -> int:
-    return 0
-
-
 def exchange_texts(
     store: dist.Store,
     about: str,
@@ -153,7 +150,7 @@ def exchange_texts(
         for member, key in enumerate(keys):
             if store.check(keys[member:]):  # all at once, since the store may be far away
                 break
-            if not wait_for_key(store, key, timeout, began, functools.partial(beats or _no_beats, ranks[member])):
+            if not wait_for_key(store, key, timeout, began, beats and functools.partial(beats, ranks[member])):
                 missing = [ranks[member]]
                 if beats is None:  # one of them may be late because it waits for another
                     missing += [ranks[m] for m in range(member + 1, len(keys)) if not store.check([keys[m]])]
@@ -165,12 +162,12 @@ def exchange_texts(
 
 
 def wait_for_key(
-    store: dist.Store, key: str, timeout: timedelta, began: float, beats: Callable[[], int] = lambda: 0
+    store: dist.Store, key: str, timeout: timedelta, began: float, beats: Callable[[], int] | None = None
 ) -> bool:
     """Returns whether the key is set in time. The store's own wait() cannot be interrupted, and warns of a timeout."""
     (pause, longest), seen = _POLLS, None
     while not store.check([key]):
-        sign = beats()
+        sign = beats() if beats else None
         if seen is not None and sign != seen:
             began = time.monotonic()
         elif time.monotonic() - began > timeout.total_seconds():

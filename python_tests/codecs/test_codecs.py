@@ -726,11 +726,6 @@ names = ", ".join(codecs.CODECS)
 REFUSED = {
     "codec": (ValueError, f"codec: expected one of {names}, got 'int9'", lambda: codecs.encode(X, "int9")),
     "no codec": (ValueError, f"codec: expected one of {names} .*, got None", lambda: codecs.reduce(X, [])),
-    "a sparse first": (
-        TypeError,
-        "first: expected an int",
-        lambda: codecs.encode(X, "raw", first=torch.ones(2, 2).to_sparse_csr()),
-    ),
     "a list of codecs": (
         TypeError,
         rf"codec: expected one of {names}, got \['raw'\]",
@@ -765,6 +760,16 @@ REFUSED = {
         ValueError,
         "position: expected 0 to 1, got -1",
         lambda: codecs.reduce(X, [int8()], position=-1),
+    ),
+    "a sparse position": (
+        TypeError,
+        "position: expected an int",
+        lambda: codecs.reduce(X, [int8()], position=torch.ones(2, 2).to_sparse_csr()),
+    ),
+    "a sparse first": (
+        TypeError,
+        "first: expected an int",
+        lambda: codecs.encode(X, "raw", first=torch.ones(2, 2).to_sparse_csr()),
     ),
     "received in another codec": (
         ValueError,
