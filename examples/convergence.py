@@ -40,7 +40,7 @@ try:
     from torch.optim.lr_scheduler import LRScheduler
     from train import SMOOTH, evaluate
 
-    from dltrain_ext import ddp, fsdp, info, local_sgd
+    from dltrain_ext import comm, ddp, fsdp, info, local_sgd
 except ModuleNotFoundError as missing:
     sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
 
@@ -139,8 +139,8 @@ def train(name: str, recipe: Recipe, task: Task, contestant: str, seed: int) -> 
     check_same(module, f"{name}, {contestant}, seed {seed}")
     score = evaluate(module, task)
     figures = torch.tensor([statistics.fmean(losses[-SMOOTH:]), sent / recipe.steps], dtype=torch.float64)
-    dist.all_reduce(figures)
-    loss, wire_bytes = (figures / dist.get_world_size()).tolist()
+    comm.all_reduce(figures, "avg")
+    loss, wire_bytes = figures.tolist()
     finite = (figure if math.isfinite(figure) else None for figure in (score, loss))
     return Run(name, contestant, seed, *finite, wire_bytes, time.perf_counter() - start)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 try:
     import torch
-    import torch.distributed as dist
     from rich.console import Console
     from rich.table import Table
     from shared import TASK, accuracy, batches, finish, parser, rank_and_size, start
@@ -36,7 +35,7 @@ try:
         StepLR,
     )
 
-    from dltrain_ext import amp, ddp, optim
+    from dltrain_ext import amp, comm, ddp, optim
 except ModuleNotFoundError as missing:
     sys.exit(f"This example needs {missing.name}. In the repository's root: pip install '.[examples]'")
 
@@ -119,7 +118,7 @@ def averaged_loss(model: nn.Module) -> float:
     rank, world_size = rank_and_size()
     inputs, targets = (tensor[:256][rank::world_size] for tensor in TASK.train)
     total = torch.tensor([loss(model(inputs), targets, reduction="sum"), len(targets)], dtype=torch.float64)
-    dist.all_reduce(total)
+    comm.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
@@ -163,9 +162,9 @@ class Run:
 
 def on_all_ranks(value: bool) -> bool:
     """Return whether the value is True on every rank."""
-    flag = torch.tensor(int(value))
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag)
+    count = torch.tensor(int(value))
+    comm.all_reduce(count)
+    return count.item() == rank_and_size()[1]
 
 
 def compare(schedule: str, steps: int) -> list[str]:

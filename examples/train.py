@@ -107,7 +107,7 @@ def evaluate(model: nn.Module, task: Task) -> float:
     for inputs, targets in zip(*parts, strict=True):
         scores = task.score(model(inputs), targets)
         total += torch.tensor([scores.sum(), scores.numel()])
-    dist.all_reduce(total)
+    comm.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
@@ -134,9 +134,9 @@ def show(progress: Progress, step: int, contestants: list[Contestant], task: Tas
 def measure(contestant: Contestant, task: Task, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one contestant, averaged over the ranks."""
     figures = [contestant.bytes_per_step(), statistics.median(contestant.seconds), *contestant.losses]
-    total = torch.tensor(figures, dtype=torch.float64)
-    dist.all_reduce(total)
-    bytes_per_step, step_seconds, *losses = (total / dist.get_world_size()).tolist()
+    means = torch.tensor(figures, dtype=torch.float64)
+    comm.all_reduce(means, "avg")
+    bytes_per_step, step_seconds, *losses = means.tolist()
     return {
         "score": contestant.scores[args.steps],
         "final_loss": statistics.fmean(losses[-SMOOTH:]),

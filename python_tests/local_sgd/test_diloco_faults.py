@@ -1,5 +1,6 @@
 """Sites that are lost, that diverge or that differ, and addresses at which nothing may be sent."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -315,7 +316,7 @@ def limited(rank, world_size):
     *_, outer = make()
     limits = set()
     for descriptor, _ in sockets() - before:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # closed meanwhile
             if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
                 limits.add(connection.getsockopt(socket.IPPROTO_TCP, 25))  # TCP_NOTSENT_LOWAT
     outer.close()
