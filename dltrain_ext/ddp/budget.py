@@ -258,6 +258,8 @@ def _checked(plain: object, named: Mapping[str, Tensor]) -> Mapping[str, Any]:
     """Returns what ``Budget.to_dict`` has returned. Raises ValueError if it is something else."""
     if not isinstance(plain, Mapping) or not isinstance(plain.get("codecs"), Mapping) or "max_error" not in plain:
         raise ValueError(f"state_dict: expected budget of max_error and codecs, got {plain!r}")
+    if not isinstance(plain["max_error"], int | float):
+        raise ValueError(f"state_dict: expected max_error of budget as a number, got {plain['max_error']!r}")
     for name, codec in plain["codecs"].items():
         try:
             if name not in named:

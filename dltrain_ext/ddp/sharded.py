@@ -50,13 +50,13 @@ class ShardedOptimizerState(AllReduceState):
             raise ValueError(f"{min(refused)}: expected none with shard, whose collectives have one level and one plan")
         if ignored := named.keys() & set(model.parameters_to_ignore):
             raise ValueError(f"shard: expected parameters that DDP reduces, got {min(ignored)}, which it ignores")
-        codec, algorithm = "int8" if codec is None else codec, "direct" if algorithm == "auto" else algorithm
+        codec = "int8" if codec is None else codec
         check_names(algorithm, codec, self._collective)
         check_shardable(named, optimizer)
         super().__init__(
             model.process_group,
             codec=codec,
-            algorithm=algorithm,
+            algorithm="direct" if algorithm == "auto" else algorithm,
             named_parameters=named.items(),
             ranks_per_host=1,
             **options,

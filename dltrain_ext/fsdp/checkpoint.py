@@ -29,6 +29,8 @@ def checked(
             raise ValueError(f"state_dict: expected reductions of at least 0, got {dict(reductions)}")
         if not isinstance(state["feedback"], Mapping):
             raise ValueError(f"state_dict: expected feedback by rank, got {type(state['feedback']).__name__}")
+        if type(state["world_size"]) is not int:
+            raise ValueError(f"state_dict: expected world_size as a number, got {type(state['world_size']).__name__}")
         if state["world_size"] != contributions and any(parameter.is_parallel for parameter in parameters):
             raise ValueError(
                 f"state_dict: expected what {contributions} ranks have saved, since the model has tensor parallelism, "

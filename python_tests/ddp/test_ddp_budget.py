@@ -170,14 +170,19 @@ def go_on(rank, world_size):
         anew.load_state_dict(saved)
         assert anew.choice == before and anew.steps == 6
         assert options["max_error"] is None or codecs_of(anew) == ["auto"] * 3
-    without = {key: value for key, value in saved.items() if key != "budget"}
-    resumed.load_state_dict(without)  # of a version before there were budgets
-    assert codecs_of(resumed) == ["auto"] * 3
-    for spoilt in ([], {"max_error": 0.14}, {"max_error": 0.14, "codecs": {"layers.7.weight": "int8"}}):
+    for spoilt in (
+        [],
+        {"max_error": 0.14},
+        {"max_error": torch.ones(2), "codecs": {}},
+        {"max_error": 0.14, "codecs": {"layers.7.weight": "int8"}},
+    ):
         with pytest.raises(ValueError, match="state_dict: expected .*budget"):
             resumed.load_state_dict(saved | {"budget": spoilt})
     with pytest.raises(ValueError, match=r"codec of a parameter in budget, got 'int3' for 'layers.0.weight'"):
         resumed.load_state_dict(saved | {"budget": {"max_error": 0.14, "codecs": {"layers.0.weight": "int3"}}})
+    assert codecs_of(resumed) == codecs_of(state)
+    without = {key: value for key, value in saved.items() if key != "budget"}
+    resumed.load_state_dict(without)  # of a version before there were budgets
     assert codecs_of(resumed) == ["auto"] * 3
     errors_of(second, batch(rank, 7), world_size)  # measures, since no codec is known
 

@@ -4,6 +4,7 @@ import copy
 import math
 from functools import partial
 
+import numpy
 import pytest
 import ranks
 import torch
@@ -439,6 +440,7 @@ def check_refusals(rank, world_size):
         (ValueError, "shard: expected an optimizer whose state is float32", {"build": stepped}),
         (ValueError, "codec", {"codec": "auto"}),
         (ValueError, "algorithm", {"algorithm": "tree"}),
+        (TypeError, "algorithm: expected a str", {"algorithm": numpy.ones(2)}),
         (ValueError, "ranks_per_host: expected none with shard", {"ranks_per_host": 2}),
     ):
         with pytest.raises(error, match=text):

@@ -225,6 +225,7 @@ def check_resume(rank, world_size, kind):
         (saved | {"reductions": dict.fromkeys(saved["reductions"], "x")}, "reductions of at least 0"),
         (saved | {"reductions": {"elsewhere": 1}}, "the modules of this model"),
         (saved | {"shard": 3}, "shard as two numbers"),
+        (saved | {"world_size": torch.ones(2).to_sparse()}, "world_size as a number"),
         (saved | {"steps": -1}, "steps of at least 0"),
     ):
         with pytest.raises(ValueError, match=text):

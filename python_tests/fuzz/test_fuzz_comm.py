@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fuzzing import anything, attempt, fuzz, numbers, plain, shapes, spoiled, tensors
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_fuzz_optim import corrupted
 from torch.distributed.fsdp import fully_shard
@@ -58,10 +58,11 @@ def test_plans_by_hand(data):
     ops = st.sampled_from(["send_partial", "recv_reduce", "finalize", "send_final", "recv_final"])
     small = st.one_of(st.integers(-1, 3), st.sampled_from([-(2**31), 2**31 - 1]))
     step = {"op": ops, "peer": small, "chunks": st.tuples(small, small)}
+    steps_of = spoiled(step, most=1).filter(lambda given: not isinstance(given["op"], bytes))  # pybind11 accepts bytes
     signature = r"\(self: dltrain_ext|op: expected|can't decode byte|len\(\) of unsized"  # of pybind11
     made = []
     for rank in range(data.draw(st.integers(1, 3))):
-        steps = [attempt(comm.Step, data.draw(spoiled(step, most=1)), names=step, also=signature)[0] for _ in range(3)]
+        steps = [attempt(comm.Step, data.draw(steps_of), names=step, also=signature)[0] for _ in range(3)]
         fields = {
             "algorithm": st.one_of(st.just("ring"), st.text()),
             "rank": st.just(rank),
@@ -90,8 +91,10 @@ def test_all_reduce_of_graphs(data, shape):
         "codec": codec_names,
         "group_name": st.sampled_from([dist.group.WORLD.group_name, "", "0"]),
     }
+    arguments = data.draw(spoiled(fits, shape))
+    assume(getattr(arguments["tensor"], "layout", None) is not torch.jagged)  # torch only names the op in its error
     op = torch.ops.dltrain_ext.all_reduce_
-    attempt(op, data.draw(spoiled(fits, shape)), names=fits, also="Could not run|Cannot access storage|NestedTensor")
+    attempt(op, arguments, names=fits, also="Could not run|Cannot access storage|NestedTensor")
 
 
 @fuzz(
