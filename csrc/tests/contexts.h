@@ -18,6 +18,11 @@ inline ExecutionContext cuda_context() {
   return {};
 }
 
+inline bool has_cuda_device() {
+  if constexpr (built_with_cuda) return cuda::device_count() > 0;
+  return false;
+}
+
 // An emulated device is slow.
 inline bool is_slow([[maybe_unused]] const ExecutionContext& context) {
 #ifdef DLTRAIN_EMULATED
@@ -31,9 +36,7 @@ inline bool is_slow([[maybe_unused]] const ExecutionContext& context) {
 class OnEveryContext : public testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
-    if constexpr (built_with_cuda) {
-      if (GetParam() == "cuda" && cuda::device_count() == 0) GTEST_SKIP() << "no CUDA device";
-    }
+    if (GetParam() == "cuda" && !has_cuda_device()) GTEST_SKIP() << "no CUDA device";
   }
   ExecutionContext context() const { return GetParam() == "cuda" ? cuda_context() : cpu_context(); }
 };

@@ -36,10 +36,7 @@ TEST(Memory, PinnedNeedsCUDA) {
 class StreamQueueTest : public testing::Test {
  protected:
   void SetUp() override {
-    if (!built_with_cuda) GTEST_SKIP() << "built without CUDA";
-    if constexpr (built_with_cuda) {
-      if (cuda::device_count() == 0) GTEST_SKIP() << "no CUDA device";
-    }
+    if (!has_cuda_device()) GTEST_SKIP() << "no CUDA device";
   }
 };
 
