@@ -144,6 +144,8 @@ def _sum_squares(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _unscale_and_clip(sum_squares: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
+    if not isinstance(sum_squares, Tensor):
+        raise TypeError(f"sum_squares: expected a tensor, got {sum_squares!r}")
     number = sum_squares.new_empty(())
     return number, torch.empty_like(number, dtype=torch.float32), torch.empty_like(number, dtype=torch.float32)
 

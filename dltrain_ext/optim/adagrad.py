@@ -53,19 +53,27 @@ class Adagrad(FusedStep, torch.optim.Adagrad):
             initial_accumulator_value=initial_accumulator_value,
             eps=eps,
         )
-        super().__init__(
-            params,
-            lr,
-            lr_decay,
-            weight_decay,
-            initial_accumulator_value,
-            eps,
-            foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            fused=fused,
-            master_weights=master_weights,
-        )
+        try:
+            super().__init__(
+                params,
+                lr,
+                lr_decay,
+                weight_decay,
+                initial_accumulator_value,
+                eps,
+                foreach,
+                maximize=maximize,
+                differentiable=differentiable,
+                fused=fused,
+                master_weights=master_weights,
+            )
+        except RuntimeError as error:
+            if "overflow" not in str(error):
+                raise
+            given = (
+                f"initial_accumulator_value: expected one that params can represent, got {initial_accumulator_value}"
+            )
+            raise ValueError(given) from error
         for p, entry in self.state.items():  # torch creates it with the parameter's dtype
             if p.dtype != torch.float32:
                 entry["sum"] = entry["sum"].float()

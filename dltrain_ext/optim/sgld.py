@@ -70,7 +70,7 @@ class SGLD(FusedStep):
         super()._check_group(group)
 
     def _complete_state(self, params: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
-        known = [p for p in params if "number" in self.state[p]]
+        known = {p for p in params if "number" in self.state[p]}
         super()._complete_state(params, group)
         for p, number in zip(params, self._numbers(params), strict=True):
             if p not in known:

@@ -20,7 +20,13 @@ TORCHS = (
     "unsupported tensor layout|Invalid |optimizer got|optimizer can only|foreach|fused|params argument|parameter|"
     "can't optimize|Tensor lr"
 )
-STATE = "exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|master|step|param|grad|lr|momentum|dampening|betas|eps"
+LISTS = {name for op in OPS for names in names_of_lists(op) for name in names}
+STATE = "|".join(
+    [
+        "exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|master|step|param|grad|lr|momentum|dampening|betas|eps",
+        *(rf"\b{name}\[" for name in sorted(LISTS)),
+    ]
+)
 
 # Values by the names of the arguments.
 VALUES = {

@@ -340,3 +340,9 @@ def test_more_elements_than_31_bits_count():
     scaler.step(optimizer)
     assert scaler.skipped_steps == 1
     assert p[places].tolist() == [-1.0 - index for index in range(len(places))]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 1e39), (torch.float16, 1e5)])
+def test_an_initial_sum_that_the_parameters_cannot_represent_is_named(dtype, value):
+    with pytest.raises(ValueError, match="initial_accumulator_value: expected one that params can represent"):
+        optim.Adagrad([torch.nn.Parameter(torch.ones(3, dtype=dtype))], initial_accumulator_value=value)

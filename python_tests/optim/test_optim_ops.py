@@ -119,6 +119,12 @@ def test_errors_for_wrong_gradients_and_numbers(op, given, error, says):
         op(*given)
 
 
+def test_no_sum_of_squares_is_refused():
+    for device in ("cpu", "meta"):
+        with pytest.raises(TypeError, match="sum_squares: expected a tensor"):
+            ops.unscale_and_clip(None, found_inf=torch.ones((), device=device))
+
+
 def test_a_negative_max_norm_is_refused():
     for wrong in (-1.0, torch.nan):
         with pytest.raises(ValueError, match=r"max_norm: expected a number of at least 0, got (-1|nan)"):

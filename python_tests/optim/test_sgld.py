@@ -134,3 +134,13 @@ def test_noise_does_not_depend_on_the_layout():
         optim.SGLD([p], lr=1.0, seed=3).step()
         results.append(p.detach())
     assert torch.equal(*results)
+
+
+def test_a_number_that_was_loaded_is_kept():
+    params = make_params([(4,), (2, 3)])
+    optimizer = optim.SGLD(params, lr=0.1)
+    optimizer.state[params[1]]["number"] = torch.tensor(7.0)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert [optimizer.state[p]["number"].item() for p in params] == [0, 7]
