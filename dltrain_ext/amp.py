@@ -330,6 +330,8 @@ def _check_stats(stats: GradStats | None) -> None:
     given = {f"grad_stats.{name}": number for name, number in numbers.items() if number is not None}
     check_numbers(**given)
     for name, number in given.items():
+        if number.is_meta:
+            raise ValueError(f"{name}: expected a tensor that has data, got one on meta")
         if number.numel() != 1:
             raise ValueError(f"{name}: expected a tensor of one number, got shape {list(number.shape)}")
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
+from dltrain_ext._arguments import check_number
 from dltrain_ext.optim import sparse
 from dltrain_ext.optim.metrics import metrics_of
-from dltrain_ext.optim.options import as_float, betas_of, check_finite, check_iterable, evaluated
+from dltrain_ext.optim.options import SEEDS, as_float, betas_of, check_finite, check_iterable, evaluated
 from dltrain_ext.optim.rule import Rule, State
 from dltrain_ext.optim.shards import Shards, any_sharded
 from dltrain_ext.optim.state import codes, masters
@@ -384,7 +385,8 @@ class FusedStep(torch.optim.Optimizer):
     def _arguments(
         self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> _ops.StepArguments:
-        lr = group["lr"]
+        lr, seed = group["lr"], group.get("seed", 0)
+        check_number(seed, "seed", SEEDS)
         on_device = _is_on_cuda(lr)
         return _ops.StepArguments(
             lr=0.0 if on_device else as_float(group, "lr"),
@@ -392,6 +394,6 @@ class FusedStep(torch.optim.Optimizer):
             maximize=bool(group["maximize"]),
             grad_scale=grad_scale,
             found_inf=found_inf,
-            seed=int(group.get("seed", 0)),
+            seed=seed,
             rounding_step=group[masters.STEP] if masters.is_stochastic(group) else None,
         )

@@ -40,6 +40,7 @@ def check_nonnegative(group: dict[str, Any], *names: str) -> None:
 
     Raises TypeError or ValueError naming the option that is not a number >= 0, or not one number.
     """
+    check_numbers(lr=group["lr"])
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
     for name in ("lr", *names):

@@ -350,6 +350,7 @@ def test_errors_name_the_wrong_argument(name, value):
     ("name", "stats"),
     [
         ("sum_squares", GradStats(torch.ones(()))),
+        ("sum_squares", GradStats(torch.ones((), dtype=torch.float64, device="meta"))),
         ("sum_squares", GradStats(torch.ones(2, dtype=torch.float64))),
         ("found_inf", GradStats(torch.ones((), dtype=torch.float64), torch.ones(2))),
     ],
