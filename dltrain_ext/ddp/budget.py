@@ -24,8 +24,10 @@ _LARGE = 1e9  # an error; infinity would become NaN on its way
 _log = logging.getLogger("dltrain_ext")
 
 
-def check_budget(max_error: object, codec: str | None) -> float | None:
+def check_budget(max_error: object, codec: str) -> float | None:
     """Returns the budget. Raises TypeError or ValueError that names the argument, the expected and the actual value."""
+    if not isinstance(codec, str):
+        raise TypeError(f"codec: expected a str, got {codec!r}")
     if max_error is None:
         return None
     number = as_number(max_error, "max_error")

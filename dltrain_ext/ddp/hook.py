@@ -117,7 +117,7 @@ class AllReduceState(Reports):
         self._max_error = check_budget(max_error, codec)
         self._stochastic, self._feedback_dtype = check_options(
             algorithm,
-            "raw" if isinstance(codec, str) and codec == "auto" else codec,
+            "raw" if codec == "auto" else codec,
             error_feedback=error_feedback,
             feedback_dtype=feedback_dtype,
             scaler=scaler,

@@ -32,7 +32,7 @@ class LocalState(AllReduceState):
         if codec is None:
             codec = usual_codec(None, self._trained.values()) if self._trained else "int8"
         check_budget(max_error, codec)
-        codec = "raw" if isinstance(codec, str) and codec == "auto" else codec
+        codec = "raw" if codec == "auto" else codec
         super().__init__(codec=codec, named_parameters=self._trained.items(), **options)
 
     def _use(self, group: dist.ProcessGroup | None) -> None:

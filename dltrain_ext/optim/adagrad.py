@@ -70,10 +70,8 @@ class Adagrad(FusedStep, torch.optim.Adagrad):
         except RuntimeError as error:
             if "overflow" not in str(error):
                 raise
-            given = (
-                f"initial_accumulator_value: expected one that params can represent, got {initial_accumulator_value}"
-            )
-            raise ValueError(given) from error
+            text = f"expected one that params can represent, got {initial_accumulator_value}"
+            raise ValueError(f"initial_accumulator_value: {text}") from error
         for p, entry in self.state.items():  # torch creates it with the parameter's dtype
             if p.dtype != torch.float32:
                 entry["sum"] = entry["sum"].float()

@@ -40,12 +40,11 @@ def check_nonnegative(group: dict[str, Any], *names: str) -> None:
 
     Raises TypeError or ValueError naming the option that is not a number >= 0, or not one number.
     """
-    check_numbers(lr=group["lr"])
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"lr: expected a tensor of one number, got shape {list(group['lr'].shape)}")
     for name in ("lr", *names):
         value = group[name]
         check_numbers(**{name: value})
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name}: expected a tensor of one number, got shape {list(value.shape)}")
         is_on_device = isinstance(value, Tensor) and not value.is_cpu  # reading it would wait for the device
         if not is_on_device and not 0 <= value < math.inf:
             raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
