@@ -52,7 +52,7 @@ def joined(states: Sequence[Mapping[str, Any]], dims: Mapping[str, int]) -> list
     for key, by_shard in by_contribution.items():
         one = next(iter(by_shard.values()))
         shards = one["shard"][1]
-        if sorted(by_shard) != list(range(shards)):
+        if len(by_shard) != shards or sorted(by_shard) != list(range(shards)):
             raise ValueError(
                 f"state_dict: expected all {shards} shards of {key}, got {sorted(by_shard)}; give it a list of the "
                 "ranks' state_dicts"

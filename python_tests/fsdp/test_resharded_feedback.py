@@ -9,6 +9,7 @@ from models import make, train
 from torch.distributed.device_mesh import init_device_mesh
 
 from dltrain_ext import amp, fsdp, optim
+from dltrain_ext.fsdp import checkpoint
 
 run_ranks = partial(ranks.run_ranks, fresh=True)
 
@@ -74,6 +75,12 @@ def test_the_sum_of_the_feedback_is_preserved(first, then, tmp_path):
     for name, lost in before.items():
         assert torch.allclose(lost, after[name], atol=1e-7), name
     assert any(lost.abs().max() > 1e-4 for lost in before.values())
+
+
+def test_a_number_of_shards_takes_no_memory():
+    state = {"feedback": {"rank 0 of 1": {"weight": torch.ones(2)}}, "shard": [0, 2**62]}
+    with pytest.raises(ValueError, match=rf"expected all {2**62} shards of rank 0 of 1, got \[0\]"):
+        checkpoint.joined([state], {"weight": 0})
 
 
 def check_parallel(rank, world_size):
