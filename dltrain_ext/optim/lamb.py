@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dltrain_ext.optim.fused import EVERY, NONE, FusedStep
-from dltrain_ext.optim.options import check_nonnegative
+from dltrain_ext.optim.options import adapt_of, as_float, check_nonnegative, preset_of
 from dltrain_ext.optim.rule import RULES
 
 
@@ -99,29 +99,29 @@ class LAMB(FusedStep):
         )
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        preset, adapt, max_norm = group["preset"], group["adapt"], group["max_grad_norm"]
-        if not isinstance(preset, str) or preset not in PRESETS:
-            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
-        if not isinstance(adapt, int | str) or adapt not in ("auto", True, False):
-            raise ValueError(f"adapt: expected 'auto', True or False, got {adapt!r}")
-        if max_norm not in ("auto", None) and not (type(max_norm) in (int, float) and max_norm > 0):
-            raise ValueError(f"max_grad_norm: expected 'auto', None or a number > 0, got {max_norm!r}")
+        _max_grad_norm_of(group)
+        adapt_of(group)
         check_nonnegative(group, "eps", "weight_decay")
         super()._check_group(group)
 
     @property
     def max_grad_norm(self) -> float | None:  # type: ignore[override]
         """The norm to which a step clips the gradients; raises ValueError if the groups differ in it."""
-        found = {
-            PRESETS[group["preset"]].max_grad_norm if group["max_grad_norm"] == "auto" else group["max_grad_norm"]
-            for group in self.param_groups
-        }
+        found = {_max_grad_norm_of(group) for group in self.param_groups}
         if len(found) > 1:
             raise ValueError(f"max_grad_norm: expected the same for all groups, got {sorted(found, key=str)}")
         return found.pop() if found else None
 
     def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
-        adapt = group["adapt"]
-        if isinstance(adapt, str):
-            adapt = bool(group["weight_decay"]) or PRESETS[group["preset"]].adapts_without_decay
+        adapt = adapt_of(group)
+        if adapt == "auto":
+            adapt = as_float(group, "weight_decay") != 0 or preset_of(group, PRESETS).adapts_without_decay
         return (), EVERY if adapt else NONE
+
+
+def _max_grad_norm_of(group: dict[str, Any]) -> float | None:
+    preset, given = preset_of(group, PRESETS), group["max_grad_norm"]
+    max_norm: float | None = preset.max_grad_norm if isinstance(given, str) and given == "auto" else given
+    if max_norm is not None and not (type(max_norm) in (int, float) and max_norm > 0):
+        raise ValueError(f"max_grad_norm: expected 'auto', None or a number > 0, got {given!r}")
+    return max_norm

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dltrain_ext.optim.fused import EVERY, NONE, FusedStep
-from dltrain_ext.optim.options import as_float, check_nonnegative
+from dltrain_ext.optim.options import adapt_of, as_float, check_nonnegative, preset_of
 from dltrain_ext.optim.rule import RULES
 
 
@@ -100,7 +100,8 @@ class LARS(FusedStep):
         super().__init__(params, defaults, master_weights=master_weights)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        _check_form(group)
+        preset_of(group, PRESETS)
+        adapt_of(group)
         given = [name for name in ("trust_coefficient", "eps") if group[name] is not None]
         check_nonnegative(group, "momentum", "weight_decay", *given)
         super()._check_group(group)
@@ -111,11 +112,10 @@ class LARS(FusedStep):
         return ["momentum_buffer"] * (as_float(group, "momentum") != 0)
 
     def _flagged(self, group: dict[str, Any], starting: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
-        _check_form(group)
-        return (), {"auto": 2, True: EVERY, False: NONE}[group["adapt"]]
+        return (), {"auto": 2, True: EVERY, False: NONE}[adapt_of(group)]
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        preset = PRESETS[group["preset"]]
+        preset = preset_of(group, PRESETS)
         given: dict[str, Any] = {
             name: as_float(group, name) for name in ("trust_coefficient", "eps") if group[name] is not None
         }
@@ -127,11 +127,3 @@ class LARS(FusedStep):
             "nesterov": bool(group["nesterov"]),
             **preset._replace(**given)._asdict(),
         }
-
-
-def _check_form(group: dict[str, Any]) -> None:
-    preset, adapt = group["preset"], group["adapt"]
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
-    if not isinstance(adapt, int | str) or adapt not in ("auto", True, False):
-        raise ValueError(f"adapt: expected 'auto', True or False, got {adapt!r}")

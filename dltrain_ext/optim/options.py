@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dltrain_ext._arguments import as_number, check_numbers
 
+Preset = TypeVar("Preset")
 SEEDS = 2**53
 
 
@@ -33,6 +34,22 @@ def betas_of(group: dict[str, Any]) -> tuple[float, float]:
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(f"betas: expected two numbers >= 0 and < 1, got {betas!r}")
     return beta1, beta2
+
+
+def preset_of(group: dict[str, Any], presets: Mapping[str, Preset]) -> Preset:
+    """Returns the form of LARS or LAMB that the group names; raises ValueError if there is none."""
+    preset = group["preset"]
+    if not isinstance(preset, str) or preset not in presets:
+        raise ValueError(f"preset: expected one of {', '.join(presets)}, got {preset!r}")
+    return presets[preset]
+
+
+def adapt_of(group: dict[str, Any]) -> str | bool:
+    """Returns which tensors of the group have a trust ratio; raises ValueError if it is no such choice."""
+    adapt: str | bool = group["adapt"]
+    if not isinstance(adapt, int | str) or adapt not in ("auto", True, False):
+        raise ValueError(f"adapt: expected 'auto', True or False, got {adapt!r}")
+    return adapt
 
 
 def check_nonnegative(group: dict[str, Any], *names: str) -> None:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ LISTS = {name for op in OPS for names in names_of_lists(op) for name in names}
 STATE = "|".join(
     [
         "exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|master|step|param|grad|lr|momentum|dampening|betas|eps",
+        r"state\[",
         *(rf"\b{name}\[" for name in sorted(LISTS)),
     ]
 )
@@ -132,6 +134,18 @@ def test_step(kind, data):
         keeps=lambda: everything(optimizer),
         also=STATE,
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_option_of_a_step(kind):
+    """Each hyper-parameter of a group is wrong in each of these ways."""
+    odd = [None, "x", 1j, [], {}, torch.ones(4), *(make((4,)) for make in BROKEN.values())]
+    for name in sorted({"lr", *OPTIONS[kind]}):
+        for value in odd:
+            params, optimizer = with_params(kind)
+            give_grads(params, 7)
+            optimizer.param_groups[0][name] = value
+            attempt(optimizer.step, {}, names=[name], keeps=partial(everything, optimizer))
 
 
 ENTRIES = ["step", "exp_avg", "exp_avg_sq", "momentum_buffer", "master_param"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dltrain_ext import _ops
 from dltrain_ext._arguments import as_number, check_dense, check_number
+from dltrain_ext.codecs import arguments
 from dltrain_ext.optim.options import SEEDS
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import like, local
@@ -29,26 +30,24 @@ def are_short(group: Mapping[str, Any]) -> bool:
 
 
 def is_stochastic(group: Mapping[str, Any]) -> bool:
-    return group.get("rounding") == "stochastic"
+    return arguments.is_stochastic(group.get("rounding", "nearest"))
 
 
 def check_group(rule: Rule, group: Mapping[str, Any], optimizer: str) -> None:
-    masters, rounding = group.get("master_weights", "auto"), group.get("rounding", "nearest")
+    masters, stochastic = group.get("master_weights", "auto"), is_stochastic(group)
     choices = ("auto", True, False, "8bit") if rule.compact else ("auto", True, False)
     if not isinstance(masters, int | str) or masters not in choices:
         allowed = "'auto', True, False or '8bit'" if rule.compact else "'auto', True or False"
         raise ValueError(f"master_weights: expected {allowed}, got {masters!r}")
-    if not isinstance(rounding, str) or rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding: expected 'nearest' or 'stochastic', got {rounding!r}")
-    if rounding == "stochastic" and not rule.compact:
+    if stochastic and not rule.compact:
         raise ValueError(f"rounding: expected 'nearest' for {optimizer}, got 'stochastic'")
-    if rounding == "stochastic" and masters:
+    if stochastic and masters:
         raise ValueError(
             f"rounding: expected 'nearest' unless master_weights=False, got 'stochastic' and master_weights={masters!r}"
         )
     check_number(group.get("seed", 0), "seed", SEEDS)
-    needs_bfloat16 = f"rounding={rounding!r}" if rounding == "stochastic" else "master_weights='8bit'"
-    if (rounding == "stochastic" or masters == "8bit") and any(p.dtype == torch.float16 for p in group["params"]):
+    needs_bfloat16 = "rounding='stochastic'" if stochastic else "master_weights='8bit'"
+    if (stochastic or masters == "8bit") and any(p.dtype == torch.float16 for p in group["params"]):
         raise ValueError(f"params: expected float32 or bfloat16 for {needs_bfloat16}, got float16")
     if isinstance(group.get(STEP), Tensor):
         check_dense(group[STEP], STEP)
