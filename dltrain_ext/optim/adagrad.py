@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from dltrain_ext._arguments import check_numbers
+from dltrain_ext._arguments import as_number, check_numbers
 from dltrain_ext.optim.fused import FusedStep
 from dltrain_ext.optim.options import as_float
 from dltrain_ext.optim.rule import RULES
@@ -59,7 +59,7 @@ class Adagrad(FusedStep, torch.optim.Adagrad):
                 lr,
                 lr_decay,
                 weight_decay,
-                initial_accumulator_value,
+                as_number(initial_accumulator_value, "initial_accumulator_value"),
                 eps,
                 foreach,
                 maximize=maximize,
