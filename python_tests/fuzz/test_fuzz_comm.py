@@ -401,13 +401,23 @@ def test_sharded_optimizers(data):
     state.communicator.close()
 
 
+@pytest.fixture(scope="module")
+def hooked(group):
+    """Return parameters by name, and a state of each kind that has their feedback."""
+    named = {"weight": torch.ones(2, 3, requires_grad=True), "bias": torch.ones(4, requires_grad=True)}
+    kinds = {"codec": "int8"}, {"codec": "auto", "max_error": 0.1}
+    states = [ddp.AllReduceState(named_parameters=named.items(), **options) for options in kinds]
+    yield named, states
+    for state in states:
+        state.communicator.close()
+
+
 @fuzz("ddp.AllReduceState.load_state_dict", "ddp.AllReduceState.state_dict", "ddp.AllReduceState.stats", examples=60)
 @given(st.data())
-def test_hook_checkpoints(data):
-    named = {"weight": torch.ones(2, 3, requires_grad=True), "bias": torch.ones(4, requires_grad=True)}
+def test_hook_checkpoints(hooked, data):
+    named, states = hooked
+    state = data.draw(st.sampled_from(states))
     budget = {"max_error": 0.1, "codecs": {"weight": "int8", "bias": "auto"}}
-    options = data.draw(st.sampled_from([{}, {"codec": "auto", "max_error": 0.1}]))
-    state = ddp.AllReduceState(named_parameters=named.items(), **options)
     residuals = {name: torch.ones(p.shape) for name, p in named.items()}
     good = {"version": 1, "steps": 3, "world_size": 1, "feedback": {"rank 0 of 1": residuals}, "budget": budget}
     state.load_state_dict(good)
@@ -419,7 +429,6 @@ def test_hook_checkpoints(data):
     assert state.stats()["steps"] == state.steps
     with pytest.raises(RuntimeError, match="grad_stats: expected a state that was given the scaler"):
         _ = state.grad_stats
-    state.communicator.close()
 
 
 @pytest.fixture(scope="module")
