@@ -7,7 +7,7 @@
 // what the op returns. The ops return nothing, so it would read beyond its stack.
 static void pass_unchanged(torch::Library& library) {
   std::vector<std::string> ops = dltrain::bindings::optimizer_ops();
-  ops.insert(ops.end(), {"decode_", "encode_sum_"});
+  ops.insert(ops.end(), {"decode_", "encode_sum_", "all_reduce_"});
   for (const std::string& op : ops) library.impl(op.c_str(), torch::CppFunction::makeFallthrough());
 }
 TORCH_LIBRARY_IMPL(dltrain_ext, Negative, library) { pass_unchanged(library); }

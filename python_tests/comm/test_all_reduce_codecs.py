@@ -373,6 +373,14 @@ def check_odd_tensors(rank, world_size):
     for odd in (torch._efficientzerotensor(5), torch._neg_view(torch.ones(5))):
         with pytest.raises(TypeError, match="tensor: expected a plain dense tensor"):
             comm.all_reduce(odd)
+        with pytest.raises(TypeError, match="tensor: expected a plain dense tensor"):
+            torch.ops.dltrain_ext.all_reduce_(odd, group_name=dist.group.WORLD.group_name)
+    freed = torch.ones(5)
+    freed.untyped_storage().resize_(0)
+    refused = (torch.ones(5).to_sparse(), "a plain dense tensor"), (freed, "a tensor whose elements are all in memory")
+    for odd, expected in refused:
+        with pytest.raises((TypeError, ValueError), match=f"residual: expected {expected}"):
+            comm.reduce_scatter(torch.ones(5), torch.ones(5), codec="int8", residual=odd)
     memory = torch.ones(300)
     with pytest.raises(ValueError, match="expected memory apart"):
         comm.all_reduce(memory[::3], codec="int8", residual=memory[150:250])

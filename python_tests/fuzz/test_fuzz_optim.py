@@ -130,7 +130,7 @@ def test_step(kind, data):
     attempt(
         optimizer.step,
         {"closure": closure},
-        names=["closure", "adapt", "preset", "nesterov", "trust_coefficient", "weight_decay", "amsgrad"],
+        names=["closure", *OPTIONS[kind]],
         keeps=lambda: everything(optimizer),
         also=STATE,
     )

@@ -135,7 +135,10 @@ void CollectiveOptions::check_shards(const at::Tensor& tensor, const c10::Device
   const bool is_in_place = !scatters && tensor.is_contiguous() && part.tensor.is_contiguous() && part.tensor.const_data_ptr() == own;
   std::vector<Argument> apart = {whole};
   if (!is_in_place) apart.push_back(part);
-  if (feedback.residual) apart.push_back({*feedback.residual, "residual", true});
+  if (feedback.residual) {
+    check_location(*feedback.residual, "residual", device);
+    apart.push_back({*feedback.residual, "residual", true});
+  }
   check_apart(apart);
 }
 
