@@ -361,7 +361,9 @@ def allreduce_hook(state: AllReduceState, bucket: dist.GradBucket, *_: Tensor) -
     """Averages a bucket's gradients over the ranks, in place. Returns immediately, on CUDA without any wait on the
     host.
 
-    Raises TypeError if ``bucket`` is not a GradBucket, as with FSDP, which passes more than one argument. Returns a
-    future.
+    Raises TypeError if ``state`` is not an AllReduceState, or ``bucket`` not a GradBucket, as with FSDP, which passes
+    more than one argument. Returns a future.
     """
+    if not isinstance(state, AllReduceState):
+        raise TypeError(f"state: expected an AllReduceState, got {type(state).__name__}")
     return state._reduce(bucket)

@@ -73,7 +73,8 @@ def test_plans_by_hand(data):
             "collective": st.sampled_from(["all_reduce", *comm.COLLECTIVES]),
             "root": st.integers(-1, 2),
         }
-        plan, _ = attempt(comm.Plan, data.draw(spoiled(fields, most=1)), names=fields, also=signature)
+        plans = spoiled(fields, most=1).filter(lambda given: not isinstance(given["algorithm"], bytes))
+        plan, _ = attempt(comm.Plan, data.draw(plans), names=fields, also=signature)
         if plan is not None:
             assert json.loads(plan.to_json())["algorithm"] == plan.algorithm
             assert str(plan) and repr(plan) and plan == plan
@@ -369,7 +370,7 @@ def test_hooks(data):
     state, _ = attempt(ddp.AllReduceState, arguments)
     if state is not None:
         assert (state.codec, state.algorithm) == (arguments["codec"] or "int8", "ring")
-        attempt(ddp.allreduce_hook, {"state": state, "bucket": data.draw(plain)})
+        attempt(ddp.allreduce_hook, data.draw(spoiled({"state": st.just(state), "bucket": plain})))
         attempt(state.state_dict, {"saved_by": data.draw(sizes)}, names=["saved_by", "named_parameters"])
         state.communicator.close()
     for register in (ddp.register, fsdp.register):
