@@ -58,11 +58,10 @@ def test_plans_by_hand(data):
     ops = st.sampled_from(["send_partial", "recv_reduce", "finalize", "send_final", "recv_final"])
     small = st.one_of(st.integers(-1, 3), st.sampled_from([-(2**31), 2**31 - 1]))
     step = {"op": ops, "peer": small, "chunks": st.tuples(small, small)}
-    steps_of = spoiled(step, most=1).filter(lambda given: not isinstance(given["op"], bytes))  # pybind11 accepts bytes
-    signature = r"\(self: dltrain_ext|op: expected|can't decode byte|len\(\) of unsized"  # of pybind11
+    signature = r"\(self: dltrain_ext|len\(\) of unsized"  # of pybind11
     made = []
     for rank in range(data.draw(st.integers(1, 3))):
-        steps = [attempt(comm.Step, data.draw(steps_of), names=step, also=signature)[0] for _ in range(3)]
+        steps = [attempt(comm.Step, data.draw(spoiled(step, most=1)), names=step, also=signature)[0] for _ in range(3)]
         fields = {
             "algorithm": st.one_of(st.just("ring"), st.text()),
             "rank": st.just(rank),
@@ -73,8 +72,7 @@ def test_plans_by_hand(data):
             "collective": st.sampled_from(["all_reduce", *comm.COLLECTIVES]),
             "root": st.integers(-1, 2),
         }
-        plans = spoiled(fields, most=1).filter(lambda given: not isinstance(given["algorithm"], bytes))
-        plan, _ = attempt(comm.Plan, data.draw(plans), names=fields, also=signature)
+        plan, _ = attempt(comm.Plan, data.draw(spoiled(fields, most=1)), names=fields, also=signature)
         if plan is not None:
             assert json.loads(plan.to_json())["algorithm"] == plan.algorithm
             assert str(plan) and repr(plan) and plan == plan

@@ -9,6 +9,16 @@ namespace {
 
 constexpr comm::Op ops[] = {comm::Op::send_partial, comm::Op::recv_reduce, comm::Op::finalize, comm::Op::send_final, comm::Op::recv_final};
 
+// Returns the text of a str. For std::string pybind11 also accepts bytes, which need not be text.
+std::string text_of(const py::object& given, const char* name) {
+  if (PyUnicode_Check(given.ptr())) {
+    Py_ssize_t size = 0;
+    if (const char* const found = PyUnicode_AsUTF8AndSize(given.ptr(), &size)) return {found, static_cast<size_t>(size)};
+    PyErr_Clear();  // a surrogate
+  }
+  throw py::type_error(text(name, ": expected a str of text, got ", py::repr(given).cast<std::string>()));
+}
+
 comm::Op op_of(const std::string& name) {
   std::vector<std::string> names;
   for (comm::Op op : ops) {
@@ -22,8 +32,8 @@ comm::Op op_of(const std::string& name) {
 
 void bind_plans(py::module_& module) {
   py::class_<comm::Step>(module, "Step", "One message or one local operation of a plan.")
-      .def(py::init([](const std::string& op, int peer, std::pair<int, int> chunks) {
-             return comm::Step{op_of(op), peer, {chunks.first, chunks.second}};
+      .def(py::init([](const py::object& op, int peer, std::pair<int, int> chunks) {
+             return comm::Step{op_of(text_of(op, "op")), peer, {chunks.first, chunks.second}};
            }),
            py::arg("op"), py::arg("peer"), py::arg("chunks"))
       .def_property_readonly("op", [](const comm::Step& step) { return comm::name(step.op); })
@@ -35,14 +45,20 @@ void bind_plans(py::module_& module) {
       });
 
   py::class_<comm::Plan>(module, "Plan", "What one rank does in a collective: rounds of steps over abstract chunks. print() draws it.")
-      .def(py::init([](std::string algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds, bool exact,
-                       const std::string& collective, int root) {
+      .def(py::init([](const py::object& algorithm, int rank, int world_size, int chunks, std::vector<comm::Round> rounds, bool exact,
+                       const py::object& collective, int root) {
              check(chunks >= 1, "chunks: expected at least 1, got ", chunks);
              check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
              check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
              check(root >= 0 && root < world_size, "root: expected 0 to ", world_size - 1, ", got ", root);
-             return comm::Plan{
-                 comm::find_collective(collective), std::move(algorithm), rank, world_size, chunks, root, std::move(rounds), exact};
+             return comm::Plan{comm::find_collective(text_of(collective, "collective")),
+                               text_of(algorithm, "algorithm"),
+                               rank,
+                               world_size,
+                               chunks,
+                               root,
+                               std::move(rounds),
+                               exact};
            }),
            py::arg("algorithm"), py::arg("rank"), py::arg("world_size"), py::arg("chunks"), py::arg("rounds"), py::arg("exact") = false,
            py::arg("collective") = "all_reduce", py::arg("root") = 0)
