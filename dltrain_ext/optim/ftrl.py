@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from dltrain_ext.optim.fused import FusedStep
-from dltrain_ext.optim.options import as_float, check_nonnegative
+from dltrain_ext.optim.options import as_float, check_nonnegative, is_on_cuda
 from dltrain_ext.optim.rule import RULES
 
 
@@ -58,6 +58,6 @@ class FTRL(FusedStep):
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         lr = group["lr"]
-        if not (isinstance(lr, Tensor) and lr.is_cuda) and as_float(group, "lr") == 0:
+        if not is_on_cuda(lr) and as_float(group, "lr") == 0:
             raise ValueError(f"lr: expected a number > 0, since FTRL divides by it, got {lr!r}")
         return super()._hyper(group)

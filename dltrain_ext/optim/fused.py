@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import check_number
 from dltrain_ext.optim import sparse
 from dltrain_ext.optim.metrics import metrics_of
-from dltrain_ext.optim.options import SEEDS, as_float, betas_of, check_finite, check_iterable, evaluated
+from dltrain_ext.optim.options import (
+    as_float,
+    betas_of,
+    check_finite,
+    check_iterable,
+    evaluated,
+    is_on_cuda,
+    seed_of,
+)
 from dltrain_ext.optim.rule import Rule, State
 from dltrain_ext.optim.shards import Shards, any_sharded
 from dltrain_ext.optim.state import codes, masters
@@ -30,10 +37,6 @@ def add_up(numbers: Sequence[Tensor]) -> Tensor:
     for number in numbers[1:]:
         total = total + number.to(total.device, non_blocking=True)
     return total
-
-
-def _is_on_cuda(lr: Any) -> bool:
-    return isinstance(lr, Tensor) and lr.is_cuda
 
 
 def grad_scale_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -188,7 +191,7 @@ class FusedStep(torch.optim.Optimizer):
         if len(set(group["params"])) < len(group["params"]):
             raise ValueError("params: expected each parameter once, got one that is twice in the group")
         self._hyper(group)
-        if not _is_on_cuda(group["lr"]):
+        if not is_on_cuda(group["lr"]):
             as_float(group, "lr")
 
     def _prepare(self) -> None:
@@ -385,15 +388,14 @@ class FusedStep(torch.optim.Optimizer):
     def _arguments(
         self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> _ops.StepArguments:
-        lr, seed = group["lr"], group.get("seed", 0)
-        check_number(seed, "seed", SEEDS)
-        on_device = _is_on_cuda(lr)
+        lr = group["lr"]
+        on_device = is_on_cuda(lr)
         return _ops.StepArguments(
             lr=0.0 if on_device else as_float(group, "lr"),
             tensor_lr=lr if on_device else None,
             maximize=bool(group["maximize"]),
             grad_scale=grad_scale,
             found_inf=found_inf,
-            seed=seed,
+            seed=seed_of(group),
             rounding_step=group[masters.STEP] if masters.is_stochastic(group) else None,
         )

@@ -7,15 +7,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dltrain_ext._arguments import as_number, check_numbers
+from dltrain_ext._arguments import as_number, check_number, check_numbers
 
 Preset = TypeVar("Preset")
-SEEDS = 2**53
+_SEEDS = 2**53
 
 
 def as_float(group: dict[str, Any], name: str) -> float:
     """Returns a hyper-parameter; raises TypeError that names it if it is not a number."""
     return as_number(group.get(name), name)
+
+
+def is_on_cuda(lr: Any) -> bool:
+    return isinstance(lr, Tensor) and lr.is_cuda
+
+
+def seed_of(group: Mapping[str, Any]) -> int:
+    """Returns the seed of the group, or 0; raises TypeError or ValueError if it is not one."""
+    seed: int = group.get("seed", 0)
+    check_number(seed, "seed", _SEEDS)
+    return seed
 
 
 def check_betas(betas: Any) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dltrain_ext._arguments import check_number
 from dltrain_ext.optim.fused import FusedStep
-from dltrain_ext.optim.options import SEEDS, check_nonnegative
+from dltrain_ext.optim.options import check_nonnegative
 from dltrain_ext.optim.rule import RULES
 
 
@@ -65,7 +64,6 @@ class SGLD(FusedStep):
         super().__init__(params, defaults, master_weights=master_weights)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_number(group["seed"], "seed", SEEDS)
         check_nonnegative(group, "weight_decay", "temperature")
         super()._check_group(group)
 

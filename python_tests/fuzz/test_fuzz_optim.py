@@ -138,7 +138,7 @@ def test_step(kind, data):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_option_of_a_step(kind):
-    """Each hyper-parameter of a group is wrong in each of these ways."""
+    """Each hyper-parameter of a group is set to each of these values; most are wrong."""
     odd = [None, "x", 1j, [], {}, torch.ones(4), *(make((4,)) for make in BROKEN.values())]
     for name in sorted({"lr", *OPTIONS[kind]}):
         for value in odd:

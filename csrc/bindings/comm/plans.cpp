@@ -51,14 +51,8 @@ void bind_plans(py::module_& module) {
              check(world_size >= 1, "world_size: expected at least 1, got ", world_size);
              check(rank >= 0 && rank < world_size, "rank: expected 0 to ", world_size - 1, ", got ", rank);
              check(root >= 0 && root < world_size, "root: expected 0 to ", world_size - 1, ", got ", root);
-             return comm::Plan{comm::find_collective(text_of(collective, "collective")),
-                               text_of(algorithm, "algorithm"),
-                               rank,
-                               world_size,
-                               chunks,
-                               root,
-                               std::move(rounds),
-                               exact};
+             const comm::Collective which = comm::find_collective(text_of(collective, "collective"));
+             return comm::Plan{which, text_of(algorithm, "algorithm"), rank, world_size, chunks, root, std::move(rounds), exact};
            }),
            py::arg("algorithm"), py::arg("rank"), py::arg("world_size"), py::arg("chunks"), py::arg("rounds"), py::arg("exact") = false,
            py::arg("collective") = "all_reduce", py::arg("root") = 0)

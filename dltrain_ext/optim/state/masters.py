@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dltrain_ext import _ops
-from dltrain_ext._arguments import as_number, check_dense, check_number
+from dltrain_ext._arguments import as_number, check_dense
 from dltrain_ext.codecs import arguments
-from dltrain_ext.optim.options import SEEDS
+from dltrain_ext.optim.options import seed_of
 from dltrain_ext.optim.rule import Rule
 from dltrain_ext.optim.shards import like, local
 
@@ -45,7 +45,7 @@ def check_group(rule: Rule, group: Mapping[str, Any], optimizer: str) -> None:
         raise ValueError(
             f"rounding: expected 'nearest' unless master_weights=False, got 'stochastic' and master_weights={masters!r}"
         )
-    check_number(group.get("seed", 0), "seed", SEEDS)
+    seed_of(group)
     needs_bfloat16 = "rounding='stochastic'" if stochastic else "master_weights='8bit'"
     if (stochastic or masters == "8bit") and any(p.dtype == torch.float16 for p in group["params"]):
         raise ValueError(f"params: expected float32 or bfloat16 for {needs_bfloat16}, got float16")
