@@ -1,7 +1,9 @@
 """Mailboxes over Gloo: messages of any length from any rank, and sessions that end independently of each other."""
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -164,6 +166,39 @@ def close_in_order(rank, world_size):
 
 def test_a_mailbox_closes_in_good_order():
     run_ranks(3, close_in_order)
+
+
+def let_threads_wait():
+    """Have the other threads of this process run only while its main thread, on the same core, waits."""
+    core = min(os.sched_getaffinity(0))
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(thread, {core})
+            if thread != os.getpid():
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+
+def send_after_the_end(rank, world_size):
+    """Rank 1 closes; rank 0 sends before its thread, which has received the end, can do anything else."""
+    for turn in range(8):
+        mailbox = open_mailbox(f"mailbox {turn}")
+        exchange(mailbox, [1 - rank], turn)
+        if rank == 0:
+            let_threads_wait()
+        dist.barrier()
+        if rank == 1:
+            mailbox.close(FAR.total_seconds())
+        else:
+            assert receive_end(mailbox, 1).in_good_order
+            with pytest.raises(dist.DistBackendError, match="the session with rank 1 has ended"):
+                mailbox.send(1, [torch.ones(1)])
+        dist.barrier()
+        mailbox.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the priority is one of Linux")
+def test_nothing_is_sent_after_the_end_of_the_session():
+    run_ranks(2, send_after_the_end, fresh=True)
 
 
 def close_at_once(rank, world_size):

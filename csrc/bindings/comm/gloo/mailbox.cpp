@@ -84,6 +84,7 @@ struct GlooMailbox::Session {
   // Of that thread. Gloo's thread would spin over a message whose receive has been dropped, so they stay until the connection is closed.
   std::vector<Posted> frames;
   Posted message;
+  bool has_closed = false;  // the peer has
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
@@ -94,7 +95,6 @@ struct GlooMailbox::Session {
   int64_t unasked = 0;                  // the cost of what was sent since a frame asked for an acknowledgment
   int64_t end_frame = -1;               // the number of this rank's
   bool open = true;                     // for messages to the peer
-  bool has_closed = false;              // the peer has
   bool ended = false, stopped = false;  // of the thread: nothing more comes; it is told to end
   c10::intrusive_ptr<c10d::Work> waiting;
 };
@@ -269,9 +269,11 @@ bool GlooMailbox::take(Session& session, Posted& frame) {
   acknowledged(session, header.acknowledged);
   if (header.kind == FrameKind::message && !receive_message(session, header, frame)) return false;
   if (header.kind == FrameKind::end) {
+    {
+      const Lock lock(session.mutex);
+      session.open = false;  // before anyone can learn of it
+    }
     queue_.push({Event::Kind::closed, session.peer, {}, 0, {}});
-    const Lock lock(session.mutex);
-    session.open = false;
     session.has_closed = true;
   }
   acknowledge(session, header);
