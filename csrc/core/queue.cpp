@@ -4,7 +4,6 @@
 #include <deque>
 #include <future>
 #include <mutex>
-#include <stdexcept>
 
 namespace dltrain {
 
@@ -16,7 +15,7 @@ struct Queue::State {
   bool closed = false;
 
   void check_open() const {
-    if (closed) throw std::runtime_error("the queue is closed");
+    if (closed) throw Closed();
   }
 };
 

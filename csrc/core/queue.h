@@ -3,6 +3,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 
 namespace dltrain {
@@ -11,6 +12,12 @@ namespace dltrain {
 class Queue {
  public:
   using Task = std::function<void()>;
+
+  // Thrown instead of running or taking a task.
+  class Closed : public std::runtime_error {
+   public:
+    Closed() : std::runtime_error("the queue is closed") {}
+  };
 
   Queue();
   ~Queue() { close(); }
@@ -24,8 +31,8 @@ class Queue {
   // Returns at once; the worker runs the task, which must not throw.
   void submit(Task task);
 
-  // After this call run and submit throw. Returns when all submitted tasks have run; if one of them calls it, it returns at once, and the
-  // worker ends after the last task.
+  // After this call run and submit throw Closed. Returns when all submitted tasks have run; if one of them calls it, it returns at once,
+  // and the worker ends after the last task.
   void close();
 
   // Whether the caller is the worker, which runs a task of this queue.

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -224,6 +225,33 @@ def check_errors(rank, world_size):
 
 def test_bad_input_names_the_argument():
     run_ranks(2, check_errors)
+
+
+def close_beside_calls(rank, world_size, async_op):
+    """Return the errors of calls in one thread while another one closes the communicator."""
+    errors = []
+
+    def reduce(communicator):
+        try:
+            while True:
+                communicator.all_reduce(given(rank, 1), async_op=async_op)
+        except Exception as error:
+            errors.append((type(error), str(error)))
+
+    for turn in range(50):
+        communicator = comm.Communicator()
+        thread = threading.Thread(target=reduce, args=(communicator,))
+        thread.start()
+        time.sleep(0.001 * (turn % 5))
+        communicator.close()
+        thread.join()
+    return {*errors}
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_call_that_meets_the_close_says_so(async_op):
+    (errors,) = run_ranks(1, close_beside_calls, async_op)
+    assert errors == {(dist.DistBackendError, "the communicator was closed")}
 
 
 def check_callbacks(rank, world_size):

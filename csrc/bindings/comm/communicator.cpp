@@ -132,7 +132,15 @@ void Communicator::run_without_gil(const at::Tensor& tensor, const CollectiveOpt
       });
     }
   }
-  queue_->run(as_caller([&] { work(*work_, caller, tensor, options, submitted); }));
+  give([&](Queue& queue) { queue.run(as_caller([&] { work(*work_, caller, tensor, options, submitted); })); });
+}
+
+void Communicator::give(const std::function<void(Queue&)>& call) {
+  try {
+    call(*queue_);
+  } catch (const Queue::Closed&) {
+    C10_THROW_ERROR(DistBackendError, work_->group().failure());
+  }
 }
 
 void Communicator::run(const at::Tensor& tensor, const CollectiveOptions& options) {
@@ -208,7 +216,7 @@ std::shared_ptr<torch::jit::PythonFutureWrapper> Communicator::submit(py::object
     }
   }
   // The backward pass keeps the other cores busy, so more threads would gain nothing here.
-  queue_->submit([task] { task(ExecutionContext{serial_for}); });
+  give([&](Queue& queue) { queue.submit([task] { task(ExecutionContext{serial_for}); }); });
   return out;
 }
 

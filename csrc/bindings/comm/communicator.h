@@ -58,6 +58,9 @@ class Communicator {
                    Clock::time_point submitted);
   void run_without_gil(const at::Tensor& tensor, const CollectiveOptions& options);
 
+  // Gives a call to the queue. Throws DistBackendError if another thread has closed it since check().
+  void give(const std::function<void(Queue&)>& call);
+
   // Runs `wait` without the GIL. Ctrl-C closes the communicator, which ends the wait.
   void interruptibly(const std::function<void()>& wait);
 

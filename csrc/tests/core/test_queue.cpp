@@ -53,6 +53,13 @@ TEST(Queue, NeverRunsTwoAtOnce) {
   EXPECT_EQ(done, 200);
 }
 
+TEST(Queue, TakesNothingWhenClosed) {
+  Queue queue;
+  queue.close();
+  EXPECT_THROW(queue.run([] {}), Queue::Closed);
+  EXPECT_THROW(queue.submit([] {}), Queue::Closed);
+}
+
 TEST(Queue, MayBeDroppedByItsOwnTask) {
   auto* queue = new Queue;
   std::promise<void> ended;
