@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <mutex>
@@ -18,19 +19,20 @@ namespace py = pybind11;
 
 namespace {
 
-// Python's handler, which ours replaces during a wait, and the pipe to which ours writes.
+// Python's handler, which ours replaces during a wait; the pipe to which ours writes the number of the wait; and that number.
 struct sigaction pythons;
 int written = -1;
+std::atomic<char> number = 0;
 
 void on_signal(int signal) {
   const int before = errno;
   pythons.sa_handler(signal);
-  const char byte = 0;
+  const char byte = number;
   [[maybe_unused]] const auto wrote = write(written, &byte, 1);  // if the pipe is full, there already is something to read
   errno = before;
 }
 
-// One per process: a thread that ends the wait when it reads a byte from the signal handler.
+// One per process: a thread that ends the wait whose number it reads from the signal handler.
 class Listener {
  public:
   // A child of fork() does not have the parent's threads, so it gets a new listener.
@@ -47,6 +49,7 @@ class Listener {
   void set(std::function<void()> end) {
     std::lock_guard lock(mutex_);
     end_ = std::move(end);
+    if (end_) ++number;  // what was written during another wait is no concern of this one
   }
 
  private:
@@ -59,9 +62,12 @@ class Listener {
   }
 
   void listen(int from) {
-    for (char byte; read(from, &byte, 1) == 1 || errno == EINTR;) {
+    for (char byte;;) {
+      const auto count = read(from, &byte, 1);
+      if (count < 0 && errno == EINTR) continue;
+      if (count != 1) return;
       std::lock_guard lock(mutex_);
-      if (end_) std::exchange(end_, nullptr)();
+      if (end_ && byte == number) std::exchange(end_, nullptr)();
     }
   }
 

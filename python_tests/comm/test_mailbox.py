@@ -3,10 +3,12 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -288,8 +290,13 @@ def test_a_killed_peer_ends_only_its_own_session(how):
 def outlast_a_stopped_peer(rank, world_size):
     """Rank 1 stops. Return the longest time of a send, and the time of close, in seconds."""
     mailbox = open_mailbox(limit=4 << 20)
+    store = dist.group.WORLD.get_group_store()
     if rank == 1:
+        store.set("stopping", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
+    state = Path(f"/proc/{int(store.get('stopping'))}/stat")
+    while state.read_text().rpartition(") ")[2][0] != "T":  # before that it could still acknowledge messages
+        time.sleep(0.01)
     other = 2 - rank
     message, longest = pattern(1 << 20, rank), 0.0
     while True:
@@ -396,6 +403,30 @@ def interrupt(rank, world_size):
 
 def test_ctrl_c_ends_receive():
     run_ranks(2, interrupt, fresh=True)
+
+
+def hear_late(rank, world_size):
+    """The wait that Ctrl-C should end ends by itself, before the thread that is to end it has had any time."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    first, second = open_mailbox("first"), open_mailbox("second")
+    threads = {*os.listdir("/proc/self/task")}
+    first.receive(0)  # that thread begins
+    (thread,) = {*os.listdir("/proc/self/task")} - threads
+    core = min(os.sched_getaffinity(0))
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        os.sched_setaffinity(busy.pid, {core})
+        os.sched_setaffinity(int(thread), {core})
+        os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            first.receive(0.4)
+        threading.Timer(0.2, busy.kill).start()
+        assert second.receive(1) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the priority is one of Linux")
+def test_ctrl_c_ends_no_later_wait():
+    run_ranks(1, hear_late, fresh=True)
 
 
 def profile(rank, world_size):
