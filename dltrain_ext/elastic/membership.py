@@ -168,7 +168,8 @@ class Membership:
 
         :meta private:
         """
-        return bool(self._left([self._number]))
+        following = self._decided(self._epoch.number + 1)
+        return bool(self._left([self._number])) or (following is not None and self._number not in following.members)
 
     def watch(self) -> Watch:
         """Returns an observer of the others, for :meth:`silent`.
@@ -177,13 +178,15 @@ class Membership:
         """
         return Watch(self._store)
 
-    def silent(self, watch: Watch, numbers: Iterable[int]) -> set[int]:
-        """Returns those that have left, or are taken for dead.
+    def silent(self, watch: Watch, numbers: Iterable[int], *, may_leave: bool = False) -> set[int]:
+        """Returns those that are taken for dead, or have left; not at once where they ``may_leave`` in good order.
 
         :meta private:
         """
         numbers = set(numbers)
         silences, left = watch.silences(numbers), self._left(numbers)
+        if may_leave:
+            left = {number for number in left if not self.has_left(number)}
         return {number for number in numbers if number in left or silences[number] > self._patience(number)}
 
     def end(self) -> None:

@@ -143,12 +143,15 @@ class Serving(Part):
         versions, numbers = node.state()
         self._version = self._epoch.version + min(versions, default=0)
         path = self._path()
-        if path is None or membership.is_left_out():  # another server may have written it since
+        if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{membership.number}.new")
         torch.save(_identity(self._epoch.settings, self._number) | {"version": self._version, "numbers": numbers}, new)
-        os.replace(new, path)
+        if membership.is_left_out():  # another server may have written it since
+            new.unlink()
+        else:
+            os.replace(new, path)
 
     def _path(self) -> Path | None:
         return None if self._folder is None else self._folder / f"shard-{self._number}-of-{self._shards}.pt"
@@ -205,7 +208,8 @@ def _serve(membership: Membership, part: Serving, epoch: Epoch, mailbox: "_ops.M
         saved = time.monotonic()
         while not node.finish(_POLL):
             gone = epoch.numbers(node.gone())
-            if silent := membership.silent(watch, {*workers} - {*gone}):  # the others may wait for them
+            # The others may wait for them; not for one that has left, which closes its store next.
+            if silent := membership.silent(watch, {*workers} - {*gone}, may_leave=True):
                 membership.give_up(*silent)
                 break
             if not membership.is_over():
@@ -214,10 +218,8 @@ def _serve(membership: Membership, part: Serving, epoch: Epoch, mailbox: "_ops.M
                 part.save(node, membership)
                 saved = time.monotonic()
     finally:
-        try:
-            part.save(node, membership)
-        finally:
-            node.close(GRACE)
+        node.close(GRACE)  # first, since what workers push until then is a part of the version
+        part.save(node, membership)
     have_left = [*map(membership.has_left, workers)]
     # Those that have closed their store only for the next epoch go on.
     return all(have_left) or (any(have_left) and not membership.is_over())

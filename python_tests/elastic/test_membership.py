@@ -4,6 +4,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_one_that_was_taken_for_dead_while_it_waited_joins_again(store):
     assert torch.equal(first.kept(), second.kept())
     for site in (first, second):
         site.outer.close()
+
+
+def test_one_that_is_left_out_sees_it_before_it_is_buried(store):
+    members = elastic.Membership(store)
+    members.enter("", "")
+    assert not members.is_left_out()
+    with mock.patch.object(members, "_bury"):  # who decides is killed
+        members._decide(2, [7])
+    assert members.is_left_out()
+    members.leave()
 
 
 def test_a_checkpoint_goes_on_as_a_new_job(store):

@@ -34,9 +34,25 @@ def join(port, least, made=elastic.Membership):
     return store, made(store, least=least, timeout=TIMEOUT)
 
 
-def work(port, place, least, options):
+class OfWorker(elastic.Membership):
+    """A membership that waits for so many seconds when it has been left, or asked whether its members change."""
+
+    pause = 0.0
+
+    def leave(self):
+        super().leave()
+        time.sleep(self.pause)
+
+    def is_over(self):
+        is_over = super().is_over()
+        time.sleep(self.pause)
+        return is_over
+
+
+def work(port, place, least, options, pause=0.0):
     """Train until told to stop. Report the state after each step, and return the last one."""
-    store, members = join(port, least)
+    store, members = join(port, least, OfWorker)
+    members.pause = pause
     torch.manual_seed(place)
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
     processes.report(None)
@@ -63,11 +79,17 @@ class OfServer(elastic.Membership):
         processes.report(State(self.number, self.epoch, self.members))
 
 
-def serve(port, place, least, options):
-    """Serve until all workers have ended. Report each epoch."""
+def serve(port, place, least, options, pause=0.0):
+    """Serve until all workers have ended. Report each epoch. Writing a checkpoint takes ``pause`` more seconds."""
     _, members = join(port, least, OfServer)
     processes.report(None)
-    with mock.patch.object(membership, "_SILENT", SILENT):
+
+    def save_slowly(*args):
+        time.sleep(pause)
+        save(*args)
+
+    save = torch.save
+    with mock.patch.object(membership, "_SILENT", SILENT), mock.patch.object(torch, "save", save_slowly):
         ps.serve(members, **options)
 
 
@@ -78,16 +100,15 @@ class StoreJob(Job):
         super().__init__(stack)
         self.folder, self.least = folder, least
 
-    def worker(self, **options):
-        return self._begin(work, options)
+    def worker(self, *, pause=0.0, **options):
+        return self._begin(work, options, pause)
 
-    def server(self, **options):
-        return self._begin(
-            serve, {"checkpoint": self.folder, "checkpoint_every": timedelta(milliseconds=200), **options}
-        )
+    def server(self, *, pause=0.0, **options):
+        usual = {"checkpoint": self.folder, "checkpoint_every": timedelta(milliseconds=200)}
+        return self._begin(serve, usual | options, pause)
 
-    def _begin(self, body, options):
-        return Process(self, partial(body, self.store.port, len(self.processes), self.least, options))
+    def _begin(self, body, options, pause):
+        return Process(self, partial(body, self.store.port, len(self.processes), self.least, options, pause))
 
     def steps_more(self, workers, count=20):
         """Wait until these workers have taken so many steps more."""

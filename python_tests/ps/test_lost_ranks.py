@@ -65,6 +65,10 @@ def fails_by_name(rank, world_size, servers, victim, options):
     with pytest.raises(dist.DistBackendError):  # at once
         step(params, optimizer)
     assert time.monotonic() - failed < SLACK
+    # One that has returned closes its store, which is another reason to fail.
+    store, survivors = dist.group.WORLD.get_group_store(), {*range(world_size)} - {victim}
+    store.set(f"{rank} has failed", "")
+    store.wait([f"{each} has failed" for each in survivors])
     return str(caught.value)
 
 

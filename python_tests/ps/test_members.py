@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import SILENT
-from store_jobs import StoreJob, agree
+from store_jobs import TIMEOUT, StoreJob, agree
 from torch import nn
 
 from dltrain_ext import elastic, ps
@@ -213,10 +213,13 @@ def test_arguments_of_serve(alone, tmp_path):
 
 def test_servers_go_on_when_a_worker_has_left_and_another_joins(make_job):
     job = make_job(3)
-    server, workers = job.server(), [job.worker(), job.worker()]
-    job.steps_more(workers)
+    server, workers = job.server(), [job.worker(pause=0.4), job.worker()]
+    job.steps_more(workers, 2)
+    epoch = workers[1].states[-1].epoch
     workers[0].leave()
     job.until(lambda: workers[0].is_over)
+    job.steps_more(workers[1:])
+    assert workers[1].states[-1].epoch == epoch
     joined = job.worker()
     job.steps_more([workers[1], joined])
     job.stop()
@@ -234,6 +237,22 @@ def test_nobody_waits_for_a_worker_that_stands_still_in_a_change(make_job):
     workers[0].kill()
     job.stop()
     assert [member.error for member in [server, *workers[1:], joined]] == ["", "", "", ""]
+
+
+def test_what_is_pushed_while_a_server_ends_an_epoch_is_kept(make_job):
+    job = make_job(3)
+    options = dict(quorum=1, staleness=None)
+    server = job.server(pause=1.0, checkpoint_every=TIMEOUT)
+    stopped, worker = job.worker(**options), job.worker(pause=0.4, **options)
+    job.steps_more([stopped, worker], 2)
+    stopped.send(signal.SIGSTOP)
+    job.until(lambda: len(worker.states[-1].members) == 2)
+    job.steps_more([worker], 2)
+    stopped.kill()
+    job.stop()
+    assert (server.error, worker.error) == ("", "")
+    pairs = {(state.version, state.digest) for state in worker.states}
+    assert len(pairs) == len({version for version, _ in pairs})
 
 
 def test_a_worker_that_stands_still_is_left_out_and_joins_again(make_job):
