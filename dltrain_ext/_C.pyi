@@ -1,6 +1,6 @@
 """The types of the compiled module, which csrc/bindings defines. Only _ops imports it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -309,7 +309,8 @@ class Communicator:
     ) -> Future[Any]: ...
     def wait(self, future: Future[Any], timeout: float | None = None) -> None: ...
     def close(self) -> None: ...
-    def drain(self) -> None: ...
+    def drain(self) -> str:
+        """Returns when what was enqueued on a CUDA device is done, or has failed, and why calls fail, or nothing."""
     def culprit(self) -> int | None: ...
     @property
     def segment_bytes(self) -> int: ...
@@ -461,8 +462,9 @@ class StoreNode:
         together: bool,
         replayed: Sequence[Handled],
     ) -> None: ...
-    def start(self) -> None:
-        """From now on a thread handles messages; without it, poll() does."""
+    def start(self, gives_up: Callable[[float], bool] | None = None) -> None:
+        """From now on a thread handles messages; without it, poll() does. A call that waits for a server which takes no
+        message asks gives_up now and then, with the seconds that it has waited, and fails if that returns True."""
     def poll(self) -> bool: ...
     def push(
         self,

@@ -147,6 +147,7 @@ class Store:
         # Workers that come and go are a quorum of all, which falls when one leaves; so a pull says what it waits for.
         self._pulls_applied = self._membership is not None and quorum == "all"
         self._version_before = 0
+        self._is_closing = False
         if self._membership is not None and servers is not None:
             raise ValueError(f"servers: expected None with a membership, whose servers call serve, got {servers!r}")
         if self._membership is not None and record:
@@ -333,6 +334,10 @@ class Store:
         """Returns whether a wait is for a server that stands still, and that another one can replace."""
         return self._epochs is not None and bool(self._epochs.silent_servers())
 
+    def _gives_up(self, waited: float) -> bool:
+        """Returns whether a call fails that has waited so long for a server which takes no message."""
+        return waited > self._wait.total_seconds() or self._is_in_vain()
+
     def _work(self, what: str, ticket: "_ops.StoreTicket", write: Callable[[], None] | None = None) -> Work:
         return Work(what, self._made(), [ticket], self._wait, self._is_in_vain, write)
 
@@ -346,7 +351,8 @@ class Store:
         self._rates = [float(group["lr"]) for group in self._settings.groups]
         self._wait = timeout
         self._finalizer = weakref.finalize(self, node.close, 0.0)
-        node.start()
+        gives_up = weakref.WeakMethod(self._gives_up)
+        node.start(lambda waited: (method := gives_up()) is None or method(waited))
 
     def push(
         self,
@@ -378,9 +384,14 @@ class Store:
         factor, weight = factors(self._settings, weight)
         self._set_rates(rates)
         tensors = [_plain(value) for value in values.values()]
-        ticket = node.push(clock, numbers, tensors, factor=factor, rates=self._rates, skips=not finite, weight=weight)
-        for name in values:
-            self._clocks[name] += 1
+        self._clocks |= dict.fromkeys(values, clock + 1)  # before, since Ctrl-C may end this when all is sent
+        try:
+            ticket = node.push(
+                clock, numbers, tensors, factor=factor, rates=self._rates, skips=not finite, weight=weight
+            )
+        except Exception:
+            self._clocks |= dict.fromkeys(values, clock)
+            raise
         return self._work(f"push of clock {clock}", ticket)
 
     def _set_rates(self, rates: Sequence[float] | None) -> None:
@@ -502,7 +513,7 @@ class Store:
     def _made(self) -> "_ops.StoreNode":
         if self._node is None:
             raise RuntimeError("store: expected one with keys, call init first")
-        if not self._finalizer.alive:
+        if self._is_closing or not self._finalizer.alive:
             raise dist.DistBackendError("the store is closed")
         return self._node
 
@@ -576,10 +587,13 @@ class Store:
         Raises:
             torch.distributed.DistBackendError: a worker has not closed in time; the connections are closed anyway.
         """
-        if self._node is None or not self._finalizer.alive:
+        if self._node is None:
             return
+        self._is_closing = True
         if self._membership is not None:
             self._membership.leave()
+        if not self._finalizer.alive:
+            return
         seconds = (self._wait if timeout is None else timeout).total_seconds()
         done = self._node.finish(seconds)
         self._finalizer.detach()

@@ -3,8 +3,10 @@
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +104,37 @@ def test_a_stopped_rank_is_named_in_time(servers, expected):
     for text in texts:
         assert re.search(expected, text), text
     assert time.monotonic() - began < 4 * SLACK
+
+
+def pushes_more_than_is_sent_at_once(rank, world_size, presses):
+    """Rank 1 serves, and stands still. Rank 0 pushes 80 MB, of which 64 MiB are sent before any is acknowledged."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    values = {"w": torch.ones(20_000_000)}
+    store = ps.Store(servers=[1], timeout=FAR if presses else SHORT)
+    store.init(values)
+    shared = dist.group.WORLD.get_group_store()
+    if rank == 1:
+        shared.set("process", str(os.getpid()))
+    dist.barrier()
+    ready()
+    if rank == 1:
+        time.sleep(3600)
+    state = Path(f"/proc/{int(shared.get('process'))}/stat")
+    while state.read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.01)
+    began = time.monotonic()
+    if presses:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            store.push(values)
+        with pytest.raises(dist.DistBackendError, match="the store is closed"):
+            store.push(values)
+    else:
+        with pytest.raises(dist.DistBackendError, match=r"the server of rank 1 has taken no message for 2(\.\d)? s"):
+            store.push(values)
+    assert time.monotonic() - began < SLACK
+
+
+@pytest.mark.parametrize("presses", [False, True], ids=["timeout", "Ctrl-C"])
+def test_a_push_does_not_wait_for_ever_for_a_server_that_is_stopped(presses):
+    run_ranks(2, pushes_more_than_is_sent_at_once, presses, dying=(1,), when_ready=kill(1, signal.SIGSTOP))

@@ -4,6 +4,8 @@ import math
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -204,6 +206,48 @@ def is_refused(rank, world_size):
 
 def test_wrong_arguments_are_named():
     run_ranks(2, is_refused)
+
+
+def counts_a_push_that_is_interrupted(rank, world_size):
+    """Ctrl-C comes when everything has been sent. The next push is not taken for the same one."""
+    store, values = make()
+    vector, node = {"vector": torch.ones(37)}, store._node
+
+    def push(*args, **options):
+        node.push(*args, **options)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(store, "_node", SimpleNamespace(push=push)), pytest.raises(KeyboardInterrupt):
+        store.push(vector)
+    store.push(vector)
+    store.pull({"vector": values["vector"]}).wait()
+    torch.testing.assert_close(values["vector"], initial(0)["vector"] + 2)
+    store.close()
+
+
+def test_a_push_that_is_interrupted_counts():
+    run_ranks(2, counts_a_push_that_is_interrupted)
+
+
+def refuses_a_push_while_it_closes(rank, world_size):
+    """Rank 0 serves, and its store waits for that of rank 1 to close."""
+    store, values = make()
+    if rank == 0:
+        closing = threading.Thread(target=store.close)
+        closing.start()
+        while not store._is_closing:
+            time.sleep(0.001)
+        with pytest.raises(dist.DistBackendError, match="the store is closed"):
+            store.push(values)
+    dist.barrier()
+    if rank == 0:
+        closing.join()
+    else:
+        store.close()
+
+
+def test_a_store_that_closes_takes_no_push():
+    run_ranks(2, refuses_a_push_while_it_closes)
 
 
 def bytes_are_divided(rank, world_size):

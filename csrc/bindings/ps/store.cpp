@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <pybind11/functional.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -155,7 +156,18 @@ class StoreNode {
   StoreNode(const StoreNode&) = delete;
   StoreNode& operator=(const StoreNode&) = delete;
 
-  void start() { node_->start(); }
+  // A Python exception of `gives_up`, Ctrl-C among them, leaves a call half sent, and closes the store.
+  void start(const std::optional<ps::Node::GivesUp>& gives_up) {
+    if (!gives_up) return node_->start();
+    node_->start([this, gives_up = *gives_up](double waited) {
+      try {
+        return gives_up(waited);
+      } catch (const py::error_already_set&) {
+        node_->close(milliseconds(0));
+        throw;
+      }
+    });
+  }
   bool poll() { return node_->poll(); }
 
   StoreTicket push(int64_t clock, const std::vector<int>& keys, const Tensors& gradients, float factor, const std::vector<double>& rates,
@@ -345,7 +357,7 @@ void bind_store(py::module_& module) {
                     std::optional<ServerSettings>, std::optional<std::vector<ClientBlock>>, bool, std::vector<ps::Handled>>(),
            py::arg("mailbox"), py::kw_only(), py::arg("workers"), py::arg("servers"), py::arg("push_codec"), py::arg("pull_codec"),
            py::arg("server"), py::arg("client"), py::arg("together"), py::arg("replayed"))
-      .def("start", &StoreNode::start)
+      .def("start", &StoreNode::start, py::arg("gives_up") = py::none())
       .def("poll", &StoreNode::poll, py::call_guard<py::gil_scoped_release>())
       .def("push", &StoreNode::push, py::arg("clock"), py::arg("keys"), py::arg("values"), py::kw_only(), py::arg("factor"),
            py::arg("rates"), py::arg("skips") = false, py::arg("weight") = 1.0f)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <exception>
 #include <stdexcept>
 #include <utility>
@@ -15,8 +16,8 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr int none = -1;  // it is no worker, or no server
-constexpr milliseconds retry(1);
+constexpr int none = -1;                     // it is no worker, or no server
+constexpr milliseconds retry(1), look(200);  // between two attempts, and between two questions whether to go on
 
 // In lockstep the order of pulls makes no difference, and a worker may pull what it then pushes.
 std::vector<Handled> ordered(std::vector<Handled> record, const Server* server) {
@@ -47,8 +48,9 @@ Node::Node(std::unique_ptr<comm::Mailbox> mailbox, Ranks ranks, std::unique_ptr<
 
 Node::~Node() { close(milliseconds(0)); }
 
-void Node::start() {
+void Node::start(GivesUp gives_up) {
   const std::lock_guard closing(closing_);
+  gives_up_ = std::move(gives_up);
   {
     const std::lock_guard lock(sending_);
     has_thread_ = true;
@@ -273,6 +275,8 @@ bool Node::send(int rank, const Message& message, Data data, Deadline deadline) 
   }
   Outgoing outgoing{pack(message), std::move(data)};
   auto& queue = outgoing_[static_cast<size_t>(rank)];
+  const auto began = Clock::now();
+  auto looks = began + look;
   for (milliseconds pause(0);; pause = retry) {
     {
       const std::lock_guard lock(sending_);
@@ -283,7 +287,13 @@ bool Node::send(int rank, const Message& message, Data data, Deadline deadline) 
       }
     }
     if (mailbox_->is_closed()) return true;
-    if (Clock::now() >= deadline) return false;
+    const auto now = Clock::now();
+    if (now >= deadline) return false;
+    if (deadline == Deadline::max() && gives_up_ && now >= looks) {
+      const double waited = std::round(10 * std::chrono::duration<double>(now - began).count()) / 10;
+      if (gives_up_(waited)) throw std::runtime_error(text("the server of rank ", rank, " has taken no message for ", waited, " s"));
+      looks = Clock::now() + look;
+    }
     std::this_thread::sleep_for(pause);
   }
 }

@@ -33,8 +33,11 @@ class Node final : public Sender {
        std::vector<Handled> replayed = {});
   ~Node() override;
 
+  // Asked now and then while a rank takes no message, with the seconds since it took the last one of the caller; true: the call fails.
+  using GivesUp = std::function<bool(double)>;
+
   // From now on a thread handles the messages. Without it, poll() does.
-  void start();
+  void start(GivesUp gives_up = {});
   // Handles the messages that are there, and ends the graces that are over. Returns whether there were any.
   bool poll();
 
@@ -107,6 +110,7 @@ class Node final : public Sender {
   const std::unique_ptr<Server> server_;
   const std::unique_ptr<Client> client_;
   const std::vector<Handled> replayed_;
+  GivesUp gives_up_;
   size_t next_replayed_ = 0;
   std::deque<Arrived> arrived_;  // and not yet handled, because the record has others before them
   std::mutex handling_;          // held while a message is handled

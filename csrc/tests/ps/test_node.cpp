@@ -479,6 +479,17 @@ TEST(PsNode, DoesNotWaitBeyondTheDeadlineForAServerThatIsBehind) {
   EXPECT_EQ(next(*store.mailboxes[1]).message.kind, Kind::done);
 }
 
+TEST(PsNode, AThreadThatPushesGivesUpAServerThatIsBehindForTooLong) {
+  Configuration setup = setup_of({0}, {1}, {300'000});
+  setup.bare = {1};
+  setup.limit = 1 << 20;
+  setup.has_threads = false;
+  Store store(setup);
+  store.node(0).start([](double waited) { return waited >= 0.3; });
+  store.push(0, 0, gradients(setup, 0, 0));
+  EXPECT_THROW(store.push(0, 1, gradients(setup, 0, 1)), std::runtime_error);
+}
+
 TEST(PsNode, AThreadThatPushesWaitsForAServerThatIsBehind) {
   Configuration setup = setup_of({0}, {1}, {300'000});
   setup.bare = {1};
