@@ -123,12 +123,14 @@ def exploit(
     try:
         if place == source:
             broadcast_all(communicator, [*tensors.values(), *_tensors_in(leaves)], ranks[source])
+            communicator.drain()
             return None
         winner = members[source]
         received = [torch.empty_like(tensor) for tensor in tensors.values()]
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         leaves = [_empty(leaf, device) if isinstance(leaf, _Absent) else leaf for leaf in winner.state]
         broadcast_all(communicator, [*received, *_tensors_in(leaves)], ranks[source])
+        communicator.drain()
     finally:
         communicator.close()
     with torch.no_grad():

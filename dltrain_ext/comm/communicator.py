@@ -154,6 +154,18 @@ class Communicator:
         for communicator in getattr(self, "_by_device", {}).values():
             communicator.drain()  # the results of enqueued calls are still needed
 
+    def drain(self) -> None:
+        """Returns when the calls that were enqueued on CUDA devices are done, so that :meth:`close` spoils no result.
+
+        Raises:
+            torch.distributed.DistBackendError: a call has failed.
+
+        :meta private:
+        """
+        for communicator in self._by_device.values():
+            if reason := communicator.drain():
+                raise dist.DistBackendError(reason)
+
     def check_process(self) -> None:
         """Raises RuntimeError in a child of fork(), which has none of the threads, and does not own the connections."""
         if self._process != os.getpid():

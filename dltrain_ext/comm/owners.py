@@ -1,6 +1,7 @@
 """Items that have owners, such as the matrices of a model: each is reduced to one rank, worked on, and gathered."""
 
 import collections
+import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
@@ -213,8 +214,10 @@ class Owners:
         return {exchange.communicator for exchange in exchanges if exchange.communicator is not None}
 
     def close(self) -> None:
-        """Closes the connections: calls that are running, and later ones, fail."""
+        """Closes the connections when the calls that were enqueued on CUDA devices are done; later calls fail."""
         for communicator in self._communicators():
+            with contextlib.suppress(dist.DistBackendError):  # there is no result that could be spoilt
+                communicator.drain()
             communicator.close()
 
 

@@ -238,8 +238,10 @@ std::optional<int> Communicator::culprit() const { return work_->group().culprit
 
 int64_t Communicator::segment_bytes() const { return work_->group().across().segment_bytes(); }
 
-void Communicator::drain() {
-  if (!is_forked()) work_->group().drain();
+std::string Communicator::drain() {
+  if (is_forked()) return {};
+  work_->group().drain();
+  return work_->group().failure();
 }
 
 }  // namespace dltrain::bindings

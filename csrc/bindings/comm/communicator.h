@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "bindings/comm/options.h"
 #include "bindings/comm/tensor_collectives.h"
@@ -41,8 +42,8 @@ class Communicator {
   std::optional<int> culprit() const;
   int64_t segment_bytes() const;  // the size of segments that suits the transport; 0: that of a network
 
-  // Returns when the work that was enqueued on a CUDA device is done, or has failed.
-  void drain();
+  // Returns when the work that was enqueued on a CUDA device is done, or has failed, and why calls fail; empty while they do not.
+  std::string drain();
 
   struct Stats {
     int64_t calls, wire_bytes, inside_bytes;  // sent by this rank

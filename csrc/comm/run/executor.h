@@ -79,8 +79,11 @@ class Executor {
   // What the call in progress waits for, with global ranks; nothing if there is none. Any thread may call it.
   Waiting waiting();
 
-  // Returns when all enqueued work is done or has failed.
-  void drain() { watchdog_.drain(); }
+  // Returns when all enqueued work is done or has failed, and no end of this executor can spoil its results any more.
+  void drain() {
+    watchdog_.drain();
+    failure_.drain();
+  }
 
   // Makes later calls fail with `reason`. Calls in progress continue.
   void refuse(const std::string& reason) { failure_.set(reason); }
