@@ -142,21 +142,22 @@ class AllReduceState(Reports):
         self._forget()
 
     def _use(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group = group_of(group)
+        group = group_of(group)
         self.communicator = self._communicator_of(group)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.choice = self._choose()
+        self.choice = self._choose(group)
         self._budget = None
         if self._max_error is not None:
             self._budget = Budget(
                 self._max_error, self.communicator, self.algorithm, self._is_small, tells=self._rank == 0
             )
+        self._group = group  # at last, so that what has failed is tried again
 
-    def _choose(self) -> Reduction:
+    def _choose(self, group: dist.ProcessGroup) -> Reduction:
         parameters = (self._parameters.names or {}).values()
         if self._max_error is not None:
             return choose_plan(self.communicator, self._asked, parameters)
-        return choose(self.communicator, self._group, self._asked, parameters)
+        return choose(self.communicator, group, self._asked, parameters)
 
     def _is_small(self, parameter: Tensor) -> bool:
         return is_small(parameter.shape, self.min_compress_numel)

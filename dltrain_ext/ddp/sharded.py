@@ -3,6 +3,7 @@
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,7 +69,7 @@ class ShardedOptimizerState(AllReduceState):
         self._shards = Shards(self._parameters.named(), self._optimizer, self._group, self.communicator)
         self.shards = self._shards.module
 
-    def _choose(self) -> Reduction:
+    def _choose(self, group: dist.ProcessGroup) -> Reduction:
         return self._asked
 
     def _follow(self) -> None:

@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dltrain_ext.comm import Communicator
@@ -40,7 +41,8 @@ class Link:
 
     @property
     def communicator(self) -> Communicator:
-        assert self._communicator is not None
+        if self._communicator is None:
+            raise dist.DistBackendError("the sites are not connected: an earlier attempt has failed")
         return self._communicator
 
     @property

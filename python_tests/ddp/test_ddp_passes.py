@@ -1,6 +1,7 @@
 """The start and the end of a backward pass: DDP that skips buckets, and DDP whose process group is replaced."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -109,6 +110,10 @@ def check_exchanged_group(rank, world_size):
     for members in ([0, 1, 2], ranks, ranks):
         if members == ranks:
             model._update_process_group(group)
+        if model.process_group is not state._group:
+            late = dist.DistBackendError("a rank is late")
+            with mock.patch.object(state, "_communicator_of", side_effect=late), pytest.raises(type(late)):
+                state._follow()
         model.zero_grad()
         model(torch.full((1, 64), float(rank + 1))).sum().backward()
         mean = sum(r + 1 for r in members) / len(members)
