@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import time
 import warnings
 from datetime import timedelta
@@ -47,11 +48,17 @@ class Connections:
         self._site = Site.of(members, timeout)
         store = dist.PrefixStore("rendezvous", self._site.store)
         self.rendezvous = Rendezvous(store, members.ranks, members.index, timeout, members.beats)
-        answers = [each.split(" ", 1) for each in self.rendezvous.exchange(f"{_trip_to(store)} {host_id()}")]
-        self._round_trip = max(float(trip) for trip, _ in answers)
-        hosts = [host for _, host in answers]
+        told = self.rendezvous.exchange(json.dumps((_trip_to(store), host_id(), self._site.why_without_gloo())))
+        trips, hosts, problems = zip(*map(json.loads, told), strict=True)
+        # The others would wait for it.
+        for rank, problem in zip(members.ranks, problems, strict=True):
+            if problem:
+                raise dist.DistBackendError(
+                    f"communicator of ranks {members.ranks}: rank {rank} has no Gloo: {problem}"
+                )
+        self._round_trip = max(trips)
         self._site.hosts = dict(zip(members.ranks, hosts, strict=True))
-        self._layout = layout(hosts, self._rank, ranks_per_host)
+        self._layout = layout([*hosts], self._rank, ranks_per_host)
 
     @property
     def ranks_per_host(self) -> int:
@@ -75,7 +82,10 @@ class Connections:
             except RuntimeError as error:
                 answer = str(error)
             # No rank returns, and makes a call, before all ranks can take part and answer.
-            for rank, outcome in zip(self._ranks, work.part("made").agree(answer), strict=True):
+            outcomes = work.part("made").agree(answer)
+            if any(outcome != "connected" for outcome in outcomes):
+                work.part("failed").agree("")  # one that has died after its answer is the reason
+            for rank, outcome in zip(self._ranks, outcomes, strict=True):
                 if outcome != "connected":
                     raise dist.DistBackendError(
                         f"communicator of ranks {self._ranks}: rank {rank} could not connect: {outcome}"
@@ -92,7 +102,15 @@ class Connections:
         if self._layout is None:
             return over.make(self._site, work.part(f"{over.name}/all"), device), None, (1, 1)
         neighbours, counterparts, hosts, shards, _ = self._layout
-        intra_host = over.make(self._site, work.part(f"{over.name}/intra/{neighbours[0]}", neighbours), device)
+        intra_host, answer = None, "connected"
+        try:
+            intra_host = over.make(self._site, work.part(f"{over.name}/intra/{neighbours[0]}", neighbours), device)
+        except RuntimeError as error:
+            answer = str(error)
+        # On all hosts: otherwise the counterparts of those that have failed would wait for them.
+        for rank, outcome in zip(self._ranks, work.part(f"{over.name}/intra").agree(answer), strict=True):
+            if outcome != "connected":
+                raise RuntimeError(f"rank {rank}: {outcome}")
         inter_host = over.make(self._site, work.part(f"{over.name}/inter/{counterparts[0]}", counterparts), device)
         return inter_host, intra_host, (hosts, shards)
 

@@ -57,6 +57,14 @@ class Site:
     def connect_timeout(self) -> timedelta:
         return min(self.timeout, _CONNECTING)
 
+    def why_without_gloo(self) -> str:
+        """Makes Gloo's devices. Returns what prevents it, or nothing."""
+        try:
+            self._gloo_devices = gloo_devices()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
     def gloo(self, part: SubWork, threads: int) -> Any:
         """Returns a backend. Its all-reduces need a thread, but its messages do not."""
         gloo: Any = dist.ProcessGroupGloo

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,7 +86,7 @@ def test_ranks_with_different_transports_raise():
     run_ranks(2, differ)
 
 
-def fail_to_share(rank, world_size, failing):
+def fail_to_share(rank, world_size, failing, **options):
     def fail(*args):
         raise RuntimeError("no memory today")
 
@@ -94,13 +95,13 @@ def fail_to_share(rank, world_size, failing):
             patch.setattr(_ops, "SharedMemory", SimpleNamespace(make=fail, open=fail))
         warnings.simplefilter("always")
         for _ in range(2):
-            communicator = comm.Communicator()
+            communicator = comm.Communicator(**options)
             assert not shared_by()
             sum_of_ranks(communicator, rank, world_size)
         with pytest.raises(
             dist.DistBackendError, match=f"transport: shm cannot be used: .*rank {failing}: .*no memory today"
         ):
-            comm.Communicator(transport="shm")
+            comm.Communicator(transport="shm", **options)
     return [str(each.message) for each in caught if "dltrain_ext" in str(each.message)]
 
 
@@ -109,6 +110,27 @@ def test_ranks_that_cannot_share_memory_use_gloo_and_say_why_once(failing):
     expected = "dltrain_ext: messages between the processes of a host are sent over Gloo, not through memory that they"
     for told in run_ranks(3, fail_to_share, failing, fresh=True):
         assert len(told) == 1 and told[0].startswith(expected) and "no memory today" in told[0]
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_no_host_waits_for_one_whose_ranks_cannot_share_memory(failing):
+    run_ranks(4, partial(fail_to_share, ranks_per_host=2), failing, fresh=True, timeout=60)
+
+
+def fail_without_gloo(rank, world_size, failing):
+    def fail():
+        raise RuntimeError("no such interface")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == failing:
+            patch.setattr(transports, "gloo_devices", fail)
+        with pytest.raises(dist.DistBackendError, match=f"rank {failing} has no Gloo: no such interface"):
+            comm.Communicator()
+    sum_of_ranks(comm.Communicator(), rank, world_size)
+
+
+def test_no_rank_waits_for_one_without_gloo():
+    run_ranks(3, fail_without_gloo, 1, timeout=60)
 
 
 def fail_after_gloo(rank, world_size, failing):
