@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -96,13 +95,11 @@ def judge(outcome: Outcome, every: list[dict[str, Any]]) -> None:
 
 def lose_one(rank: int, ranks: int, fault: Fault, width: int, batch: int, step: float) -> dict[str, Any]:
     """Start a process that trains on each rank, and kill the last one. Return what it has reported."""
-    host, place = os.environ.get("MASTER_ADDR", "127.0.0.1"), [0]
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind((host, 0))
-            place = [free.getsockname()[1]]
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    place = [store.port if store else 0]
     dist.broadcast_object_list(place)
-    settings = {"rank": rank, "ranks": ranks, "init": f"tcp://{host}:{place[0]}", "width": width, "batch": batch}
+    settings = {"rank": rank, "ranks": ranks, "host": host, "port": place[0], "width": width, "batch": batch}
     settings["fault"] = fault._asdict()
     trainer = Trainer(__name__, settings)
     try:
@@ -200,7 +197,8 @@ def main() -> None:
     fault, rank, width = Fault(**settings["fault"]), settings["rank"], settings["width"]
     torch.set_num_threads(1)
     patience = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", settings["init"], patience, world_size=settings["ranks"], rank=rank)
+    store = dist.TCPStore(settings["host"], settings["port"], is_master=False, timeout=patience)
+    dist.init_process_group("gloo", store=store, timeout=patience, world_size=settings["ranks"], rank=rank)
     side = Side(OURS, fault.codec, 1, fault.delay, ours=True)
     runner = make_runner(side, layers_of(width), Schedule(fault.sync_every, 1, fault.delay))
     outer = runner.outer

@@ -44,7 +44,7 @@ def made(monkey, rank, name, *, version=lambda rank: "2.28.9", connects=lambda r
         def over_backend(backend, device, ranks):
             return "c10d"
 
-    monkey.setattr(transports, "_CONNECTING", timedelta(seconds=1))
+    monkey.setattr(transports, "_CONNECTING", timedelta(seconds=20))
     monkey.setattr(_ops, "nccl_version", nccl_version)
     monkey.setattr(_ops, "nccl_unique_id", lambda: bytes(range(128)))
     monkey.setattr(_ops, "Level", Level)

@@ -116,7 +116,7 @@ def test_a_late_rank_is_told_from_a_dead_one(algorithm):
 
 
 def see_one_close(rank, world_size):
-    communicator = comm.Communicator(timeout=timedelta(seconds=20))
+    communicator = comm.Communicator(timeout=timedelta(seconds=20), answer_timeout=SILENCE)
     communicator.all_reduce(torch.ones(100))
     dist.barrier()  # a rank may still be in that call, and would be told that the next one has failed
     if rank == 1:
@@ -154,7 +154,7 @@ def lose_a_rank_of_a_subgroup(rank, world_size):
     group = dist.new_group([1, 2])
     if rank == 0:
         return None
-    communicator = comm.Communicator(group, timeout=FAR)
+    communicator = comm.Communicator(group, timeout=FAR, answer_timeout=SILENCE)
     communicator.all_reduce(torch.ones(1))
     finish_before(2, 1)
     if rank == 2:

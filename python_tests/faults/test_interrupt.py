@@ -19,14 +19,15 @@ FAR = timedelta(minutes=30)
 SOON = 0.3  # s; by then the wait has begun
 
 
-def press(signum=signal.SIGINT, after=SOON):
-    """Send a signal to this process while its main thread waits; return a function that returns the time."""
+def press(signum=signal.SIGINT, after=SOON, then=lambda: None):
+    """Send a signal to this process while its main thread waits, and call ``then``; return a list of the time."""
     pressed = []
 
     def send():
         time.sleep(after)
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signum)
+        then()
 
     threading.Thread(target=send).start()
     return pressed
@@ -91,14 +92,14 @@ def test_ctrl_c_interrupts_the_wait(wait):
 def go_on(rank, world_size):
     heard = []
     signal.signal(signal.SIGINT, lambda *_: heard.append(None))
-    communicator = comm.Communicator(timeout=FAR)
+    communicator, store = comm.Communicator(timeout=FAR), dist.group.WORLD.get_group_store()
     tensor = torch.ones(10)
     if rank == 0:
-        pressed = press()
+        press(then=lambda: store.set("pressed", ""))
         communicator.all_reduce(tensor)
-        assert pressed and heard
+        assert heard
     else:
-        time.sleep(3 * SOON)
+        store.wait(["pressed"])
         communicator.all_reduce(tensor)
     assert torch.equal(tensor, torch.full((10,), 2.0))
 

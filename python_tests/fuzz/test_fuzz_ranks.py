@@ -7,14 +7,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEADLINE, run_ranks
+from ranks import DEADLINE, SILENCE, run_ranks
 
 from dltrain_ext import comm
 
 
 def refuse_on_one(rank, world_size):
     """A refused call does not count as a call: the other rank gets an error, and does not wait forever."""
-    communicator = comm.Communicator(timeout=DEADLINE)
+    communicator = comm.Communicator(timeout=DEADLINE, answer_timeout=SILENCE)
     communicator.all_reduce(torch.ones(100))
     if rank == 0:
         for bad in (torch.ones(4, dtype=torch.complex64), torch.ones(4, device="meta"), torch.ones(1).expand(4)):
