@@ -218,9 +218,11 @@ def check_errors(rank, world_size):
     assert torch.equal(tensor, total(world_size, 8))
 
     communicator = comm.Communicator()
+    communicator.drain()
     communicator.close()
-    with pytest.raises(dist.DistBackendError, match="the communicator was closed"):
-        communicator.all_reduce(values)
+    for call in (communicator.drain, lambda: communicator.all_reduce(values)):
+        with pytest.raises(dist.DistBackendError, match="the communicator was closed"):
+            call()
 
 
 def test_bad_input_names_the_argument():
