@@ -18,6 +18,7 @@ DATA = {
     *(
         "ddp.AllReduceState.grad_stats",
         "comm.Communicator.check_process",
+        "comm.Communicator.drain",
         "comm.Communicator.run_bucket",
         "comm.Communicator.submit_bucket",
     ),
