@@ -79,6 +79,12 @@ def finish_before(victim: int, *others: int) -> None:
         store.wait([f"{other} has finished before {victim} dies" for other in others])
 
 
+def await_stop(process: int) -> None:
+    """Wait until a process stands still: before that its threads may still handle what has arrived."""
+    while Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.01)
+
+
 def ready() -> None:
     """Report that this rank is ready, so that the test may call ``when_ready``."""
     processes.report(None)

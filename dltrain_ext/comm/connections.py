@@ -5,6 +5,7 @@ import functools
 import json
 import time
 import warnings
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -50,11 +51,9 @@ class Connections:
         self.rendezvous = Rendezvous(store, members.ranks, members.index, timeout, members.beats)
         told = self.rendezvous.exchange(json.dumps((_trip_to(store), host_id(), self._site.why_without_gloo())))
         trips, hosts, problems = zip(*map(json.loads, told), strict=True)
-        for rank, problem in zip(members.ranks, problems, strict=True):
-            if problem and len(members.ranks) > 1:  # the others would wait for it
-                raise dist.DistBackendError(
-                    f"communicator of ranks {members.ranks}: rank {rank} has no Gloo: {problem}"
-                )
+        if (without := self._unlike("", problems)) and len(members.ranks) > 1:  # the others would wait for it
+            rank, problem = without[0]
+            raise dist.DistBackendError(f"communicator of ranks {members.ranks}: rank {rank} has no Gloo: {problem}")
         self._round_trip = max(trips)
         self._site.hosts = dict(zip(members.ranks, hosts, strict=True))
         self._layout = layout([*hosts], self._rank, ranks_per_host)
@@ -81,20 +80,22 @@ class Connections:
             except RuntimeError as error:
                 answer = str(error)
             # No rank returns, and makes a call, before all ranks can take part and answer.
-            outcomes = work.part("made").agree(answer)
-            if any(outcome != "connected" for outcome in outcomes):
+            if failed := self._unlike("connected", work.part("made").agree(answer)):
                 work.part("failed").agree("")  # one that has died after its answer is the reason
-            for rank, outcome in zip(self._ranks, outcomes, strict=True):
-                if outcome != "connected":
-                    raise dist.DistBackendError(
-                        f"communicator of ranks {self._ranks}: rank {rank} could not connect: {outcome}"
-                    )
+                rank, outcome = failed[0]
+                raise dist.DistBackendError(
+                    f"communicator of ranks {self._ranks}: rank {rank} could not connect: {outcome}"
+                )
         assert communicator is not None
         return communicator
 
     def close(self) -> None:
         """Makes no more connections. Those that were made belong to the communicators."""
         self._site.close()
+
+    def _unlike(self, expected: str, answers: Iterable[str]) -> list[tuple[int, str]]:
+        """Returns the ranks whose answers are others than expected, and these."""
+        return [each for each in zip(self._ranks, answers, strict=True) if each[1] != expected]
 
     def _levels(self, work: JointWork, device: torch.device, over: Transport) -> Levels:
         """The first level has all ranks, and there is no second one, if there is one level."""
@@ -107,9 +108,8 @@ class Connections:
         except RuntimeError as error:
             answer = str(error)
         # On all hosts: otherwise the counterparts of those that have failed would wait for them.
-        for rank, outcome in zip(self._ranks, work.part(f"{over.name}/intra").agree(answer), strict=True):
-            if outcome != "connected":
-                raise RuntimeError(f"rank {rank}: {outcome}")
+        for rank, outcome in self._unlike("connected", work.part(f"{over.name}/intra").agree(answer)):
+            raise RuntimeError(f"rank {rank}: {outcome}")
         inter_host = over.make(self._site, work.part(f"{over.name}/inter/{counterparts[0]}", counterparts), device)
         return inter_host, intra_host, (hosts, shards)
 

@@ -8,12 +8,11 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import FAR, SLACK, ready, run_ranks
+from ranks import FAR, SLACK, await_stop, ready, run_ranks
 
 from dltrain_ext import _C, comm
 
@@ -294,9 +293,7 @@ def outlast_a_stopped_peer(rank, world_size):
     if rank == 1:
         store.set("stopping", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    state = Path(f"/proc/{int(store.get('stopping'))}/stat")
-    while state.read_text().rpartition(") ")[2][0] != "T":  # before that it could still acknowledge messages
-        time.sleep(0.01)
+    await_stop(int(store.get("stopping")))
     other = 2 - rank
     message, longest = pattern(1 << 20, rank), 0.0
     while True:
